@@ -317,7 +317,7 @@ def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> 
 
 
 def _paths(tree: object) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)]
+    return list(dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)))
 
 
 def added_by_compiler(

@@ -122,10 +122,10 @@ def _gpu(
     tflops: float,
     bandwidth: float,
     link: float,
-    network: float = 50.0,
     **fields: Any,
 ) -> Hardware:
     # The three bandwidths are in GB/s.
+    network = fields.pop("network", 50.0)
     capability = CAPABILITIES.get(kinds, "")
     # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979
     # TFLOP/s of an H100, 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format

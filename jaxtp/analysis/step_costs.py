@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -185,11 +186,13 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     if not all(map(_has_formulas, dict(_stacked_blocks(model)))):
         model = described(config, work.tp)  # its arrays are padded for tp, as a trace needs them
     blocks = _stacked_blocks(model)
-    by_block = {block: list(block_costs(block, work)) for block in dict(blocks)}
+    by_block: dict[DecoderBlock, list[Cost]] = {}
     inside: list[LayersCost] = []
     for block, layers in blocks:
-        inside += [(layers, cost) for cost in by_block[block]]
-    outside = [(1, cost) for cost in decoder_costs(model, work)]
+        if block not in by_block:
+            by_block[block] = list(block_costs(block, work))
+        inside += zip(repeat(layers), by_block[block], strict=False)
+    outside = list(zip(repeat(1), decoder_costs(model, work), strict=False))
     every_cost = inside + outside
     # A backward pass counts 1.5.
     passes = 2.5 + work.recomputes if work.training else 1.0

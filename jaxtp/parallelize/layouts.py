@@ -5,6 +5,7 @@ inside `ContextParallel` modules.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -235,8 +236,7 @@ def change_layouts(values: Any, before: Layouts, after: Layouts, *, context: boo
     unchanged = (None,) * len(values)
     old_layouts = (*as_tuple(before), *unchanged)
     new_layouts = (*as_tuple(after), *unchanged)
-    changes = zip(values, old_layouts, new_layouts, strict=False)
-    return tuple(change_layout(*change, context=context) for change in changes)
+    return tuple(map(partial(change_layout, context=context), values, old_layouts, new_layouts))
 
 
 def change_layout(x: Any, before: Layout | None, after: Layout | None, *, context: bool) -> Any:

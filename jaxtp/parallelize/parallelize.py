@@ -147,7 +147,7 @@ def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np
         if not isinstance(entry, Compute):
             continue
         paths = itertools.chain.from_iterable(info.paths for info in modules)
-        outer = [path for path in paths if matches(pattern, path)]
+        outer = list(filter(partial(matches, pattern), paths))
         layers: list[nnx.Module] = []
         for info in modules:
             is_within = any(itertools.starmap(is_inside, itertools.product(info.paths, outer)))
