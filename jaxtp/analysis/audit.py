@@ -6,6 +6,7 @@ that the compiler has to repair makes the jaxpr and the HLO after SPMD partition
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.stages import Compiled
@@ -24,7 +26,8 @@ from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import BriefError
 from jaxtp.layers.parameter import is_variable
-from jaxtp.mesh import REPLICAS, TP, axes_of, mesh_sizes, parts
+from jaxtp.mesh import REPLICAS, TP, mesh_sizes, parts
+from jaxtp.parallelize.layouts import dim_over
 
 Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
 LARGE = 2**20  # Bytes above which an unintended replication is an error
@@ -61,29 +64,31 @@ class Holding:
     @property
     def unintended(self) -> tuple[str, ...]:
         """Replicated axes that its spec names; all replicated axes if it declares no spec."""
-        if self.declared is None:
+        declared = self.declared
+        if declared is None:
             return self.replicated_over
-        declared_axes = {*itertools.chain.from_iterable(map(axes_of, self.declared))}
-        return tuple(axis for axis in self.replicated_over if axis in declared_axes)
+        return tuple(axis for axis in self.replicated_over if dim_over(axis, declared) is not None)
 
     @property
     def declaration(self) -> str:
         """The declared spec, in words."""
         if self.declared is None:
             return "no spec declared"
-        note = ", which the compiler did not keep" if self.unintended else ""
-        return f"{self.declared}{note}"
+        if self.unintended:
+            return f"{self.declared}, which the compiler did not keep"
+        return str(self.declared)
 
     def matrices(self) -> set[tuple[int, ...]]:
         """Returns the shapes in which it may be sent: each dim whole or sharded.
 
         A stacked variable may also be sent layer by layer.
         """
-        dims = [{whole, part} for whole, part in zip(self.shape, self.shard, strict=True)]
-        if len(dims) < 2:
+        if len(self.shape) < 2:
             return set()
-        shapes = {*itertools.product(*dims)}
-        return shapes | {shape[1:] for shape in shapes} if len(dims) > 2 else shapes
+        shapes = {*itertools.product(*zip(self.shape, self.shard, strict=True))}
+        if len(self.shape) > 2:
+            shapes |= {shape[1:] for shape in shapes}
+        return shapes
 
 
 @dataclass(frozen=True)
@@ -122,17 +127,17 @@ class Audit:
 
     def check(self, large: int = LARGE) -> None:
         """Raises an `AuditError` that lists the `problems`, if there are any."""
-        if problems := self.problems(large):
-            raise AuditError(
-                "the compiled step breaks its plan:\n" + "\n".join(f"  {p}" for p in problems)
-            )
+        problems = self.problems(large)
+        if problems:
+            raise AuditError("\n  ".join(["the compiled step breaks its plan:", *problems]))
 
     def __str__(self) -> str:
         """Returns tables of the state's arrays and of communication by module."""
-        arrays = [
-            (h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration)
-            for h in self.holdings
-        ]
+        arrays = []
+        for holding in self.holdings:
+            sizes = _by(holding.shape), _by(holding.shard), holding.dtype
+            per_device = f"{holding.bytes_per_device:,}"
+            arrays.append((holding.name, *sizes, per_device, holding.declaration))
         moved = [
             *_traffic_rows("the compiler", self.added),
             *_traffic_rows("the program", self.realised - self.added),
@@ -156,9 +161,11 @@ class Audit:
     def _weights_over_tp(self) -> Iterator[str]:
         # Not with a budget, which limits traffic anyway: an activation may have a weight's shape by
         # chance. Gathers over only part of a tp group are of shared kv heads, and allowed.
-        for collective, times in self.written.items() if self.budget is None else ():
-            whole_group = collective.group == parts(self.sizes, collective.axes)
-            if whole_group and (weight := self._weight_like(collective)):
+        if self.budget is not None:
+            return
+        for collective, times in self.written.items():
+            weight = self._weight_like(collective)
+            if weight and collective.group == parts(self.sizes, collective.axes):
                 yield (
                     f"{times} x {_describe(collective)}, a weight moves (it has the shape of "
                     f"{weight}): what is split over {TP} should stay where it is"
@@ -192,9 +199,10 @@ class Audit:
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:
-        if TP not in collective.axes:
-            return None
-        return next((h.name for h in self.holdings if collective.shape in h.matrices()), None)
+        for holding in self.holdings:
+            if TP in collective.axes and collective.shape in holding.matrices():
+                return holding.name
+        return None
 
     def _over_budget(self) -> Iterator[str]:
         if self.budget is None:
@@ -237,11 +245,8 @@ def audit(
       TypeError: `step` is not a `jax.jit` function, or `state` holds no arrays.
     """
     is_traced = isinstance(step, jax.stages.Traced)
-    if (
-        not (is_traced or hasattr(step, "trace"))
-        or not jax.tree.leaves(state)
-        or isinstance(state, nnx.Module)
-    ):
+    is_jit = is_traced or hasattr(step, "trace")
+    if not is_jit or not jax.tree.leaves(state) or isinstance(state, nnx.Module):
         raise TypeError(
             "audit takes a jax.jit function and the pytree of arrays that is its first argument. "
             "For an nnx.Module: pass `state` of graph, state = nnx.split(module), and call "
@@ -275,7 +280,9 @@ def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holdin
     holdings = []
     shardings = jax.tree.leaves(_state_shardings(compiled, state))
     for (path, leaf), sharding in zip(leaves, shardings, strict=True):
-        spec = leaf.get_metadata().get("out_sharding") if is_variable(leaf) else None
+        spec = None
+        if is_variable(leaf):
+            spec = leaf.get_metadata().get("out_sharding")
         holding = Holding(
             name=jax.tree_util.keystr(path, simple=True, separator="."),
             shape=tuple(leaf.shape),
@@ -291,25 +298,26 @@ def read_holdings(compiled: Compiled, state: object, mesh: Mesh) -> tuple[Holdin
 
 def _state_shardings(compiled: Compiled, state: object) -> Any:
     returned = compiled.output_shardings
-    if _paths(returned) == _paths(state):
-        return returned
-    if isinstance(returned, tuple) and returned and _paths(returned[0]) == _paths(state):
-        return returned[0]
+    first = returned[:1] if isinstance(returned, tuple) else ()
+    for shardings in (returned, *first):
+        if _paths(shardings) == _paths(state):
+            return shardings
     return compiled.input_shardings[0][0]
 
 
 def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
     # The axes along which the first two devices hold the same part.
     indices = sharding.devices_indices_map(tuple(shape))
-    origin = (0,) * mesh.devices.ndim
-    for dim, (axis, size) in enumerate(mesh.shape.items()):
-        neighbour = tuple(int(i == dim) for i in range(mesh.devices.ndim))
-        if size > 1 and indices[mesh.devices[origin]] == indices[mesh.devices[neighbour]]:
+    first = mesh.devices.flat[0]
+    for dim, axis in enumerate(mesh.axis_names):
+        # The devices along this axis, from the first.
+        line = np.moveaxis(mesh.devices, dim, 0).reshape(mesh.devices.shape[dim], -1)[:, 0]
+        if len(line) > 1 and indices[line[1]] == indices[first]:
             yield axis
 
 
 def _paths(tree: object) -> list[Any]:
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)]
+    return list(dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)))
 
 
 def added_by_compiler(
@@ -321,18 +329,22 @@ def added_by_compiler(
         left[_likeness(collective)] += times
     added: Counter[Collective] = Counter()
     for collective, times in realised.items():
-        expected = min(times, left[_likeness(collective)])
-        left[_likeness(collective)] -= expected
-        added[collective] = times - expected
+        likeness = _likeness(collective)
+        added[collective] = max(times - left[likeness], 0)
+        left[likeness] -= times - added[collective]
     return +added
 
 
 def _likeness(collective: Collective) -> tuple[object, ...]:
     # The fields that survive partitioning, which turns a maximum into an all-reduce.
-    kind = "all-reduce" if collective.kind.startswith("all-reduce") else collective.kind
-    elements = math.prod(collective.shape)
-    message = kind, collective.axes, collective.group, collective.dtype, elements
-    return *message, collective.counted == A_TURN
+    return (
+        re.sub("^all-reduce.*", "all-reduce", collective.kind),
+        collective.axes,
+        collective.group,
+        collective.dtype,
+        math.prod(collective.shape),
+        collective.counted == A_TURN,
+    )
 
 
 def _outermost(collective: Collective) -> str:
@@ -340,10 +352,13 @@ def _outermost(collective: Collective) -> str:
 
 
 def _describe(collective: Collective) -> str:
-    where = f" in {collective.module}" if collective.module else ""
-    where += f", {collective.source}" if collective.source else ""
     array = f"{collective.dtype} {_by(collective.shape)} ({collective.bytes:,} bytes)"
-    return f"{collective.kind} of {array} over {'+'.join(collective.axes)}{where}"
+    text = f"{collective.kind} of {array} over {'+'.join(collective.axes)}"
+    if collective.module:
+        text += f" in {collective.module}"
+    if collective.source:
+        text += f", {collective.source}"
+    return text
 
 
 def _traffic_rows(asked_by: str, traffic: Traffic) -> Iterator[tuple[str, ...]]:

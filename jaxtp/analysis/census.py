@@ -45,7 +45,9 @@ def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Coll
         group = len(groups[0]) if groups else parts(mesh_sizes, axes)
         kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
         spanned = tuple(axis for axis in mesh_sizes if axis in axes and mesh_sizes[axis] > 1)
-        for pair in zip(equation.invars, equation.outvars, strict=False) if group > 1 else ():
+        if group == 1:
+            continue
+        for pair in zip(equation.invars, equation.outvars, strict=False):
             largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
             shape = tuple(largest.shape)
             dtype = str(largest.dtype)
@@ -72,12 +74,12 @@ def equations(
 
 def needed_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Returns the equations that XLA keeps."""
+    # XLA removes other equations: JAX keeps kernels in a recomputation that nothing reads.
     read = set(map(id, jaxpr.outvars))
     needed = []
     for equation in reversed(jaxpr.eqns):
         if equation.effects or not read.isdisjoint(map(id, equation.outvars)):
             read.update(map(id, equation.invars))
-            # XLA removes other equations: JAX keeps kernels in a recomputation that nothing reads.
             needed.append(equation)
     return needed[::-1]
 
@@ -115,6 +117,11 @@ def arrays(*variables: Any) -> list[ShapedArray]:
     return [variable.aval for variable in variables]
 
 
+def array_bytes(array: Any) -> int:
+    """Returns the bytes of an array, which may be abstract."""
+    return int(array.size * array.dtype.itemsize)
+
+
 def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Returns the bytes of an array."""
     return math.prod(shape) * jnp.dtype(dtype).itemsize
@@ -122,6 +129,26 @@ def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
 
 Products = tuple[int, int, int, int]
 """m, k and n of matrix products, and their number."""
+
+
+def dot_products(equation: JaxprEqn) -> Products | None:
+    """Returns the products of a `dot_general` or a `ragged_dot_general`; None for others."""
+    groups = matrices = 1
+    if equation.primitive.name == "dot_general":
+        dims = equation.params["dimension_numbers"]
+    elif equation.primitive.name == "ragged_dot_general":
+        # XLA multiplies every row with the matrix of every group, except on TPUs.
+        _, right, sizes = arrays(*equation.invars)
+        numbers = equation.params["ragged_dot_dimension_numbers"]
+        dims = numbers.dot_dimension_numbers
+        groups = sizes.size
+        matrices = math.prod(right.shape[dim] for dim in numbers.rhs_group_dimensions)
+    else:
+        return None
+    left, result = arrays(equation.invars[0], equation.outvars[0])
+    k = math.prod(left.shape[dim] for dim in dims[0][0])
+    m = groups * left.size // max(k, 1)  # batch dims count as rows
+    return m, k, matrices * result.size // max(m, 1), 1
 
 
 def kernel_products(
@@ -180,12 +207,15 @@ def trip_count(loop: JaxprEqn) -> int | None:
     test = _maker(condition, condition.outvars[0])
     if test is None or test.primitive.name != "lt" or test.invars[0] not in condition.invars:
         return None
-    carried = condition.invars.index(test.invars[0]) - loop.params["cond_nconsts"]
+    num_constants = loop.params["cond_nconsts"]
+    carried = condition.invars.index(test.invars[0]) - num_constants
+    if carried < 0:
+        return None
     at = carried + loop.params["body_nconsts"]
-    after = _maker(body, body.outvars[carried]) if carried >= 0 else None
+    after = _maker(body, body.outvars[carried])
     if after is None or after.primitive.name != "add" or after.invars[0] is not body.invars[at]:
         return None
-    first = loop.invars[at + loop.params["cond_nconsts"]]
+    first = loop.invars[at + num_constants]
     return turns(_integer(first), _integer(test.invars[1]), _integer(after.invars[1]))
 
 
@@ -200,4 +230,5 @@ def _integer(operand: object) -> int | None:
     if not isinstance(operand, Constant):
         return None
     kind: Any = operand.aval
-    return int(operand.val) if kind.shape == () and kind.dtype in (np.int32, np.int64) else None
+    is_integer = kind.shape == () and kind.dtype in (np.int32, np.int64)
+    return int(operand.val) if is_integer else None

@@ -69,9 +69,11 @@ class Collective:
         """Scope without JAX's transformations: `mlp/rms_norm`."""
         outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
         parts = _WRAPPERS.sub("", outside).split("/")
-        return "/".join(
-            part for part in parts if part and part not in _PLUMBING and not _BRANCH.fullmatch(part)
-        )
+        modules = []
+        for part in parts:
+            if part and part not in _PLUMBING and not _BRANCH.fullmatch(part):
+                modules.append(part)
+        return "/".join(modules)
 
     @property
     def backward(self) -> bool:

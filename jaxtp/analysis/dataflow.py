@@ -9,7 +9,7 @@ layers whose output is needed whole, and repeats the walk.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import compress
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from flax import nnx
 from jax.core import Atom
 from jax.extend.core import JaxprEqn
 
+from jaxtp.analysis.census import array_bytes
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
 from jaxtp.analysis.propagation_rules import (
     REDUCTIONS,
@@ -29,7 +30,7 @@ from jaxtp.analysis.propagation_rules import (
 )
 from jaxtp.analysis.traced_model import Boundary, TracedModel, read_boundary
 from jaxtp.mesh import TP
-from jaxtp.parallelize.stock import Signature, signature
+from jaxtp.parallelize.stock import signature
 
 ROOT = "the model itself"  # Name in messages of the module whose path is empty
 Columns = frozenset[str]  # Paths of the column layers whose outputs split an array
@@ -78,9 +79,8 @@ class LayerCall:
     @property
     def is_row(self) -> bool:
         """Whether its input is split along the dim that a row layer splits."""
-        return (
-            self.dims is not None and self.input.dim is not None and self.input.dim == self.dims.row
-        )
+        dim = self.input.dim
+        return self.dims is not None and dim is not None and dim == self.dims.row
 
 
 @dataclass
@@ -123,8 +123,7 @@ class Dataflow:
 
     def sent(self, call: LayerCall, side: int, kind: str = ALL_GATHER) -> float:
         """Returns the bytes of a collective on a call's input (0) or output (1)."""
-        aval = call.avals[side]
-        return call.times * self.over_tp(kind, aval.size * aval.dtype.itemsize)
+        return call.times * self.over_tp(kind, array_bytes(call.avals[side]))
 
     def over_tp(self, kind: str, size: float) -> float:
         """Returns the bytes of a collective on an array of the global batch."""
@@ -135,32 +134,25 @@ def _layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
     dims = signature(module)
     if dims is None or method != "__call__":
         return None
-    row = dims.inputs.get(dims.row) if dims.row else None
-    column = dims.outputs[dims.column] % (ndim + dims.more_dims) if dims.column else None
-    if row is None and column is None and dims.inputs.keys() != dims.outputs.keys():
+    inputs = {letter: dim % ndim for letter, dim in dims.inputs.items()}
+    output_ndim = ndim + dims.more_dims
+    outputs = {letter: dim % output_ndim for letter, dim in dims.outputs.items()}
+    row = inputs.get(dims.row or "")
+    column = outputs.get(dims.column or "")
+    if row is None and column is None and inputs.keys() != outputs.keys():
         return None
-    return LayerDims(None if row is None else row % ndim, column, _passed_dims(dims, ndim))
-
-
-def _passed_dims(dims: Signature, ndim: int) -> dict[int, int]:
-    if dims.batch_ndim is None:
-        return {}
-    inputs = _unnamed_dims(dims.inputs, ndim)
-    outputs = _unnamed_dims(dims.outputs, ndim + dims.more_dims)
-    windows = dims.batch_ndim - 1 - max(len(dims.inputs), 1)  # dims that a convolution mixes
-    return dict(zip(inputs[: len(inputs) - windows], outputs, strict=False))
-
-
-def _unnamed_dims(letters: Mapping[str, int], ndim: int) -> list[int]:
-    named_dims = {dim % ndim for dim in letters.values()}
-    return [dim for dim in range(ndim) if dim not in named_dims]
+    passed = {}
+    if dims.batch_ndim is not None:
+        input_dims = sorted({*range(ndim)} - {*inputs.values()})
+        output_dims = sorted({*range(output_ndim)} - {*outputs.values()})
+        windows = dims.batch_ndim - 1 - max(len(inputs), 1)  # dims that a convolution mixes
+        passed = dict(zip(input_dims[: len(input_dims) - windows], output_dims, strict=False))
+    return LayerDims(row, column, passed)
 
 
 def parameter_bytes(module: nnx.Module) -> int:
     """Returns the parameter bytes of a module with its submodules."""
-    return sum(
-        leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param))
-    )
+    return sum(map(array_bytes, jax.tree.leaves(nnx.state(module, nnx.Param))))
 
 
 def find_dataflow(
@@ -195,7 +187,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         if boundary := read_boundary(equation):
             return [self.cross(boundary, equation, facts[0], times)]
         if self.layer:  # `leave_layer` decides the facts about a stock layer's output
-            return [self.unknown for _ in equation.outvars]
+            return [self.unknown] * len(equation.outvars)
         return super()._equation(equation, facts, times)
 
     def cross(
@@ -244,22 +236,21 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return replace(output, dim=dims.column, columns=frozenset({boundary.path}))
 
     def _operation(self, equation: JaxprEqn, facts: list[ArrayInfo], times: int) -> list[ArrayInfo]:
-        differentiable = equation.primitive.name != "stop_gradient"
-        has_grad = any(info.has_grad for info in facts) and differentiable
-        batched = any(info.batched for info in facts)
+        merged = _merged(facts)
+        columns = merged.columns
+        summed = merged.summed
+        has_grad = merged.has_grad and equation.primitive.name != "stop_gradient"
         source = _broadcast_source(equation, facts)
-        columns = _union(info.columns for info in facts)
-        summed = _union(info.summed for info in facts)
         dims: Sequence[int | None] = [None] * len(equation.outvars)
         if columns:
             dims = self.pass_operation(equation, facts, columns, times)
-        if self.reduces(equation) and all(dim is None for dim in dims):
+        if self.reduces(equation) and set(dims) <= {None}:
             summed |= columns
         results = []
         for dim, variable in zip(dims, equation.outvars, strict=True):
-            split_by = frozenset[str]() if dim is None else columns
+            split_by: Columns = frozenset() if dim is None else columns
             result_grad = has_grad and _is_float(variable.aval)
-            results.append(ArrayInfo(dim, split_by, result_grad, batched, summed, source))
+            results.append(ArrayInfo(dim, split_by, result_grad, merged.batched, summed, source))
         return results
 
     def reduces(self, equation: JaxprEqn) -> bool:
@@ -274,12 +265,14 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         try:
             dims = pass_through(equation, [info.dim for info in infos])
             for dim, result in zip(dims, equation.outvars, strict=True):
-                if dim is not None and (size := shape_of(result)[dim]) % tp:
+                size = 0 if dim is None else shape_of(result)[dim]
+                if size % tp:
                     raise Blocked(
                         f"becomes a dim of {size} by {name}, which tp {tp} does not divide"
                     )
         except Blocked as why:
-            why_here = f"{why} (in {next((path for path in reversed(self.path) if path), ROOT)})"
+            innermost = self.path[-1] if self.path else ""
+            why_here = f"{why} (in {innermost or ROOT})"
             if self.reduces(equation):
                 self.result.summed |= columns
                 # The reason is used if a layer reads the result.
@@ -306,21 +299,20 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
 
     def _join(self, facts: Sequence[ArrayInfo], variable: Atom, times: int) -> ArrayInfo:
         """Splits the variable if any value is split, and gathers the gradients of whole values."""
-        columns = _union(info.columns for info in facts)
-        has_grad = any(info.has_grad for info in facts)
-        batched = any(info.batched for info in facts)
+        merged = _merged(facts)
+        columns = merged.columns
+        if not columns:
+            return merged
         try:
-            dim = agree([info.dim for info in facts]) if columns else None
+            dim = agree([info.dim for info in facts])
         except Blocked as why:
             self.block(columns, str(why))
-            return ArrayInfo(has_grad=has_grad, batched=batched)
-        if columns:
-            self.result.joined.append(columns)
-            for info in facts:
-                if info.dim is None and info.has_grad:
-                    self.count(columns, ALL_GATHER, self.bytes(info, variable.aval), times)
-        summed = _union(info.summed for info in facts)
-        return ArrayInfo(dim, columns, has_grad, batched, summed)
+            return ArrayInfo(has_grad=merged.has_grad, batched=merged.batched)
+        self.result.joined.append(columns)
+        for info in facts:
+            if info.dim is None and info.has_grad:
+                self.count(columns, ALL_GATHER, self.bytes(info, variable.aval), times)
+        return replace(merged, dim=dim)
 
     def _shift(self, fact: ArrayInfo, by: int) -> ArrayInfo:
         fact = replace(fact, key=object(), broadcast_from=None, entered=(), left=())
@@ -340,12 +332,21 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         traffic[Collective(kind, (TP,), self.result.tp, size)] += times
 
     def bytes(self, info: ArrayInfo, aval: Any) -> float:
-        size = info.broadcast_from[0] if info.broadcast_from else aval.size * aval.dtype.itemsize
+        size = info.broadcast_from[0] if info.broadcast_from else array_bytes(aval)
         return size / (self.result.batch_shards if info.batched else 1)
 
 
-def _union(paths: Iterable[Columns]) -> Columns:
-    return frozenset(chain.from_iterable(paths))
+def _merged(infos: Iterable[ArrayInfo]) -> ArrayInfo:
+    """Returns the facts about an array that depends on others, before it is known to be split."""
+    columns: set[str] = set()
+    summed: set[str] = set()
+    has_grad = batched = False
+    for info in infos:
+        columns |= info.columns
+        summed |= info.summed
+        has_grad |= info.has_grad
+        batched |= info.batched
+    return ArrayInfo(None, frozenset(columns), has_grad, batched, frozenset(summed))
 
 
 def _is_float(aval: Any) -> bool:
@@ -356,15 +357,16 @@ def _broadcast_source(
     equation: JaxprEqn, infos: list[ArrayInfo]
 ) -> tuple[int, frozenset[int]] | None:
     name = equation.primitive.name
-    arrays = [(v.aval, i) for v, i in zip(equation.invars, infos, strict=True) if shape_of(v)]
-    if name == "broadcast_in_dim" and arrays:
-        aval: Any = arrays[0][0]
+    if name == "broadcast_in_dim" and shape_of(equation.invars[0]):
+        aval: Any = equation.invars[0].aval
         dims = equation.params["broadcast_dimensions"]
-        unbroadcast = aval.size * aval.dtype.itemsize, frozenset(range(aval.ndim))
+        unbroadcast = array_bytes(aval), frozenset(range(aval.ndim))
         size, varying = infos[0].broadcast_from or unbroadcast
         return size, frozenset(dims[dim] for dim in varying if aval.shape[dim] > 1)
-    if name in ("convert_element_type", "mul", "add", "neg") and len(arrays) == 1:
-        return arrays[0][1].broadcast_from
+    if name in ("convert_element_type", "mul", "add", "neg"):
+        arrays = list(compress(infos, map(shape_of, equation.invars)))
+        if len(arrays) == 1:
+            return arrays[0].broadcast_from
     return None
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
 from jaxtp.layers.kernels.select import CAPABILITIES, MIN_CAPABILITY, matmul_problem
-from jaxtp.mesh import AXES
+from jaxtp.mesh import AXES, parts
 
 GB = 1e9
 GIB = 2**30
@@ -70,8 +70,11 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of `Precision.matmul`; 0 if the hardware has no such products."""
-        has = dtype != "mxfp8" or float(self.capability or 0) >= MIN_CAPABILITY[dtype]
-        return self.flops if dtype in ("", "compute") else has * self.float8
+        if dtype in ("", "compute"):
+            return self.flops
+        if dtype == "mxfp8" and float(self.capability or 0) < MIN_CAPABILITY[dtype]:
+            return 0
+        return self.float8
 
     @property
     def memory_speed(self) -> float:
@@ -114,7 +117,7 @@ _PCIE_HOP = 5.7e-6  # Seconds, as NCCL has it for PCIe
 
 def _gpu(
     name: str,
-    kinds: str | tuple[str, ...],
+    kinds: str,
     gib: float,
     tflops: float,
     bandwidth: float,
@@ -123,8 +126,7 @@ def _gpu(
 ) -> Hardware:
     # The three bandwidths are in GB/s.
     network = fields.pop("network", 50.0)
-    kinds = (kinds,) if isinstance(kinds, str) else kinds
-    capability = CAPABILITIES.get(kinds[0], "")
+    capability = CAPABILITIES.get(kinds, "")
     # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979
     # TFLOP/s of an H100, 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format
     # (E4M3FNUZ); these TPUs have none.
@@ -132,7 +134,7 @@ def _gpu(
         fields = {"float8": 2e12 * tflops, **fields}
     return Hardware(
         name=name,
-        kinds=kinds,
+        kinds=tuple(kinds.split(", ")),
         memory=gib * GIB,
         flops=tflops * 1e12,
         bandwidth=bandwidth * 1e9,
@@ -252,7 +254,7 @@ TABLE = {
         ),
         _tpu(
             "v5e",
-            ("TPU v5 lite", "TPU v5e"),
+            "TPU v5 lite, TPU v5e",
             15.75,
             197,
             819,
@@ -262,7 +264,7 @@ TABLE = {
         ),
         _tpu(
             "v5p",
-            ("TPU v5", "TPU v5p"),
+            "TPU v5, TPU v5p",
             95.74,
             459,
             2765,
@@ -272,7 +274,7 @@ TABLE = {
         ),
         _tpu(
             "v6e",
-            ("TPU v6 lite", "TPU v6e"),
+            "TPU v6 lite, TPU v6e",
             31.25,
             918,
             1638,
@@ -290,8 +292,10 @@ def of_kind(device_kind: str) -> Hardware | None:
 
     Partitions of a GPU (MIG) and relatives are missing: their peaks differ.
     """
-    kind = device_kind.strip()
-    return next((hardware for hardware in TABLE.values() if kind in hardware.kinds), None)
+    for hardware in TABLE.values():
+        if device_kind.strip() in hardware.kinds:
+            return hardware
+    return None
 
 
 def require_matmul(hardware: Hardware, matmul: str) -> None:
@@ -316,8 +320,9 @@ def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[s
     inside = {}
     for axis in reversed(AXES):
         inside[axis] = math.gcd(sizes[axis], left)
+        # Once an axis leaves the domain, so do all others.
         left = left // sizes[axis] if inside[axis] == sizes[axis] else 1
-    return math.prod(inside[axis] for axis in axes)
+    return parts(inside, axes)
 
 
 def link_of(hardware: Hardware, devices: int) -> float:
@@ -342,13 +347,11 @@ def find(name: str) -> Hardware:
 
 def _of_table(name: str, besides: str = "") -> Hardware:
     key = _key(name)
-    if key not in TABLE:
-        close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "."
-        raise ConfigError(
-            f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}"
-        )
-    return TABLE[key]
+    if key in TABLE:
+        return TABLE[key]
+    close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
+    hint = f"; did you mean {' or '.join(close)}?" if close else "."
+    raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
 
 
 def parse(text: str) -> tuple[Hardware, int]:
@@ -376,21 +379,20 @@ def parse(text: str) -> tuple[Hardware, int]:
 
 
 def _number(text: str, digits: str) -> int:
-    digits = digits.lstrip("0")
-    if not digits or len(digits) > len(str(MAX_DEVICES)) or int(digits) > MAX_DEVICES:
+    number = float(digits)  # which may have any number of digits
+    if not 1 <= number <= MAX_DEVICES:
         raise ConfigError(f"--hardware {truncate(text, 25)}: from 1 to {MAX_DEVICES:,} devices")
-    return int(digits)
+    return int(number)
 
 
 def _uncounted(text: str) -> ConfigError:
     # For `h100`, `h100x`, `h100x-3` or `h1000`.
-    at = text.lower().rfind("x")
-    name = text[: max(at, 0)]
-    count = text[at + 1 :]
     if _is_known(text):
-        name = text
-        count = ""
-    elif not _is_known(name):
+        return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+    at = max(text.lower().rfind("x"), 0)
+    name = text[:at]
+    count = text[at + 1 :]
+    if not _is_known(name):
         find(text)
     wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
     return ConfigError(f"--hardware {text}: {wrong} {name}x8")
@@ -416,13 +418,13 @@ def read(path: Path) -> Hardware:
         raise ConfigError(
             f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {content}"
         )
-    problems = [
-        f"  {key} = {truncate(repr(values[key]))}: {unit}, from {low:g} to {high:g}"
-        for key, (low, high, unit) in RANGES.items()
-        if key in values and not _is_between(values[key], low, high)
-    ]
+    problems = []
+    for key, (low, high, unit) in RANGES.items():
+        if key in values and not _is_between(values[key], low, high):
+            value = truncate(repr(values[key]))
+            problems.append(f"\n  {key} = {value}: {unit}, from {low:g} to {high:g}")
     if problems:
-        raise ConfigError("\n".join([f"{path}:", *problems]))
+        raise ConfigError(f"{path}:{''.join(problems)}")
     base: dict[str, Any] = {}
     if values.get("like") is not None:
         try:
@@ -440,7 +442,8 @@ def read(path: Path) -> Hardware:
         raise ConfigError(
             f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}"
         )
-    if not base and (missing := [key for key in NEEDED if key not in values]):
+    missing = [key for key in NEEDED if key not in settings]
+    if missing:
         raise ConfigError(
             f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, "
             "or the name of a device that has the missing values, as in 'like: h100'"

@@ -25,7 +25,7 @@ from jaxtp.analysis.census import (
     runs,
     turns,
 )
-from jaxtp.analysis.collective import PERMUTE, Collective
+from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
 from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import parts
@@ -48,7 +48,7 @@ _LIBRARY = re.compile("gemm|matmul|ScaledDot|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 """Products in the code of a kernel: of Triton, and of Mosaic for GPUs."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
-_LIBRARIES = ("/site-packages/", "/dist-packages/")
+_LIBRARIES = re.compile("/(site|dist)-packages/")
 _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
 """Scopes of products that `layers/products.py` and `layers/mxfp8.py` ask for."""
 _TRANSFORMS = re.compile(
@@ -90,8 +90,10 @@ class Instruction:
     @cached_property
     def operands(self) -> list[Operand]:
         """Instructions that it reads, in order."""
-        operands = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0])
-        return [(name, int(part) if part else None) for name, part in operands]
+        operands: list[Operand] = []
+        for name, part in re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0]):
+            operands.append((name, int(part) if part else None))
+        return operands
 
     def attribute(self, name: str) -> str | None:
         """Returns the word after `name=`, without quotes; None if missing."""
@@ -115,7 +117,8 @@ def parse_module(text: str) -> tuple[Module, str]:
         if header := _COMPUTATION.match(line):
             current = header["name"]
             module[current] = []
-            entry = current if header["entry"] else entry
+            if header["entry"]:
+                entry = current
         elif current and (match := _INSTRUCTION.match(line)):
             module[current].append(Instruction(**match.groupdict()))
     if not entry:
@@ -125,12 +128,18 @@ def parse_module(text: str) -> tuple[Module, str]:
 
 def root_of(computation: Sequence[Instruction]) -> Instruction | None:
     """Returns the computation's root."""
-    return next((instruction for instruction in computation if instruction.root), None)
+    for instruction in computation:
+        if instruction.root:
+            return instruction
+    return None
 
 
 def named(computation: Sequence[Instruction], name: str) -> Instruction | None:
     """Returns the instruction with that name."""
-    return next((instruction for instruction in computation if instruction.name == name), None)
+    for instruction in computation:
+        if instruction.name == name:
+            return instruction
+    return None
 
 
 def read_frames(text: str) -> dict[int, str]:
@@ -139,25 +148,24 @@ def read_frames(text: str) -> dict[int, str]:
     places = _table(text, "FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")
     frames = _table(text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 
-    def source(frame: int) -> str:
-        visited: set[int] = set()
+    def source(frame: str) -> str:
+        visited: set[str] = set()
         while True:
             visited.add(frame)
             location, parent = frames[frame]
-            file, line = places.get(int(location), ("0", "?"))
-            name = files.get(int(file), "?")[0]
-            frame = int(parent or frame)
-            in_library = any(library in name for library in _LIBRARIES)
-            if not in_library or frame in visited or frame not in frames:
+            file, line = places.get(location, ("0", "?"))
+            name = files.get(file, "?")[0]
+            if not _LIBRARIES.search(name) or parent in visited or parent not in frames:
                 return f"{name}:{line}"
+            frame = parent
 
-    return {frame: source(frame) for frame in frames}
+    return {int(frame): source(frame) for frame in frames}
 
 
-def _table(text: str, name: str, pattern: str) -> dict[int, tuple[str, str]]:
+def _table(text: str, name: str, pattern: str) -> dict[str, tuple[str, str]]:
     table = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-    rows = re.findall(rf"^(\d+) {pattern}", table[1] if table else "", re.MULTILINE)
-    return {int(i): (first, second) for i, first, second in rows}
+    rows = re.findall(rf"^(\d+) {pattern}", table[1], re.MULTILINE) if table else []
+    return {row: (first, second) for row, first, second in rows}
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
@@ -229,15 +237,15 @@ def read_float8(text: str) -> tuple[int, Counter[str]]:
     for computation, instruction, scope, times, _ in walk(module, entry):
         if not is_product(instruction) or not _FLOAT8.search(scope):
             continue
-        operands = [named(module[computation], name) for name, _ in instruction.operands[:2]]
-        dtypes = [operand.type.partition("[")[0] for operand in operands if operand]
+        operands = operand_types(module[computation], instruction)[:2]
+        dtypes = [operand.partition("[")[0] for operand in operands]
         if dtypes and all(dtype.startswith("f8") for dtype in dtypes):
             num_in_float8 += times
             continue
-        backward = "transpose(" in scope and "rematted_computation" not in scope
         layer = "/".join(filter(None, _TRANSFORMS.split(_FLOAT8.split(scope)[0])))
-        role = "input gradient of " if backward else ""
-        others_by_layer[f"{role}{layer} ({' x '.join(dtypes)})"] += times
+        if "transpose(" in scope and "rematted_computation" not in scope:
+            layer = f"input gradient of {layer}"
+        others_by_layer[f"{layer} ({' x '.join(dtypes)})"] += times
     return num_in_float8, others_by_layer
 
 
@@ -249,8 +257,8 @@ def _source(
     readers = (reader.text for reader in computation if name.search(reader.text))
     for text in (instruction.text, *readers):
         frame = _FRAME.search(text)
-        if frame and (source := frames.get(int(frame[1]))):
-            return source
+        if frame and int(frame[1]) in frames:
+            return frames[int(frame[1])]
     return ""
 
 
@@ -270,9 +278,11 @@ def walk(
             yield from walk(module, body, inner, times * bodies, meaning)
             yield from walk(module, condition, inner, times * conditions, meaning)
         elif instruction.opcode in ("call", "conditional", "fusion"):
-            branches = instruction.opcode == "conditional" and not counted
+            meaning = counted
+            if instruction.opcode == "conditional":
+                meaning = counted or AT_MOST
             for callee in instruction.callees:
-                yield from walk(module, callee, inner, times, AT_MOST if branches else counted)
+                yield from walk(module, callee, inner, times, meaning)
 
 
 def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
@@ -289,9 +299,9 @@ def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction
     test = root_of(condition)
     init = named(around, loop.operands[0][0])
     result = root_of(body)
-    if test is None or (test.opcode, test.attribute("direction")) != ("compare", "LT"):
+    if not (test and init and result) or {init.opcode, result.opcode} != {"tuple"}:
         return None
-    if init is None or result is None or {init.opcode, result.opcode} != {"tuple"}:
+    if (test.opcode, test.attribute("direction")) != ("compare", "LT"):
         return None
     counter = _part(condition, test.operands[0])
     if counter is None:
@@ -309,24 +319,24 @@ def _resolve(
 ) -> tuple[Instruction | None, int | None]:
     # The instruction behind copies, and the part of its tuple.
     maker = named(computation, operand[0])
-    if maker is not None and maker.opcode == "copy":
+    if maker and maker.opcode == "copy":
         return _resolve(computation, maker.operands[0])
-    if maker is not None and maker.opcode == "get-tuple-element":
+    if maker and maker.opcode == "get-tuple-element":
         return named(computation, maker.operands[0][0]), int(maker.attribute("index") or 0)
     return maker, operand[1]
 
 
 def _part(computation: Sequence[Instruction], operand: Operand) -> int | None:
     maker, part = _resolve(computation, operand)
-    return part if maker is not None and maker.opcode == "parameter" else None
+    return part if maker and maker.opcode == "parameter" else None
 
 
 def _constant(computation: Sequence[Instruction], operand: Operand) -> int | None:
     maker, _ = _resolve(computation, operand)
-    if maker is None or maker.opcode != "constant" or not maker.type.startswith(("s32[]", "s64[]")):
-        return None
-    number = re.match(r"-?\d+(?=\))", maker.text)
-    return int(number[0]) if number else None
+    if maker and maker.opcode == "constant" and maker.type.startswith(("s32[]", "s64[]")):
+        number = re.match(r"-?\d+(?=\))", maker.text)
+        return int(number[0]) if number else None
+    return None
 
 
 def check_counted(instruction: Instruction, counted: Counted) -> None:
@@ -342,7 +352,8 @@ def type_bytes(type_: str) -> float:
     total = 0.0
     for dtype, dims in _SHAPE.findall(type_):
         bits = re.search(r"\d+", dtype.replace("pred", "s8"))
-        total += math.prod(_integers(dims)) * int(bits[0] if bits else 0) / 8
+        if bits:
+            total += math.prod(_integers(dims)) * int(bits[0]) / 8
     return total
 
 
@@ -371,7 +382,7 @@ def product_flops(computation: Sequence[Instruction], product: Instruction) -> i
         return products and factor * math.prod(products)
     contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.text)
     if operands and (contracting or "ScaledDot" in target):
-        dims = _integers(contracting[1].replace('"', "")) if contracting else [-1]
+        dims = _integers(contracting[1]) if contracting else [-1]
         return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
     code = re.search(r'\bname = "(\w+)"', product.text)
     products = kernel_products(code[1] if code else "", operands, result)
@@ -392,11 +403,11 @@ def collectives_of(
     coordinates = dict(zip(sizes, positions, strict=True))
     axes = tuple(axis for axis, along in coordinates.items() if (along != along[:, :1]).any())
     devices = parts(sizes, axes) if kind == PERMUTE else ids.shape[1]  # some may send nothing
+    scattered = re.search(r"dimensions=\{(\d+)\}", instruction.text)
     for hlo_dtype, dims in _SHAPE.findall(instruction.type):
         sizes_of_dims = _integers(dims)
-        if instruction.opcode == "reduce-scatter":  # the operand is larger
-            dimension = re.search(r"dimensions=\{(\d+)\}", instruction.text)
-            sizes_of_dims[int(dimension[1]) if dimension else 0] *= devices
+        if kind == REDUCE_SCATTER and scattered:  # the operand is larger
+            sizes_of_dims[int(scattered[1])] *= devices
         shape = tuple(sizes_of_dims)
         dtype = _numpy_dtype(hlo_dtype)
         yield Collective(kind, axes, devices, message_bytes(shape, dtype), scope, shape, dtype)
@@ -404,9 +415,8 @@ def collectives_of(
 
 def _numpy_dtype(dtype: str) -> str:
     # `s32` is int32, and `bf16` bfloat16.
-    if dtype in _DTYPES:
-        return _DTYPES[dtype]
-    return re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], dtype)
+    name = re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], dtype)
+    return _DTYPES.get(dtype, name)
 
 
 def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
@@ -425,7 +435,7 @@ def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
     if "replica_groups={}" in text:
         return np.arange(math.prod(sizes.values()))[None]
     if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", text):
-        return np.array([_integers(pair) for pair in re.findall(r"\d+,\d+", pairs[1])])
+        return np.array(_integers(pairs[1])).reshape(-1, 2)
     raise HloError(f"cannot tell which devices take part in a collective: {text[:200]}")
 
 
@@ -433,8 +443,10 @@ def _named_group(mesh: str, dims: str | None, permutation: str | None, names: st
     # `mesh['dp'=2,'tp'=4] {'tp'}` begins with ids 0 to 3; an iota may permute the devices.
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     ids = _iota(dims or str(math.prod(sizes.values())), permutation).reshape(tuple(sizes.values()))
-    taking_part = re.findall(r"'([^']+)'", names)
-    return ids[tuple(slice(None) if name in taking_part else 0 for name in sizes)].reshape(1, -1)
+    for axis, name in enumerate(sizes):
+        if f"'{name}'" not in names:
+            ids = ids.take([0], axis)
+    return ids.reshape(1, -1)
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
@@ -444,4 +456,4 @@ def _iota(dims: str, permutation: str | None) -> np.ndarray:
 
 
 def _integers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",") if number]
+    return list(map(int, re.findall(r"\d+", text)))

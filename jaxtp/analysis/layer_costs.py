@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -49,20 +49,6 @@ Projection = ColumnParallelLinear | RowParallelLinear
 
 FLOAT32 = INT32 = 4  # Bytes of an element
 
-# The remat policies that run again, for the backward pass: products of column layers; gathers of
-# their inputs; sums of row layers which the backward pass reads; everything but products with
-# weights.
-REPROJECT_POLICIES: tuple[RematPolicy, ...] = ("save_gathered", "save_reduced", "full", "offload")
-REGATHER_POLICIES: tuple[RematPolicy, ...] = ("save_dots", "save_reduced", "full", "offload")
-REREDUCE_POLICIES: tuple[RematPolicy, ...] = ("full", "offload")
-RECOMPUTE_POLICIES: tuple[RematPolicy, ...] = (
-    "save_dots",
-    "save_gathered",
-    "save_reduced",
-    "full",
-    "offload",
-)
-
 SCORE_PASSES = 5
 """Times that float32 scores go through memory outside of products: mask and maximum, exponentials,
 division; backward the product with the probabilities, and the difference. An estimate."""
@@ -83,9 +69,39 @@ class Workload(LocalShape):
         """Products in the backward pass of a product with a weight: one if frozen."""
         return 1 if self.frozen else 2
 
-    def num_evals(self, recomputed: bool, num_backward: int) -> int:
-        """Returns how often a product runs: forward, recomputed and backward."""
-        return 1 + (recomputed and not self.once) + num_backward if self.training else 1
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward pass computes anything but products with weights again."""
+        return self.remat != "none"
+
+    @property
+    def reprojects(self) -> bool:
+        """Whether the backward pass computes products of column layers again."""
+        return self.remat not in ("none", "save_dots")
+
+    @property
+    def regathers(self) -> bool:
+        """Whether the backward pass gathers inputs of column layers again."""
+        return self.remat not in ("none", "save_gathered")
+
+    @property
+    def rereduces(self) -> bool:
+        """Whether the backward pass computes again the sums of row layers that it reads."""
+        return self.remat in ("full", "offload")
+
+    @property
+    def saves_reduced(self) -> bool:
+        """Whether sums of row layers that the backward pass reads are saved by themselves."""
+        return self.recomputes and not self.rereduces
+
+    def num_evals(self, recomputed: bool, num_backward: int | None = None) -> int:
+        """Returns how often a product runs: forward, recomputed and backward.
+
+        In the backward pass it runs by default as often as a product with a weight.
+        """
+        if num_backward is None:
+            num_backward = self.num_gradients
+        return 1 + self.training * ((recomputed and not self.once) + num_backward)
 
 
 @dataclass(frozen=True)
@@ -170,10 +186,9 @@ class Weight:
             last = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=False)
         if not self.traced:
             yield from self.loads(work, trained=trained)
-        if trained and not self.traced:
             summed = gradient_sum_axes(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
             axes = tuple(axis for axis in summed if axis not in last)
-            yield collective_cost(ALL_REDUCE, axes, self.module, work, gradient)
+            yield collective_cost(ALL_REDUCE, axes, self.module, work, gradient, int(trained))
         if trained and not self.tied:
             yield replace(collective_cost(ALL_REDUCE, last, GRADIENTS, work, gradient), once=True)
 
@@ -185,29 +200,26 @@ class Weight:
         in_8_bits = self.float8 or self.matmul == "float8"
         gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
         num_gathers = 1 + (self.again and work.training)
-        groups: list[tuple[Axes, int, float]] = []
-        groups.append(((TP,), self.group, self.stored(work.sizes) * self.group))
+        groups: list[tuple[Axes, int, float]] = [((TP,), self.group, self.stored(work.sizes))]
         if self.fsdp and self.gathered:
-            shards = parts(work.sizes, STORAGE)
-            groups.append((STORAGE, shards, self.over_tp(work.sizes) * self.group))
+            groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes)))
         for axes, devices, elements in groups:
-            gathered = elements * gathered_itemsize
-            reduced = elements * itemsize(self.precision.reduce)
+            gathered = elements * self.group * gathered_itemsize
+            reduced = elements * self.group * itemsize(self.precision.reduce)
             gather = Collective(ALL_GATHER, axes, devices, gathered, self.module)
             reduction = Collective(REDUCE_SCATTER, axes, devices, reduced, self.module)
             yield CollectiveCost(gather, num_gathers)
             yield CollectiveCost(reduction, int(trained))
 
 
-def kernel_weights(kernel: object, weight: Weight, bias: Weight) -> Iterator[Weight]:
-    """Yields a projection's kernel, and the scales of one in 8 bits.
+def kernel_weights(kernel: object, weight: Weight, bias: Weight) -> list[Weight]:
+    """Returns a projection's kernel, and the scales of one in 8 bits.
 
     The scales are split like the projection's bias.
     """
-    float8 = isinstance(kernel, Float8Kernel)
-    yield replace(weight, float8=float8)
-    if float8:
-        yield _scales(bias)
+    if isinstance(kernel, Float8Kernel):
+        return [replace(weight, float8=True), _scales(bias)]
+    return [weight]
 
 
 def _scales(bias: Weight) -> Weight:
@@ -291,14 +303,14 @@ def enter(
     `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by
     default `size`.
     """
-    forward = 1 + (again and work.training)
+    cost = partial(collective_cost, axes=(TP,), module=module, work=work)
     backward = int(work.training)
     if not split:
-        return [collective_cost(ALL_REDUCE, (TP,), module, work, size, backward)]
+        return [cost(ALL_REDUCE, size=size, count=backward)]
     gathered = size if gathered is None else gathered
     return [
-        collective_cost(ALL_GATHER, (TP,), module, work, gathered, forward),
-        collective_cost(REDUCE_SCATTER, (TP,), module, work, size, backward),
+        cost(ALL_GATHER, size=gathered, count=1 + (again and work.training)),
+        cost(REDUCE_SCATTER, size=size, count=backward),
     ]
 
 
@@ -328,6 +340,11 @@ def itemsize(dtype: str) -> int:
     return jnp.dtype(dtype).itemsize
 
 
+def compute_itemsize(layer: Any) -> int:
+    """Returns the bytes of an element of the layer's compute dtype."""
+    return itemsize(layer.precision.compute)
+
+
 @singledispatch
 def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of a branch without arrays; `read`: the backward pass reads its result."""
@@ -353,8 +370,8 @@ def has_formulas(branch: Branch) -> bool:
 def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iterator[Cost]:
     """Yields the costs of a column layer; `name` labels its product."""
     tokens = work.tokens
-    compute = itemsize(layer.precision.compute)
-    recomputed = work.remat in REPROJECT_POLICIES
+    compute = compute_itemsize(layer)
+    recomputed = work.reprojects
     local = [f.local(work.tp) for f in layer.features]
     weight = partial(Weight, module=COLUMN, precision=layer.precision)
     for f, kernel in zip(layer.features, layer.kernels, strict=True):
@@ -370,29 +387,31 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
     if layer.matmul != "compute":
         yield from column_gradient_costs(layer, work)
     split = work.is_split(layer.sequence_parallel)
+    chunks = 1
+    saved_input = moved
     if layer.transport.joined:
-        chunks = 1
         saved_input = 0
     elif layer.transport.is_ring(work.tp, split=split):
         chunks = work.tp
-        saved_input = moved // work.tp
+        saved_input = moved // chunks
         again = not recomputed and (not work.frozen or bool(layer.adapted))
         yield ring(COLUMN, work, moved, work.num_evals(recomputed, again))
         yield ring(COLUMN, work, hidden, int(work.training))
     else:
-        chunks = 1
-        # Adapters dequantise their input.
-        saved_input = hidden if work.remat == "none" and layer.adapted else moved
-        yield from enter(
-            COLUMN, work, hidden, split=split, again=work.remat in REGATHER_POLICIES, gathered=moved
-        )
+        if layer.adapted and not work.recomputes:  # adapters dequantise their input
+            saved_input = hidden
+        yield from enter(COLUMN, work, hidden, split=split, again=work.regathers, gathered=moved)
     shape = tokens // chunks, layer.in_features, sum(local)
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     yield Bytes("workspace", 3 * hidden)
-    outputs = tokens * sum(local) * compute
+    outputs = tokens * sum(local)
     # Outputs are in float32 when they are scaled, before the cast.
-    in_float32 = tokens * sum(local) * (FLOAT32 - compute) if layer.matmul == "float8" else 0
-    saved = {"none": saved_input + in_float32, "save_gathered": saved_input, "save_dots": outputs}
+    in_float32 = outputs * (FLOAT32 - compute) * (layer.matmul == "float8")
+    saved = {
+        "none": saved_input + in_float32,
+        "save_gathered": saved_input,
+        "save_dots": outputs * compute,
+    }
     yield Bytes("saved", saved.get(work.remat, 0))
     yield from _column_lora_costs(layer, work, COLUMN)
 
@@ -401,9 +420,9 @@ def row_costs(
     layer: RowParallelLinear, work: Workload, name: str, *, read: bool, module: str = ROW
 ) -> Iterator[Cost]:
     """Yields the costs of a row layer."""
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
-    recomputed = read and work.remat in REREDUCE_POLICIES
+    recomputed = read and work.rereduces
     rows = layer.in_features
     local = rows.padded(work.tp) // work.tp
     weight = partial(Weight, module=module, precision=layer.precision)
@@ -411,24 +430,22 @@ def row_costs(
     bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.transport.joined)
     yield from projection_weights(layer, layer.kernel, work, (kernel, bias), (TP,))
     if layer.matmul == "float8":  # each token's maximum
-        again = work.remat in RECOMPUTE_POLICIES and (not work.frozen or recomputed)
+        again = work.recomputes and (not work.frozen or recomputed)
         yield collective_cost(
             ALL_REDUCE, (TP,), module, work, FLOAT32 * work.tokens, work.num_evals(again, 0)
         )
     if layer.bias is not None:
-        yield replace(bias, again=read and work.remat != "none")
+        yield replace(bias, again=read and work.recomputes)
     chunks = 1
     size = work.tokens * layer.features * compute
-    if layer.transport.joined:
-        pass  # the block sums all branches at once
-    elif layer.transport.is_ring(work.tp, split=split):
+    if layer.transport.is_ring(work.tp, split=split):
         chunks = work.tp
         yield ring(module, work, size, work.num_evals(recomputed, 1))
-    else:
+    elif not layer.transport.joined:  # else the block sums all branches at once
         yield from leave(module, work, size, split=split, again=recomputed)
     shape = work.tokens // chunks, local, layer.features
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
-    if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
+    if read and work.saves_reduced:
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
     yield from _row_lora_costs(layer, work, module, recomputed=recomputed)
 
@@ -465,10 +482,8 @@ def projection_products(
     With `matmul` in 8 bits, only the product of the weight's gradient is in the compute dtype.
     """
     m, k, n = shape
-    compute = itemsize(layer.precision.compute)
-    product = Product.of(
-        name, shape, compute, chunks * work.num_evals(recomputed, work.num_gradients)
-    )
+    compute = compute_itemsize(layer)
+    product = Product.of(name, shape, compute, chunks * work.num_evals(recomputed))
     if layer.matmul == "compute":
         yield product
         return
@@ -499,7 +514,7 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterat
 
 def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Iterator[Cost]:
     weight = partial(Weight, module=module, precision=layer.precision)
-    recomputed = work.remat in REPROJECT_POLICIES
+    recomputed = work.reprojects
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
         f = layer.features[i]
         a = weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True)
@@ -533,13 +548,14 @@ def lora_costs(
     The product of the weights may be recomputed.
     """
     compute = itemsize(weights[0].precision.compute)
-    yield from (replace(weight, adapter=True) for weight in weights)
+    for weight in weights:
+        yield replace(weight, adapter=True)
     in_features, out_features = features
-    a_count = work.num_evals(work.remat in REPROJECT_POLICIES, 2)
+    a_count = work.num_evals(work.reprojects, 2)
     b_count = work.num_evals(recomputed, 2)
     yield Product.of("adapter's A", (work.tokens, in_features, lora.rank), compute, a_count)
     yield Product.of("adapter's B", (work.tokens, lora.rank, out_features), compute, b_count)
-    if work.remat in ("none", "save_dots"):
+    if not work.reprojects:
         yield Bytes("saved", work.tokens * lora.rank * compute)
 
 
@@ -558,8 +574,8 @@ def norm_costs(
     if inside:
         residual = work.between(norm.sequence_parallel) * norm.features
         yield Bytes("elementwise", 2 * residual * itemsize(norm.precision.compute), norm.name)
-        if work.remat == "none":  # the input, and the result for the gradient of the scale
-            yield Bytes("saved", FLOAT32 * residual * (1 if work.frozen else 2))
+        if not work.recomputes:  # the input, and the result for the gradient of the scale
+            yield Bytes("saved", FLOAT32 * residual * work.num_gradients)
 
 
 def _qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
@@ -574,7 +590,7 @@ def _qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
         yield weight(size=heads.size, fsdp=False, group=heads.shared_by(work.tp), split=heads)
     if norm.kind == "projection":
         # The mean square over tp: a float for each token, forward, recomputed and backward.
-        runs = 3 if work.training else 1
+        runs = 1 + 2 * work.training
         yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, runs)
 
 
@@ -589,7 +605,7 @@ def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) 
         split = config.heads.numbers()
         yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
     cached = work.tokens * config.heads.on_device(work.tp)[1] * config.head_dim
-    yield Bytes("cached", 2 * cached * itemsize(layer.precision.compute))
+    yield Bytes("cached", 2 * cached * compute_itemsize(layer))
     yield from heads_costs(layer, work)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
@@ -599,11 +615,11 @@ def _latent_attention_costs(
     layer: LatentAttention, work: Workload, *, read: bool
 ) -> Iterator[Cost]:
     config = layer.config
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
     # The down projections read a device's own tokens.
     own = replace(work, length=work.length // work.tp) if split else work
-    recomputed = work.remat in REPROJECT_POLICIES
+    recomputed = work.reprojects
     inputs = [(layer.latent_down, layer.latent_norm)]
     if config.query_rank:
         inputs.append((layer.query_down, layer.query_norm))
@@ -614,7 +630,7 @@ def _latent_attention_costs(
         features, rank = down.kernel.shape[-2:]
         scales = weight(size=rank, fsdp=False)
         yield from kernel_weights(down.kernel, weight(size=features * rank), scales)
-        count = work.num_evals(recomputed, work.num_gradients)
+        count = work.num_evals(recomputed)
         yield Product.of("latent", (own.tokens, features, rank), compute, count)
         for lora in down.loras:
             factors = weight(size=features * lora.rank), weight(size=lora.rank * rank, fsdp=False)
@@ -623,7 +639,7 @@ def _latent_attention_costs(
     cached_width = config.kv_rank + config.rope_head_dim
     yield Bytes("cached", work.tokens * cached_width * compute)
     token = (cached_width + config.query_rank) * compute
-    again = work.remat in REGATHER_POLICIES
+    again = work.regathers
     yield from enter(LATENT, work, work.tokens * token, split=split, again=again)
     saved = {"none": 2 * work.tokens, "save_gathered": work.tokens, "save_dots": own.tokens}
     yield Bytes("saved", saved.get(work.remat, 0) * token)
@@ -636,7 +652,7 @@ def _latent_attention_costs(
 def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     """Yields the costs of attention without projections."""
     config = layer.config
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     use = config.use_on(work, layer.precision.compute)
     kernel, _ = pick_kernel(config.attention, use)
     heads, kv_heads = config.heads.on_device(work.tp)
@@ -651,7 +667,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     yield from context_costs(attention, method, head_bytes, work, result_read=result_read)
     # `save_dots` also saves the result of a kernel.
     saves_result = kernel.can_save_result and work.remat == "save_dots"
-    recomputed = work.remat in RECOMPUTE_POLICIES and not saves_result
+    recomputed = work.recomputes and not saves_result
     scores = _device_scores(layer, kernel, method, work)
     yield from _score_products(
         layer, kernel, scores, work, value_dim=value_dim, recomputed=recomputed
@@ -664,14 +680,14 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
     # The gate reads results and gates, writes products, and saves the gates' sigmoid too.
     if config.attention_gate:
         yield Bytes("elementwise", 3 * results * compute, ATTEND)
-        yield Bytes("saved", 3 * results * compute if work.remat == "none" else 0)
+        yield Bytes("saved", 3 * results * compute * (not work.recomputes))
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask
     # selects, which XLA takes out of the loop over the blocks. Two in the compute dtype: the
     # softmax, in the layouts of two products.
-    stored_scores = scores.size if kernel.stores_scores else 0
+    stored_scores = scores.size * kernel.stores_scores
     remote = remote_bytes(attention, method, head_bytes, work)
     yield Bytes("workspace", stored_scores * 2 * (FLOAT32 + compute) + remote)
-    if work.remat == "none":
+    if not work.recomputes:
         # Scores before and after the softmax, and queries and keys before their rotation, in
         # float32. With several kv heads the backward loop reads the scores in another layout than
         # the forward loop writes. XLA copies both: the second after it frees the first, but (as
@@ -724,7 +740,7 @@ def _score_products(
     num_blocks, m, n, counted = scores
     # Keys and values are read once for the queries of their group.
     read = (heads + kv_heads) / (2 * heads) if work.once else 1.0
-    moved = m * (head_dim + value_dim) * itemsize(layer.precision.compute) * read
+    moved = m * (head_dim + value_dim) * compute_itemsize(layer) * read
     if kernel.streams_scores and not work.once:
         moved += m * n * FLOAT32
     product = partial(Product, bytes=moved, attention=True, counted=counted, module=ATTEND)
@@ -737,12 +753,11 @@ def _score_products(
 
 def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
     """Returns the query positions of the device with the most work."""
-    length = work.length
-    size = chunk_size(work.length, work.sizes[CP], zigzag=work.zigzag)
     if method == "ulysses":
-        return (range(length),)
-    last = (range(length - size, length),)
-    return (range(size), *last) if work.zigzag else last
+        return (range(work.length),)
+    size = chunk_size(work.length, work.sizes[CP], zigzag=work.zigzag)
+    last = range(work.length - size, work.length)
+    return (range(size), last) if work.zigzag else (last,)
 
 
 def remote_bytes(
@@ -778,7 +793,7 @@ def context_costs(
     """
     cp = work.sizes[CP]
     token = work.tokens * head_bytes
-    recomputed = work.remat in RECOMPUTE_POLICIES
+    recomputed = work.recomputes
     runs = work.num_evals(recomputed, 1)
     reach = halo(work.length, cp, attention.window, zigzag=work.zigzag)
     if method == "ulysses":
@@ -803,7 +818,7 @@ def context_costs(
 def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
     columns = num_columns(layer.config)
     features = work.tokens * layer.hidden.padded(work.tp) // work.tp
-    fused = work.remat in REPROJECT_POLICIES and not (read and work.remat in REREDUCE_POLICIES)
+    fused = work.reprojects and not (read and work.rereduces)
     fused = fused and layer.has_ring(work.tp, split=work.is_split(layer.down.sequence_parallel))
     costs = [*column_costs(layer.columns, work, "gate, up" if columns == 2 else "up")]
     costs += row_costs(layer.down, work, "down", read=read, module=COLUMN if fused else ROW)
@@ -813,7 +828,7 @@ def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
         yield from [scalar(module=XIELU, precision=layer.precision)] * 2
         # The input, its exponent and its square; and two masks
         in_float32 = (3 * FLOAT32 + 2) * features
-    costs += hidden_costs(columns, work, features * itemsize(layer.precision.compute), in_float32)
+    costs += hidden_costs(columns, work, features * compute_itemsize(layer), in_float32)
     if not fused:
         yield from costs
         return
@@ -840,7 +855,7 @@ def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -
     # The gate, up, sigmoid, silu, its derivative and the product
     saved = 3 * columns * features + in_float32
     yield Bytes("workspace", saved)
-    if work.remat == "none":
+    if not work.recomputes:
         yield Bytes("saved", saved)
 
 
@@ -854,32 +869,32 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     whole = partial(Weight, module=EXPERTS, tp=False, used_by_all_tp=split, precision=in_float32)
     yield whole(size=layer.d_model * experts)
     if config.router_bias:
-        yield whole(size=experts, fsdp=False, again=work.remat in RECOMPUTE_POLICIES)
+        yield whole(size=experts, fsdp=False, again=work.recomputes)
     for name, dims in config.projections().items():
         bias = _of_experts(layer, work, dims[0] + dims[2])
         yield from kernel_weights(getattr(layer, name), _of_experts(layer, work, dims), bias)
         if config.experts_bias:
             # The weights of experts have a gradient.
-            again = dims[2] == "D" or work.remat in REPROJECT_POLICIES
-            yield replace(bias, again=again)
-        if lora := _lora(layer, name):
+            yield replace(bias, again=dims[2] == "D" or work.reprojects)
+        if lora := getattr(layer, f"{name}_lora", None):
             for factor in (f"{dims[:2]}r", f"Er{dims[2]}"):
-                yield _of_experts(layer, work, factor, rank=lora.rank, adapter=True)
+                yield replace(_of_experts(layer, work, factor, rank=lora.rank), adapter=True)
     if config.dense_mlp:
         yield whole(size=layer.d_model, precision=layer.precision)
         yield whole(size=layer.d_model)
         yield whole(size=experts, fsdp=False)
-    hidden = work.tokens * layer.d_model * itemsize(layer.precision.compute)
+    hidden = work.tokens * layer.d_model * compute_itemsize(layer)
     choices = FLOAT32 * work.tokens * 2 * config.experts_per_token
     gate = FLOAT32 * work.tokens
     for entered in (choices + gate * config.shared_experts_gate, hidden):
-        yield from enter(EXPERTS, work, entered, split=split, again=work.remat in REGATHER_POLICIES)
-    reduced = read and work.remat in REREDUCE_POLICIES
+        yield from enter(EXPERTS, work, entered, split=split, again=work.regathers)
+    reduced = read and work.rereduces
     yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
-    if (shards := _placement(layer, work).shards) > 1:
+    shards = _placement(layer, work).shards
+    if shards > 1:
         exchange = partial(collective_cost, axes=STORAGE, module=EXPERTS, work=work)
         for size, forward, backward, again in (
-            (choices, ALL_GATHER, REDUCE_SCATTER, work.remat in RECOMPUTE_POLICIES),
+            (choices, ALL_GATHER, REDUCE_SCATTER, work.recomputes),
             (hidden, ALL_GATHER, REDUCE_SCATTER, True),
             (hidden, REDUCE_SCATTER, ALL_GATHER, reduced),
         ):
@@ -892,9 +907,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
     yield from _shared_costs(layer, work, read=read)
 
 
-def _of_experts(
-    layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int = 1, adapter: bool = False
-) -> Weight:
+def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int = 1) -> Weight:
     """Returns a parameter with dims E, D, F and r, the rank; see `ExpertsConfig.projections`."""
     config = layer.config
     over_tp = config.over_tp(work.tp)
@@ -911,7 +924,6 @@ def _of_experts(
         gathered=_placement(layer, work).shards == 1,
         used_by_all_tp=not is_split,
         active=config.experts_per_token / config.num_experts,
-        adapter=adapter,
     )
 
 
@@ -919,10 +931,6 @@ def _placement(layer: MixtureOfExperts, work: Workload) -> Placement:
     return layer.placement(
         work.tokens, work.tp, parts(work.sizes, STORAGE), trained=not work.frozen
     )
-
-
-def _lora(layer: MixtureOfExperts, name: str) -> Lora | None:
-    return getattr(layer, f"{name}_lora", None)
 
 
 @branch_costs.register
@@ -948,31 +956,30 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         return
     shared = layer.shared
     d_model = layer.d_model
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     dim = PaddedDim((config.shared_experts,))
     columns = num_columns(config)
     local = dim.local(work.tp)
-    projected = work.remat in REPROJECT_POLICIES
-    reduced = read and work.remat in REREDUCE_POLICIES
+    reduced = read and work.rereduces
     weight = partial(
         Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision
     )
     bias = weight(size=dim.size, fsdp=False)
     down_bias = weight(size=d_model, split=None, tp=False, used_by_all_tp=True)
     down = shared.down.kernel  # all three are in 8 bits, or none
-    yield from [*kernel_weights(down, weight(), bias)] * columns
+    yield from kernel_weights(down, weight(), bias) * columns
     yield from kernel_weights(down, weight(), down_bias)
     if config.mlp_bias:
-        yield from [replace(bias, again=projected)] * columns
-        again = (read or config.shared_experts_gate) and work.remat != "none"
+        yield from [replace(bias, again=work.reprojects)] * columns
+        again = (read or config.shared_experts_gate) and work.recomputes
         yield replace(down_bias, again=again)
-    gated = FLOAT32 * work.tokens * local if config.shared_experts_gate else 0
+    gated = FLOAT32 * work.tokens * local * config.shared_experts_gate
     yield from hidden_costs(columns, work, work.tokens * local * compute, gated)
     for name, inner, outer, recomputed in (
-        ("shared experts' gate, up", d_model, columns * local, projected),
+        ("shared experts' gate, up", d_model, columns * local, work.reprojects),
         ("shared experts' down", local, d_model, reduced),
     ):
-        count = work.num_evals(recomputed, work.num_gradients)
+        count = work.num_evals(recomputed)
         yield Product.of(name, (work.tokens, inner, outer), compute, count)
     if work.remat == "save_dots":
         yield Bytes("saved", work.tokens * columns * local * compute)
@@ -984,14 +991,14 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
 
 
 def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Iterator[Cost]:
-    if work.remat in ("none", "save_gathered"):
+    if not work.regathers:
         yield Bytes("saved", FLOAT32 * work.tokens)
     in_float32 = replace(layer.precision, compute="float32")
     split = work.is_split(layer.sequence_parallel)
     yield Weight(
         module=EXPERTS, size=layer.d_model, tp=False, used_by_all_tp=split, precision=in_float32
     )
-    count = work.num_evals(work.remat in RECOMPUTE_POLICIES, work.num_gradients)
+    count = work.num_evals(work.recomputes)
     shape = work.between(layer.sequence_parallel), layer.d_model, 1
     yield Product.of("shared experts' gate", shape, FLOAT32, count)
 
@@ -999,7 +1006,7 @@ def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Iterator[Cost
 def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
     """Yields the costs of products, and of memory, without collectives."""
     config = layer.config
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     d_model = layer.d_model
     tokens = work.between(layer.sequence_parallel)
     columns = num_columns(config)
@@ -1012,8 +1019,8 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
     yield Bytes(
         "elementwise", compute * ((columns + 1) * placement.part_rows * placement.width + rows)
     )
-    shards = placement.shards
-    if shards == 1 and (shards := parts(work.sizes, STORAGE)) > 1:
+    shards = parts(work.sizes, STORAGE)
+    if placement.shards == 1 and shards > 1:
         # The loop over layers copies gradients; gathering by features reorders kernels too.
         copies = 2
         if config.stored_by_expert(work.tp, shards):
@@ -1030,7 +1037,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
         yield Bytes("workspace", compute * 2 * repeated_rows * max(placement.width, d_model))
     yield Bytes("saved", INT32 * tokens * config.experts_per_token)
     hidden = work.tokens * d_model * compute
-    if work.remat == "none":
+    if not work.recomputes:
         scores = 4 * FLOAT32 * tokens * config.num_experts
         features = placement.part_rows * placement.width * (3 * columns * compute + FLOAT32)
         yield Bytes("saved", features + hidden + scores)
@@ -1038,7 +1045,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
         yield Bytes("saved", hidden + 2 * FLOAT32 * work.tokens * config.experts_per_token)
     if work.remat == "save_dots":
         yield Bytes("saved", compute * placement.part_rows * hidden_width)
-    if read and work.remat in ("save_dots", "save_gathered", "save_reduced"):
+    if read and work.saves_reduced:
         yield Bytes("saved", tokens * d_model * compute)
 
 
@@ -1048,27 +1055,26 @@ def _expert_products(
     # Products compute the rows routed to the device's experts, elementwise operations all rows of a
     # part. Dense products multiply all these with all experts.
     config = layer.config
-    compute = itemsize(layer.precision.compute)
+    compute = compute_itemsize(layer)
     d_model = layer.d_model
     width = num_columns(config) * placement.width
-    projected = work.remat in REPROJECT_POLICIES
-    reduced = read and work.remat in REREDUCE_POLICIES
-    gradients = work.num_gradients
-    count = work.num_evals(work.remat in RECOMPUTE_POLICIES, gradients)
+    reduced = read and work.rereduces
+    count = work.num_evals(work.recomputes)
     shape = work.between(layer.sequence_parallel), d_model, config.num_experts
     yield Product.of("router", shape, FLOAT32, count)
+    down_count = work.num_evals(reduced)
     products = [
-        ("experts' gate, up", d_model, width, work.num_evals(projected, gradients)),
-        ("experts' down", placement.width, d_model, work.num_evals(reduced, gradients)),
+        ("experts' gate, up", d_model, width, work.num_evals(work.reprojects)),
+        ("experts' down", placement.width, d_model, down_count),
     ]
     sizes = {"D": d_model, "F": placement.width}
     for name, dims in config.projections().items():
-        if lora := _lora(layer, name):
-            count = work.num_evals(projected, 2)
-            products.append((f"A of experts' {name}", sizes[dims[1]], lora.rank, count))
-            count = work.num_evals(reduced if name == "down" else projected, 2)
-            products.append((f"B of experts' {name}", lora.rank, sizes[dims[2]], count))
-            if work.remat in ("none", "save_dots"):
+        if lora := getattr(layer, f"{name}_lora", None):
+            a_count = work.num_evals(work.reprojects, 2)
+            b_count = work.num_evals(reduced, 2) if name == "down" else a_count
+            products.append((f"A of experts' {name}", sizes[dims[1]], lora.rank, a_count))
+            products.append((f"B of experts' {name}", lora.rank, sizes[dims[2]], b_count))
+            if not work.reprojects:
                 yield Bytes("saved", placement.part_rows * lora.rank * compute)
     rows = placement.experts * placement.part_rows if dense else placement.rows
     for name, k, n, count in products:
@@ -1076,7 +1082,7 @@ def _expert_products(
         yield Product(name, rows, k, n, count, moved, counted=placement.rows / rows)
     if config.experts_bias:
         shape = placement.shards * work.tokens, placement.experts, d_model
-        yield Product.of("experts' biases", shape, compute, work.num_evals(reduced, gradients))
+        yield Product.of("experts' biases", shape, compute, down_count)
         if work.training and not work.frozen:  # gradients: sums over the rows of each expert
             shape = placement.experts, placement.part_rows, width
             yield Product.of("gradients of experts' biases", shape, compute, 1)
@@ -1085,7 +1091,7 @@ def _expert_products(
 def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[Cost]:
     """Yields the costs of an embedding."""
     yield from lookup_costs(layer, work, exchanges=layer.exchanges(work))
-    size = work.tokens * layer.features * itemsize(layer.precision.compute)
+    size = work.tokens * layer.features * compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
     yield from leave(EMBEDDING, work, size, split=split, again=False)
 
@@ -1100,7 +1106,7 @@ def lookup_costs(
     yield weight(size=size, split=split, again=False, gathered=not exchanges)
     if exchanges:
         tokens = work.between(layer.sequence_parallel)
-        rows = tokens * layer.features * itemsize(layer.precision.compute)
+        rows = tokens * layer.features * compute_itemsize(layer)
         ids = parts(work.sizes, STORAGE) * work.tokens * INT32
         count = 1 + (work.training and not work.frozen)
         yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)

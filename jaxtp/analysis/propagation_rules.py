@@ -8,6 +8,7 @@ shards. A primitive without a rule is blocked.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -44,19 +45,17 @@ def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     name = equation.primitive.name
     if name in ELEMENTWISE:
         return [agree(dims)] * len(equation.outvars)
-    if (rule := RULES.get(name)) is None:
+    if name not in RULES:
         raise Blocked(f"goes into {name}, which may need all of it")
-    return rule(equation, dims)
+    return RULES[name](equation, dims)
 
 
 def agree(dims: Dims) -> int:
     """Returns the common split dim, or raises `Blocked`."""
     split = {dim for dim in dims if dim is not None}
     if len(split) > 1:
-        raise Blocked(
-            "meets an array that is split along another dim "
-            f"({' and '.join(map(str, sorted(split)))})"
-        )
+        rivals = " and ".join(map(str, sorted(split)))
+        raise Blocked(f"meets an array that is split along another dim ({rivals})")
     return split.pop()
 
 
@@ -77,7 +76,7 @@ def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     """Passes if other dims are reduced or squeezed."""
     dim = agree(dims)
     params = equation.params
-    removed = params["axes"] if "axes" in params else params["dimensions"]
+    removed = params.get("axes", params.get("dimensions", ()))
     if dim in removed:
         raise _needs_whole(equation, dim)
     return [dim - sum(other < dim for other in removed)] * len(equation.outvars)
@@ -92,12 +91,13 @@ def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     dim = agree(dims[:1])
     before = shape_of(equation.invars[0])
     after = shape_of(equation.outvars[0])
-    outer = math.prod(before[:dim])
     if before[dim] == 1 or equation.params.get("dimensions") is not None:
         raise _needs_whole(equation, dim)
+    outer = 1
     for i, size in enumerate(after):
-        if size > 1 and math.prod(after[:i]) == outer:
+        if size > 1 and outer == math.prod(before[:dim]):
             return [i]
+        outer *= size
     raise Blocked(
         f"goes into reshape, {before} to {after}, which merges the split dim into the dim before it"
     )
@@ -108,18 +108,19 @@ def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     dim = agree(dims)
     params = equation.params
     num_parts = len(equation.outvars)
-    touched = {params.get("axis"), params.get("dimension"), *params.get("dimensions", ())}
-    touched |= {i for i, sizes in enumerate(params.get("padding_config", ())) if any(sizes)}
-    touched |= {i for i, size in enumerate(params.get("window_dimensions", ())) if size > 1}
-    size = shape_of(equation.invars[0])[dim]
-    if dim in touched or any(shape_of(result)[dim] != size for result in equation.outvars):
-        if num_parts > 1:
-            raise Blocked(
-                f"is divided into {num_parts} along the split dim; use separate layers, which tp "
-                "can split"
-            )
+    is_along = dim in (params.get("axis"), params.get("dimension"), *params.get("dimensions", ()))
+    if "padding_config" in params:
+        is_along = any(params["padding_config"][dim])
+    if "window_dimensions" in params:
+        is_along = params["window_dimensions"][dim] > 1
+    sizes = {shape_of(variable)[dim] for variable in (equation.invars[0], *equation.outvars)}
+    if not is_along and len(sizes) == 1:
+        return [dim] * num_parts
+    if num_parts == 1:
         raise Blocked(f"goes into {equation.primitive.name} along the split dim")
-    return [dim] * num_parts
+    raise Blocked(
+        f"is divided into {num_parts} along the split dim; use separate layers, which tp can split"
+    )
 
 
 def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -129,7 +130,7 @@ def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if dims[1] is not None or dim in removed or equation.params["slice_sizes"][dim] != shape[dim]:
         raise _needs_whole(equation, dim)
-    return [numbers.offset_dims[[d for d in range(len(shape)) if d not in removed].index(dim)]]
+    return [numbers.offset_dims[dim - sum(other < dim for other in removed)]]
 
 
 def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -207,11 +208,10 @@ class Walk(Generic[Fact, Result]):
             return by_variable.get(variable, self.unknown)
 
         for equation in needed_equations(jaxpr):
-            if not equation.outvars:  # a print blocks no split
-                continue
-            results = self._equation(equation, [read(v) for v in equation.invars], times)
-            by_variable.update(zip(equation.outvars, results, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+            if equation.outvars:  # a print blocks no split
+                results = self._equation(equation, list(map(read, equation.invars)), times)
+                by_variable.update(zip(equation.outvars, results, strict=True))
+        return list(map(read, jaxpr.outvars))
 
     def _equation(self, equation: JaxprEqn, facts: list[Fact], times: int) -> list[Fact]:
         name = equation.primitive.name
@@ -220,45 +220,49 @@ class Walk(Generic[Fact, Result]):
         if name == "scan":
             return self._scan(equation, facts, times)
         if name == "cond":  # walks every branch
-            branches = [
-                self.run(open_jaxpr(branch), facts[1:], times)
-                for branch in equation.params["branches"]
-            ]
-            results = zip(*branches, equation.outvars, strict=True)
-            return [self._join(values, variable, times) for *values, variable in results]
-        if body := _called(equation):
-            return self.run(body, facts, times)
-        return self._operation(equation, facts, times)
+            branches = []
+            for branch in equation.params["branches"]:
+                branches.append(self.run(open_jaxpr(branch), facts[1:], times))
+            return self._join_all(branches, equation.outvars, times)
+        body = _called(equation)
+        if body is None:
+            return self._operation(equation, facts, times)
+        return self.run(body, facts, times)
+
+    def _join_all(
+        self, facts: Sequence[list[Fact]], variables: Sequence[Atom], times: int
+    ) -> list[Fact]:
+        joined = []
+        for *values, variable in zip(*facts, variables, strict=True):
+            joined.append(self._join(values, variable, times))
+        return joined
 
     def _scan(self, equation: JaxprEqn, facts: list[Fact], times: int) -> list[Fact]:
         # Walks the body until the facts about the carry are stable, then once to collect the
         # result.
         body = open_jaxpr(equation.params["jaxpr"])
         times = times * equation.params["length"]
-        sliced = sum(
-            len(shape_of(v)) != b.aval.ndim
-            for v, b in zip(equation.invars, body.invars, strict=True)
-        )
-        carries = sum(
-            len(shape_of(v)) == b.aval.ndim
-            for v, b in zip(equation.outvars, body.outvars, strict=True)
-        )
-        consts = len(body.invars) - carries - sliced
-        constants = facts[:consts]
-        carry = facts[consts : consts + carries]
-        slices = [self._shift(fact, -1) for fact in facts[consts + carries :]]
+        carries = len(body.outvars) - _num_sliced(equation.outvars, body.outvars)
+        num_unsliced = len(body.invars) - _num_sliced(equation.invars, body.invars)
+        constants = facts[: num_unsliced - carries]
+        carry = facts[num_unsliced - carries : num_unsliced]
+        slices = [self._shift(fact, -1) for fact in facts[num_unsliced:]]
         for _ in range(2 + 2 * carries):
             result = self.result
             self.result = self.new_result()
             after = self.run(body, [*constants, *carry, *slices], times)[:carries]
             self.result = result
-            turns = zip(carry, after, equation.outvars[:carries], strict=True)
             before = carry
-            carry = [self._join(values, variable, times) for *values, variable in turns]
+            carry = self._join_all([carry, after], equation.outvars[:carries], times)
             if carry == before:
                 break
         results = self.run(body, [*constants, *carry, *slices], times)
         return [*results[:carries], *(self._shift(fact, 1) for fact in results[carries:])]
+
+
+def _num_sliced(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
+    # Of the operands or results of a scan, those of which its body has a slice.
+    return sum(map(operator.ne, map(shape_of, outside), map(shape_of, inside)))
 
 
 def open_jaxpr(jaxpr: object) -> Any:
@@ -270,6 +274,8 @@ def _called(equation: JaxprEqn) -> Any:
     """Returns the jaxpr that an equation calls once on its operands, if any."""
     if equation.primitive.name not in _CALLS:
         return None
-    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    body = open_jaxpr(next((equation.params[key] for key in keys if key in equation.params), None))
-    return body if body is not None and len(body.invars) == len(equation.invars) else None
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in equation.params:
+            body = open_jaxpr(equation.params[key])
+            return body if len(body.invars) == len(equation.invars) else None
+    return None

@@ -8,7 +8,7 @@ all-reduce.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import jax
@@ -56,11 +56,13 @@ class Reason:
     style: str
     why: str
     # Bytes sent by each device over tp, forward and backward, for all modules of the pattern
-    bytes: float
+    bytes: float = 0
 
     def __str__(self) -> str:
-        sent = f"  {self.bytes:,.0f} bytes" if self.bytes else ""
-        return f"{self.module}  {self.style or 'whole'}{sent}\n    {self.why}"
+        line = f"{self.module}  {self.style or 'whole'}"
+        if self.bytes:
+            line += f"  {self.bytes:,.0f} bytes"
+        return f"{line}\n    {self.why}"
 
 
 class Proposal(dict[str, Style]):
@@ -80,11 +82,18 @@ class Proposal(dict[str, Style]):
         return sum(reason.bytes for reason in self.reasons)
 
     def __str__(self) -> str:
-        result = f"each device sends {self.bytes:,.0f} bytes over tp, forward and backward"
-        result = result if self else "nothing in this model is worth a split over tp"
-        header = f"{'plan' if self else 'no plan'} for mesh {describe_mesh(self.sizes)}: {result}"
-        notes = (f"note: {note}" for note in self.notes)
-        return "\n".join([header, *(f"\n{part}" for part in (*self.reasons, *notes))])
+        mesh = describe_mesh(self.sizes)
+        text = f"no plan for mesh {mesh}: nothing in this model is worth a split over tp"
+        if self:
+            text = (
+                f"plan for mesh {mesh}: each device sends {self.bytes:,.0f} bytes over tp, forward "
+                "and backward"
+            )
+        for reason in self.reasons:
+            text += f"\n\n{reason}"
+        for note in self.notes:
+            text += f"\n\nnote: {note}"
+        return text
 
 
 def propose_plan(
@@ -131,7 +140,7 @@ def propose_plan(
     except Exception as error:  # the model's code may not accept `Copies`
         proposal = attempt(share=False)
         problem = (str(error) or type(error).__name__).splitlines()[0]
-        proposal.reasons += (Reason(ROOT, "", f"column layers do not share inputs: {problem}", 0),)
+        proposal.reasons += (Reason(ROOT, "", f"column layers do not share inputs: {problem}"),)
     if report:
         report(str(proposal))
     return proposal
@@ -155,7 +164,8 @@ def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterato
     for info in find_modules(model):
         for name, parameter in info.parameters.items():
             declared = parameter.replace(out_sharding=parameter.get_metadata().get(DECLARED))
-            before, after = (declared_spec(value, value.ndim) for value in (declared, parameter))
+            before = declared_spec(declared, parameter.ndim)
+            after = declared_spec(parameter, parameter.ndim)
             if dim_over(TP, before) is not None and dim_over(TP, after) is None:
                 shape = "x".join(map(str, parameter.shape))
                 where = f"{info.path or ROOT} declares {name} {shape} as {before}"
@@ -164,16 +174,21 @@ def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterato
 
 def merge_equal(notes: Iterable[str]) -> list[str]:
     """Merges notes about equal layers: `*` replaces their numbers."""
-    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.) ])", "*", note) for note in notes)
-    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
+    counts = Counter(re.sub(r"(?<=\.)\d+(?=[.) ])", "*", note) for note in notes)
+    merged = []
+    for note, count in counts.items():
+        merged.append(note if count == 1 else f"{note} (x {count})")
+    return merged
 
 
 def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> Proposal:
     draft = _draft_plan(traced, sizes)
     _share_inputs(draft, share=share)
-    styled = (path for path in _plan_order(draft) if path in draft.styles)
-    plan = {draft.patterns[path]: draft.styles[path] for path in styled}
-    bytes_of: dict[tuple[str, str, str], float] = {}
+    plan: dict[str, Style] = {}
+    for path in _plan_order(draft):
+        if path in draft.styles:
+            plan[draft.patterns[path]] = draft.styles[path]
+    sent: dict[Reason, float] = {}
     if sizes[CP] > 1:
         if "" in plan:
             raise MeshError(
@@ -186,11 +201,11 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
             f"sequences are divided over {CP}; these bytes exclude the compiler's collectives "
             "that mix positions"
         )
-        bytes_of[ROOT, format_style(ContextParallel()), why] = 0
-    for *reason, sent in _reasons(draft):
-        module, style, why = reason
-        bytes_of[module, style, why] = bytes_of.get((module, style, why), 0) + sent
-    return Proposal(plan, [Reason(*reason, sent) for reason, sent in bytes_of.items()], sizes)
+        sent[Reason(ROOT, format_style(ContextParallel()), why)] = 0
+    for reason, size in _reasons(draft):
+        sent[reason] = sent.get(reason, 0) + size
+    reasons = [replace(reason, bytes=size) for reason, size in sent.items()]
+    return Proposal(plan, reasons, sizes)
 
 
 @dataclass
@@ -214,11 +229,16 @@ class PlanDraft:
         by_path: dict[str, Style | None] = {}
         for info in find_modules(self.traced.model):
             by_path |= dict.fromkeys(info.paths, self.styles.get(info.path))
-        return patterns_for(by_path | {path: self.styles.get(path) for path in self.traced.modules})
+        for path in self.traced.modules:
+            by_path[path] = self.styles.get(path)
+        return patterns_for(by_path)
 
     def region(self, path: str) -> Region | None:
         """Returns a layer's chosen region."""
-        return next((region for region in self.chosen if path in region.layers), None)
+        for region in self.chosen:
+            if path in region.layers:
+                return region
+        return None
 
 
 def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
@@ -227,11 +247,12 @@ def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
     )
     draft = PlanDraft(traced, dataflow, regions, excluded, choose(regions))
     for path in dataflow.layers:
-        if (region := draft.region(path)) is None:
+        region = draft.region(path)
+        if region is None:
             continue
         if path in region.columns:
             draft.styles[path] = Colwise()
-            draft.bytes[path] = region.inner_bytes if path == min(region.columns) else 0
+            draft.bytes[path] = region.inner_bytes * (path == min(region.columns))
         else:
             draft.styles[path] = Rowwise()
             draft.bytes[path] = region.bytes
@@ -252,7 +273,8 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
     arguments: dict[str, set[str]] = {}
     for calls in groups.values():
         several = len({call.path for call in calls}) > 1
-        if share and several and (sharing := _sharing_module(draft, calls, arguments)):
+        sharing = _sharing_module(draft, calls, arguments) if share and several else None
+        if sharing:
             path, argument = sharing
             draft.bytes[path] = draft.bytes.get(path, 0) + draft.dataflow.input_bytes(calls)
             arguments.setdefault(path, set()).add(argument)
@@ -277,8 +299,9 @@ def _sharing_module(
     If there is none, returns the module that returned the array.
     """
     first, *others_entered = (_modules_entered(call, arguments) for call in calls)
+    shared = set(first).intersection(*others_entered)
     for entry in reversed(first):
-        if all(entry in entered for entered in others_entered):
+        if entry in shared:
             return entry
     for path in calls[0].input.left:
         if path and path not in draft.styles and path not in arguments:
@@ -291,40 +314,46 @@ def _modules_entered(call: LayerCall, arguments: dict[str, set[str]]) -> list[tu
 
     The outermost module is first.
     """
-    return [
-        (path, argument)
-        for path, argument in call.input.entered
-        if path and call.path.startswith(f"{path}.") and _RESULT not in arguments.get(path, ())
-    ]
+    entered = []
+    for path, argument in call.input.entered:
+        around = path and call.path.startswith(f"{path}.")
+        if around and _RESULT not in arguments.get(path, ()):
+            entered.append((path, argument))
+    return entered
 
 
-def _reasons(draft: PlanDraft) -> Iterator[tuple[str, str, str, float]]:
-    whole = {
-        path: "as declared" if declared_specs(module) else ""
-        for path, module in draft.traced.modules.items()
-    }
+def _reasons(draft: PlanDraft) -> Iterator[tuple[Reason, float]]:
+    # Yields the reasons without their bytes, and the bytes.
+    modules = draft.traced.modules
     for path in _plan_order(draft):
+        pattern = draft.patterns[path]
         if path in draft.styles:
             style = format_style(draft.styles[path])
-            sent = draft.bytes.get(path, 0)
-            yield draft.patterns[path], style, _why_styled(draft, path), sent
+            yield Reason(pattern, style, _why_styled(draft, path)), draft.bytes.get(path, 0)
         else:
-            yield draft.patterns[path] or ROOT, whole[path], _why_whole(draft, path), 0
-    for path, module in draft.traced.modules.items():
-        if path not in draft.dataflow.layers and (matrices := _matrices(module)):
-            why = f"has its own parameters, {matrices}: styles split only Flax's layers"
-            why = "does not affect the result of this call" if signature(module) else why
-            yield draft.patterns[path] or ROOT, whole[path], why, 0
+            why = _why_whole(draft, path)
+            yield Reason(pattern or ROOT, _whole_style(modules[path]), why), 0
+    for path, module in modules.items():
+        matrices = _matrices(module)
+        if matrices and path not in draft.dataflow.layers:
+            why = "does not affect the result of this call"
+            if signature(module) is None:
+                why = f"has its own parameters, {matrices}: styles split only Flax's layers"
+            yield Reason(draft.patterns[path] or ROOT, _whole_style(module), why), 0
+
+
+def _whole_style(module: nnx.Module) -> str:
+    return "as declared" if declared_specs(module) else ""
 
 
 def _plan_order(draft: PlanDraft) -> list[str]:
     # Layers in call order; a module that replicates inputs precedes the layers that read them.
     order: dict[str, None] = {}
-    norms = (call.path for call in draft.dataflow.norms)
-    split_norms = [path for path in norms if isinstance(draft.styles.get(path), SequenceParallel)]
-    for path in (*draft.dataflow.layers, *split_norms):
-        order |= dict.fromkeys(_sharing_modules(draft, path))
-        order[path] = None
+    for path in draft.dataflow.layers:
+        order |= dict.fromkeys([*_sharing_modules(draft, path), path])
+    for call in draft.dataflow.norms:
+        if call.path in draft.styles:
+            order[call.path] = None
     return list(order)
 
 
@@ -335,13 +364,14 @@ def _sharing_modules(draft: PlanDraft, path: str) -> list[str]:
 
 def replicate_input(names: set[str]) -> PrepareInput:
     """Returns a style that replicates arguments, by position or name."""
-    positions = [int(name) for name in names if name.isdigit()]
-    kwargs = {name: Replicate() for name in sorted(names) if not name.isdigit()} or None
+    positions = set(filter(str.isdigit, names))
+    kwargs = dict.fromkeys(sorted(names - positions), Replicate()) or None
     args: Replicate | tuple[Replicate | None, ...] | None = None
-    if positions == [0]:
+    if positions == {"0"}:
         args = Replicate()
     elif positions:
-        args = tuple(Replicate() if i in positions else None for i in range(max(positions) + 1))
+        count = 1 + max(map(int, positions))
+        args = tuple(Replicate() if str(i) in positions else None for i in range(count))
     return PrepareInput(args, args, kwargs, kwargs)
 
 
@@ -364,8 +394,8 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
     gradient = "its input's gradient is all-reduced"
     if not any(call.input.has_grad for call in draft.dataflow.calls_of(path)):
         gradient = "its input has no gradient"
-    elif sharing := _sharing_modules(draft, path):
-        gradient = f"its input is shared by {_names(draft, sharing)}"
+    elif _sharing_modules(draft, path):
+        gradient = f"its input is shared by {_names(draft, _sharing_modules(draft, path))}"
     if region.rows:
         passed = draft.dataflow.through.get(path, {})
         names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
@@ -387,22 +417,20 @@ def _why_whole(draft: PlanDraft, path: str) -> str:
                 f"gathers its input, which {_names(draft, call.input.columns)} splits, and runs on "
                 "the whole array"
             )
-    column = next((region for region in draft.regions if path in region.columns), None)
-    if column is not None:
-        if column.rows:
-            return f"would feed {_names(draft, column.rows)}{_why_not_chosen(draft, column)}"
-        reader = (
-            "goes into the loss" if path in draft.dataflow.summed else "is a result of the model"
-        )
-        return f"its output {reader}: a split {_saved_and_sent(column)}"
     why = "not Rowwise(): its input is not split"
-    row = next((region for region in draft.regions if path in region.rows), None)
-    if row is not None:
-        pair = (
-            "could sum over the output of "
-            f"{_names(draft, row.columns)}{_why_not_chosen(draft, row)}"
-        )
-        why = pair if row.columns else f"a split of its vocabulary {_saved_and_sent(row)}"
+    # In reverse, so that the first region in which it is a row layer gives the reason.
+    for region in reversed(draft.regions):
+        if path in region.columns and region.rows:
+            return f"would feed {_names(draft, region.rows)}{_why_not_chosen(draft, region)}"
+        if path in region.columns:
+            in_loss = path in draft.dataflow.summed
+            reader = "goes into the loss" if in_loss else "is a result of the model"
+            return f"its output {reader}: a split {_saved_and_sent(region)}"
+        if path in region.rows:
+            why = f"a split of its vocabulary {_saved_and_sent(region)}"
+            if region.columns:
+                columns = _names(draft, region.columns)
+                why = f"could sum over the output of {columns}{_why_not_chosen(draft, region)}"
     return f"not Colwise(): {draft.excluded[path]}; {why}"
 
 
@@ -426,8 +454,8 @@ def _names(draft: PlanDraft, paths: Iterable[str]) -> str:
 
 
 def _matrices(module: nnx.Module) -> str:
-    return ", ".join(
-        f"{name} {'x'.join(map(str, value.shape))}"
-        for name, value in vars(module).items()
-        if isinstance(value, nnx.Param) and value.ndim > 1
-    )
+    matrices = []
+    for name, value in vars(module).items():
+        if isinstance(value, nnx.Param) and value.ndim > 1:
+            matrices.append(f"{name} {'x'.join(map(str, value.shape))}")
+    return ", ".join(matrices)

@@ -14,6 +14,7 @@ from itertools import chain
 
 from flax import nnx
 
+from jaxtp.analysis.census import array_bytes
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.analysis.dataflow import Columns, Dataflow, find_dataflow, parameter_bytes
 from jaxtp.analysis.traced_model import TracedModel
@@ -55,9 +56,8 @@ def find_regions(
     excluded = dict(_not_column_layers(traced, dataflow))
     while True:  # until every split output reaches row layers or the model's output
         dataflow = find_dataflow(traced, excluded, tp=tp, batch_shards=batch_shards)
-        regions = [
-            _region(traced, dataflow, columns) for columns in _column_sets(dataflow, excluded)
-        ]
+        column_sets = _column_sets(dataflow, excluded)
+        regions = [_region(traced, dataflow, columns) for columns in column_sets]
         exclude = dataflow.blocked or dict(_layers_to_exclude(regions, dataflow))
         if not exclude:
             return [*regions, *_vocabularies(traced, dataflow)], dataflow, excluded
@@ -99,11 +99,11 @@ def _not_column_layers(traced: TracedModel, dataflow: Dataflow) -> Iterator[tupl
 
 def _column_sets(dataflow: Dataflow, excluded: Mapping[str, str]) -> list[Columns]:
     # Sets of layers that must be split together, in model order.
-    sets = {
-        call.path: frozenset({call.path}) for call in dataflow.calls if call.path not in excluded
-    }
+    sets: dict[str, Columns] = {}
     feeding: dict[str, Columns] = {}
     for call in dataflow.calls:
+        if call.path not in excluded:
+            sets[call.path] = frozenset({call.path})
         if call.is_row:
             feeding[call.path] = feeding.get(call.path, frozenset()) | call.input.columns
     for columns in [*dataflow.joined, *feeding.values()]:
@@ -116,33 +116,29 @@ def _region(traced: TracedModel, dataflow: Dataflow, columns: Columns) -> Region
     rows = frozenset(
         call.path for call in dataflow.calls if call.is_row and call.input.columns & columns
     )
-    outputs = [aval for split_by, aval in dataflow.outputs.items() if split_by & columns]
-    between = [traffic for split_by, traffic in dataflow.collectives.items() if split_by & columns]
-    inner = sum(map(total_sent, between))
-    # Outputs are gathered; there are three all-reduces of a softmax cross-entropy if no row layer
-    # reads it.
-    for aval in outputs:
-        size = aval.size * aval.dtype.itemsize
-        whole = dataflow.over_tp(ALL_GATHER, size)
-        sums = 3 * dataflow.over_tp(ALL_REDUCE, size / aval.shape[-1])
-        inner += whole if rows else sums
+    inner = 0.0
+    for split_by, traffic in dataflow.collectives.items():
+        if split_by & columns:
+            inner += total_sent(traffic)
+    reaches_output = not columns.isdisjoint(dataflow.summed)
+    for split_by, aval in dataflow.outputs.items():
+        if split_by.isdisjoint(columns):
+            continue
+        reaches_output = True
+        size = array_bytes(aval)
+        # Outputs are gathered; there are three all-reduces of a softmax cross-entropy if no row
+        # layer reads it.
+        if rows:
+            inner += dataflow.over_tp(ALL_GATHER, size)
+        else:
+            inner += 3 * dataflow.over_tp(ALL_REDUCE, size / aval.shape[-1])
     column_calls = dataflow.calls_of(*columns)
     row_calls = dataflow.calls_of(*rows)
+    calls = column_calls + row_calls
     sent = inner + dataflow.input_bytes(column_calls) + dataflow.output_bytes(row_calls)
-    one_by_one = (
-        dataflow.input_bytes(column_calls + row_calls)
-        + dataflow.output_bytes(column_calls + row_calls) / 2
-    )
-    reaches_output = bool(outputs) or not columns.isdisjoint(dataflow.summed)
-    return Region(
-        columns,
-        rows,
-        reaches_output,
-        inner,
-        sent,
-        one_by_one,
-        _saved(traced, dataflow, columns | rows),
-    )
+    one_by_one = dataflow.input_bytes(calls) + dataflow.output_bytes(calls) / 2
+    saved = _saved(traced, dataflow, columns | rows)
+    return Region(columns, rows, reaches_output, inner, sent, one_by_one, saved)
 
 
 def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[str, str]]:
@@ -152,31 +148,33 @@ def _layers_to_exclude(regions: Iterable[Region], dataflow: Dataflow) -> Iterato
         norms = {call.path for call in dataflow.norms if call.input.columns & region.columns}
         ambiguous = ", ".join(sorted(region.columns & region.rows))
         mixed = ", ".join(sorted((region.rows | norms) & called_whole))
-        why = ""
         if ambiguous:
             why = f"its output feeds {ambiguous}, which would be a column and a row layer"
         elif mixed:
             why = f"it feeds {mixed}, which is also called on an array that is not split"
         elif not region.rows and not region.reaches_output:
             why = "it feeds no other layer"
-        if why:
-            yield from dict.fromkeys(region.columns, why).items()
+        else:
+            continue
+        yield from dict.fromkeys(region.columns, why).items()
 
 
 def choose(regions: list[Region]) -> list[Region]:
     """Returns the regions to split."""
-    pairs = [
-        region
-        for region in regions
-        if region.columns and region.rows and region.bytes < region.bytes_one_by_one
-    ]
+    pairs: list[Region] = []
+    single: list[Region] = []
+    for region in regions:
+        if not (region.columns and region.rows):
+            single.append(region)
+        elif region.bytes < region.bytes_one_by_one:
+            pairs.append(region)
     best = _best(tuple(pairs))
     chosen = [region for region in pairs if region in best]
     layers = frozenset[str]().union(*(region.layers for region in chosen))
-    single = [region for region in regions if not (region.columns and region.rows)]
-    return chosen + [
-        region for region in single if not region.layers & layers and region.saved > region.bytes
-    ]
+    for region in single:
+        if layers.isdisjoint(region.layers) and region.saved > region.bytes:
+            chosen.append(region)
+    return chosen
 
 
 @cache

@@ -6,9 +6,11 @@ operands and writes its results once.
 """
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
 from jaxtp.analysis import hlo
 from jaxtp.analysis.collective import Axes, Collective
@@ -66,12 +68,6 @@ class Scheduled(Collective):
     computing: int  # operations that compute between start and done, over all of them in a step
     hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
-    def __add__(self, other: "Scheduled") -> "Scheduled":
-        """Returns the total; kind, axes and group must match."""
-        return replace(
-            self, **{name: getattr(self, name) + getattr(other, name) for name in _NUMBERS}
-        )
-
     def record(self) -> dict[str, object]:
         """Returns the numbers as plain values."""
         return {name: getattr(self, name) for name in ("kind", "axes", "group", *_NUMBERS)}
@@ -90,7 +86,7 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
       HloError: unknown spelling, or a data-dependent trip count.
     """
     module, entry = hlo.parse_module(text)
-    totals: dict[tuple[str, Axes, int], Scheduled] = {}
+    totals: dict[tuple[str, Axes, int], Counter[str]] = defaultdict(Counter)
     for computation, instruction, _, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
         if operation is None:
@@ -98,22 +94,19 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
         messages = list(hlo.collectives_of(operation, "", sizes))
         if not messages or messages[0].group == 1:
             continue
-        first = messages[0]
         hlo.check_counted(instruction, counted)
         beside = _beside(instruction, module[computation])
-        computing = sum(instruction.opcode in _COMPUTES for instruction in beside)
-        size = times * sum(message.bytes for message in messages)
-        multiplies = any(_multiplies(instruction, module) for instruction in beside)
-        scheduled = Scheduled(
-            *(first.kind, first.axes, first.group, size),
+        computing = sum(other.opcode in _COMPUTES for other in beside)
+        size: Any = times * sum(message.bytes for message in messages)
+        totals[messages[0].kind, messages[0].axes, messages[0].group].update(
+            bytes=size,
             count=times,
             overlapped=times * (computing > 0),
             computing=times * computing,
-            hidden_bytes=size if multiplies else 0,
+            hidden_bytes=size * any(_multiplies(other, module) for other in beside),
         )
-        place = first.kind, first.axes, first.group
-        totals[place] = totals[place] + scheduled if place in totals else scheduled
-    return tuple(sorted(totals.values(), key=lambda scheduled: -scheduled.bytes))
+    scheduled = [Scheduled(*place, **numbers) for place, numbers in totals.items()]  # type: ignore[arg-type]
+    return tuple(sorted(scheduled, key=lambda collective: -collective.bytes))
 
 
 def _operation(instruction: Instruction, module: Module) -> Instruction | None:
@@ -125,8 +118,9 @@ def _operation(instruction: Instruction, module: Module) -> Instruction | None:
         result = instruction.type if kind == "all-reduce" else _result_of_start(instruction.type)
         return replace(instruction, opcode=kind, type=result)
     if instruction.opcode == f"async{START}":
-        wrapped = _inside(instruction, module)
-        return next((inner for inner in wrapped if inner.opcode in KINDS), None)
+        for inner in _inside(instruction, module):
+            if inner.opcode in KINDS:
+                return inner
     return None
 
 
@@ -145,12 +139,12 @@ def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[
     # The instructions between start and done; none for a synchronous collective.
     if not start.opcode.endswith(START):
         return ()
-    at = computation.index(start) + 1
-    for end, instruction in enumerate(computation[at:], start=at):
-        if instruction.opcode.endswith("-done") and re.match(
-            rf"%?{re.escape(start.name)}[,)#]", instruction.text
-        ):
-            return computation[at:end]
+    beside: list[Instruction] = []
+    reads_start = re.compile(rf"%?{re.escape(start.name)}[,)#]")
+    for instruction in computation[computation.index(start) + 1 :]:
+        if instruction.opcode.endswith("-done") and reads_start.match(instruction.text):
+            return beside
+        beside.append(instruction)
     return ()  # its done is in another iteration of the loop
 
 
@@ -200,21 +194,21 @@ def _kernel(kernel: Instruction, computation: str, scope: str, module: Module) -
         types = (*hlo.operand_types(around, kernel), operation.type)
         return COLLECTIVES, {"kernels": 1, "other_bytes": sum(map(hlo.type_bytes, types))}
     if kernel.opcode.endswith(START):
-        kernel = replace(
-            kernel, opcode=kernel.opcode.removesuffix(START), type=_result_of_start(kernel.type)
-        )
+        opcode = kernel.opcode.removesuffix(START)
+        kernel = replace(kernel, opcode=opcode, type=_result_of_start(kernel.type))
     inside = [(around, kernel)]
     if kernel.opcode == "fusion":
         fused = walk(module, kernel.callees[0])
         inside += [(module[name], inner) for name, inner, *_ in fused]
     products = [(callee, inner) for callee, inner in inside if hlo.is_product(inner)]
-    names = [inner.op_name for _, inner in (*products, *inside) if inner.op_name]
-    part = part_of(*(re.sub(r"\bjit\([^()]*\)", "", name) for name in names or [scope]))
+    names = [inner.op_name for _, inner in (*products, *inside)]
+    names = list(filter(None, names)) or [scope]
+    part = part_of(*(re.sub(r"\bjit\([^()]*\)", "", name) for name in names))
     if kernel.opcode == "custom-call":  # its workspace is not traffic
         kernel = replace(kernel, type=re.sub(r"\b[su]8\[\d+\]", "", kernel.type))
     size = _traffic(kernel, around, module)
     if not products:
-        copied = size if _only_moves(kernel, module) else 0
+        copied = size * _only_moves(kernel, module)
         return part, {"kernels": 1, "other_bytes": size, "copied_bytes": copied}
     amounts = dict.fromkeys(AMOUNTS, 0.0) | {"kernels": 1, "product_bytes": size}
     for callee, product in products:
@@ -253,13 +247,11 @@ def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module)
 
 def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Module) -> float:
     # Bytes that a fusion reads of a parameter of that size.
-    names = {
-        instruction.name
-        for instruction in fused
-        if instruction.opcode == "parameter" and instruction.text.startswith(f"{parameter})")
-    }
+    names: set[str] = set()
     total = 0.0
     for reader in fused:
+        if reader.opcode == "parameter" and reader.text.startswith(f"{parameter})"):
+            names.add(reader.name)
         positions = [i for i, (name, _) in enumerate(reader.operands) if name in names]
         if not positions or (positions == [0] and reader.opcode in _UPDATES):
             continue
@@ -281,5 +273,7 @@ def _written(fused: Sequence[Instruction], result: Instruction | None) -> float:
     operands = [hlo.named(fused, name) for name, _ in result.operands]
     if result.opcode in ("tuple", "bitcast"):
         return sum(_written(fused, operand) for operand in operands)
-    update = operands[_UPDATES[result.opcode]] if result.opcode in _UPDATES else None
-    return hlo.type_bytes((update or result).type)
+    written = None
+    if result.opcode in _UPDATES:
+        written = operands[_UPDATES[result.opcode]]
+    return hlo.type_bytes((written or result).type)

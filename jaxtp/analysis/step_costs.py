@@ -11,7 +11,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -20,12 +21,18 @@ from jax import Array
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from jaxtp.analysis.census import Products, arrays, count_collectives, equations, kernel_products
+from jaxtp.analysis.census import (
+    Products,
+    array_bytes,
+    arrays,
+    count_collectives,
+    dot_products,
+    equations,
+    kernel_products,
+)
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
 from jaxtp.analysis.layer_costs import (
     FLOAT32,
-    RECOMPUTE_POLICIES,
-    REGATHER_POLICIES,
     Bytes,
     CollectiveCost,
     Cost,
@@ -70,13 +77,13 @@ from jaxtp.mesh import (
     TOKENS,
     TP,
     abstract_mesh,
-    axes_of,
     batch_parts,
     mesh_shape,
     parts,
 )
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
+from jaxtp.parallelize.layouts import dim_over
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps
@@ -134,7 +141,8 @@ class StepCosts:
     @property
     def flops(self) -> float:
         """FLOPs of all products."""
-        return sum(product.flops for product in (*self.products, *self.attention, *self.update))
+        products = (*self.products, *self.attention, *self.update)
+        return sum(map(attrgetter("flops"), products))
 
     @property
     def budget(self) -> dict[Place, float]:
@@ -159,15 +167,16 @@ def step_costs(
       batch_size: sequences per step, over all devices and micro-batches.
       **shape: other fields of `LocalShape`: packed, platform, context.
     """
-    rows = batch_size // (batch_parts(mesh) * accumulation)
-    fixed: dict[str, Any] = {
-        "remat": config.remat,
-        "frozen": config.lora.rank > 0,
-        "accumulation": accumulation,
-    }
-    return costs_of(
-        config, Workload(sizes=mesh, rows=rows, length=sequence_length, **fixed, **shape)
+    work = Workload(
+        sizes=mesh,
+        rows=batch_size // (batch_parts(mesh) * accumulation),
+        length=sequence_length,
+        remat=config.remat,
+        frozen=config.lora.rank > 0,
+        accumulation=accumulation,
+        **shape,
     )
+    return costs_of(config, work)
 
 
 def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
@@ -177,24 +186,30 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     if not all(map(_has_formulas, dict(_stacked_blocks(model)))):
         model = described(config, work.tp)  # its arrays are padded for tp, as a trace needs them
     blocks = _stacked_blocks(model)
-    by_block = {block: list(block_costs(block, work)) for block in dict(blocks)}
+    by_block: dict[DecoderBlock, list[Cost]] = {}
     inside: list[LayersCost] = []
     for block, layers in blocks:
-        inside += [(layers, cost) for cost in by_block[block]]
-    outside = [(1, cost) for cost in decoder_costs(model, work)]
+        if block not in by_block:
+            by_block[block] = list(block_costs(block, work))
+        inside += zip(repeat(layers), by_block[block], strict=False)
+    outside = list(zip(repeat(1), decoder_costs(model, work), strict=False))
     every_cost = inside + outside
-    weights = [(layers, cost) for layers, cost in inside if isinstance(cost, Weight)]
     # A backward pass counts 1.5.
-    passes = 2.5 + (work.remat in RECOMPUTE_POLICIES) if work.training else 1.0
+    passes = 2.5 + work.recomputes if work.training else 1.0
     elementwise = [
         replace(cost, bytes=work.accumulation * passes * layers * cost.bytes)
         for layers, cost in _of_kind("elementwise", every_cost)
     ]
-    size = sum(layers * weight.size for layers, weight in weights)
-    padded_size = sum(layers * weight.padded(work.tp) for layers, weight in weights)
-    adapter_size = sum(layers * weight.size for layers, weight in weights if weight.adapter)
-    unused = sum(layers * _unused(weight, work) for layers, weight in weights)
-    loaded = [_loaded(costs, work) for costs in by_block.values()]
+    size = padded_size = adapter_size = 0
+    unused = 0.0
+    for layers, cost in inside:
+        if isinstance(cost, Weight):
+            size += layers * cost.size
+            padded_size += layers * cost.padded(work.tp)
+            adapter_size += layers * cost.size * cost.adapter
+            # Routing is assumed to be uniform.
+            unused += layers * (cost.over_tp(work.sizes) * (1 - cost.active) ** work.tokens)
+    loaded = max(_loaded(costs, work) for costs in by_block.values())
 
     return StepCosts(
         traffic=_traffic(every_cost, work),
@@ -208,7 +223,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         saved=int(_bytes("saved", every_cost)),
         copied=int(_bytes("copied", every_cost)),
         working=int(max(cost.bytes for _, cost in _of_kind("workspace", inside))),
-        weights=int(max(loaded)),
+        weights=int(loaded),
         loss=int(_bytes("workspace", outside)),
         head=int(_bytes("gradient", outside)),
         cached=int(_bytes("cached", every_cost)),
@@ -238,11 +253,6 @@ def _has_formulas(block: DecoderBlock) -> bool:
     return all(has_formulas(branch) for _, branch, *_ in block.branches())
 
 
-def _unused(weight: Weight, work: Workload) -> float:
-    # Routing is assumed to be uniform.
-    return weight.over_tp(work.sizes) * (1 - weight.active) ** work.tokens
-
-
 def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     """Yields the costs of branches, norms, residual sums and saved input."""
     config = block.config
@@ -251,20 +261,21 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
     last = block.names[-1]
     saved_inputs = {"none": 1 if block.parallel else len(block.names), "offload": 0}
     yield Bytes("saved", size * saved_inputs.get(work.remat, 1))
-    regathered = work.remat in REGATHER_POLICIES
-    if joined := [name for name, branch, *_ in block.branches() if branch.joined]:
+    regathered = work.regathers
+    joined = [name for name, branch, *_ in block.branches() if branch.joined]
+    if joined:
         hidden = work.tokens * config.d_model * compute
         split = work.is_split(config.sequence_parallel)
         yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=regathered))
         yield from leave(JOINED, work, hidden, split=split, again=False)
-        yield Bytes("saved", hidden if work.remat in ("none", "save_gathered") else 0)
+        yield Bytes("saved", hidden * (not regathered))
     for name, branch, before, after in block.branches():
         if before is not None:
             yield from _within(name, norm_costs(before, work, recomputed=regathered))
         # A result is recomputed if a branch follows: its norm reads the sum that contains this
         # result.
         if after is not None:
-            recomputed = name != last and work.remat != "none"
+            recomputed = name != last and work.recomputes
             yield from _within(name, norm_costs(after, work, recomputed=recomputed))
         read = (name != last and not block.parallel) or after is not None
         if has_formulas(branch):
@@ -308,9 +319,10 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
     yield from loss_costs(config, work)
     num_experts = [block.num_experts for block in config.layers() if block.num_experts]
     if num_experts and work.training:
-        statistics = sum(2 * experts + 3 for experts in num_experts) * work.rows
+        experts = sum(num_experts)
+        statistics = (2 * experts + 3 * len(num_experts)) * work.rows
         yield collective_cost(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * statistics)
-        yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (sum(num_experts) + 4))
+        yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (experts + 4))
 
 
 def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
@@ -338,7 +350,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
         )
     yield collective_cost(ALL_REDUCE, TOKENS, LOSS, work, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
-    yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
+    yield Product("head", tokens, features, local, work.num_evals(True), moved)
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
     table = local * features
     logits = min(config.loss_chunk, tokens) * local
@@ -362,10 +374,10 @@ def describe_active(config: ModelConfig, parameters: int) -> str:
     return "" if active == parameters else f", {active:,} active for each token"
 
 
-def _of_kind(kind: str, costs: Iterable[LayersCost]) -> list[tuple[int, Bytes]]:
-    return [
-        (layers, cost) for layers, cost in costs if isinstance(cost, Bytes) and cost.kind == kind
-    ]
+def _of_kind(kind: str, costs: Iterable[LayersCost]) -> Iterator[tuple[int, Bytes]]:
+    for layers, cost in costs:
+        if isinstance(cost, Bytes) and cost.kind == kind:
+            yield layers, cost
 
 
 def _bytes(kind: str, costs: Iterable[LayersCost]) -> float:
@@ -373,15 +385,20 @@ def _bytes(kind: str, costs: Iterable[LayersCost]) -> float:
 
 
 def _loaded(costs: Iterable[Cost], work: Workload) -> float:
-    weights = [cost for cost in costs if isinstance(cost, Weight)]
-    loaded = sum(weight.loaded_bytes(work) for weight in weights)
-    return loaded + max(weight.reduced_bytes(work) for weight in weights)
+    loaded = 0.0
+    largest_reduced = 0.0
+    for cost in costs:
+        if isinstance(cost, Weight):
+            loaded += cost.loaded_bytes(work)
+            largest_reduced = max(largest_reduced, cost.reduced_bytes(work))
+    return loaded + largest_reduced
 
 
 def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
     """Describes the padding over tp and its cost, with a warning if large."""
     tp = mesh[TP]
-    if not (padded := padded_sizes(config, tp)):
+    padded = padded_sizes(config, tp)
+    if not padded:
         return None
     work = Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)
     padding = costs_of(config, work).padding
@@ -460,9 +477,14 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator
     yield Bytes("cached", work.rows * (FLOAT32 * queries * width * values + compute * window))
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
-    shape = {name: getattr(work, name) for name in ("length", "zigzag", "platform", "training")}
-    # Policies other than these two save nothing between the projections.
-    shape["remat"] = work.remat if work.remat in ("none", "save_dots") else "full"
+    shape = {
+        "length": work.length,
+        "zigzag": work.zigzag,
+        "platform": work.platform,
+        "training": work.training,
+        # Policies that compute products again save nothing between the projections.
+        "remat": "full" if work.reprojects else work.remat,
+    }
     for cost in _inside_delta(one_head, layer.precision, work.sizes[CP], tuple(shape.items())):
         yield _repeated(cost, work.rows * keys)
     yield from row_costs(layer.out, work, "attention out", read=read)
@@ -493,7 +515,7 @@ def _inside_delta(
     costs = list(_program_costs(forward, (projected, weights), work))
     # A token reads the state by its key, writes it, and reads it by its query.
     state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
-    needed = 6.0 * work.tokens * state * work.num_evals(work.remat in RECOMPUTE_POLICIES, 2)
+    needed = 6.0 * work.tokens * state * work.num_evals(work.recomputes, 2)
     counted = needed / sum(cost.flops for cost in costs if isinstance(cost, Product))
     inside: list[Bytes | CollectiveCost | Product] = []
     for cost in costs:
@@ -549,7 +571,7 @@ def traced_costs(
         cache = jax.eval_shape(
             lambda: nnx.merge(graph, trained, untrained).init_cache(rows, work.length)
         )
-    cached = sum(array.size * array.dtype.itemsize for array in cache)
+    cached = sum(map(array_bytes, cache))
     yield Bytes("cached", cached / math.prod(work.sizes.values()))
 
 
@@ -580,8 +602,7 @@ def _program_costs(
         trace = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))
         jaxpr = trace(*arguments).jaxpr
         saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
-        size = sum(aval.size * aval.dtype.itemsize for aval in saved.values())
-        return size / math.prod(work.sizes.values())
+        return sum(map(array_bytes, saved.values())) / math.prod(work.sizes.values())
 
     with _abstract(work.sizes, work.platform):
         jaxpr = jax.make_jaxpr(step)(*arguments)
@@ -619,15 +640,15 @@ def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator
 
 def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
     for _, variable in nnx.to_flat_state(nnx.state(branch, PARAMETERS)):
-        axes = {*chain.from_iterable(map(axes_of, spec_of(variable)))}
+        spec = spec_of(variable)
         split = next((split for _, split in padding_of(variable)), None)
         yield Weight(
             module=type(branch).__name__,
             size=math.prod(logical_shape(variable)),
             precision=precision,
             split=split,
-            tp=TP in axes,
-            fsdp=not axes.isdisjoint(STORAGE),
+            tp=dim_over(TP, spec) is not None,
+            fsdp=dim_over(STORAGE, spec) is not None,
             adapter=isinstance(variable, nnx.LoRAParam),
             traced=True,
         )
@@ -635,32 +656,16 @@ def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
 
 def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
     for equation, times, *_ in equations(jaxpr):
-        if rule := _RULES.get(equation.primitive.name):
-            m, k, n, count = rule(equation)
+        is_kernel = equation.primitive.name == "pallas_call"
+        products = _kernel_products(equation) if is_kernel else dot_products(equation)
+        if products is not None:
+            m, k, n, count = products
             operands_and_results = arrays(*equation.invars, *equation.outvars)
-            moved = sum(aval.size * itemsize(str(aval.dtype)) for aval in operands_and_results)
+            moved = sum(map(array_bytes, operands_and_results))
             yield Product("products", m, k, n, times * count, moved)
 
 
-def _dot(equation: JaxprEqn) -> Products:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left, result = arrays(equation.invars[0], equation.outvars[0])
-    k = math.prod(left.shape[dim] for dim in contracted)
-    m = left.size // k  # batch dims count as rows
-    return m, k, result.size // m, 1
-
-
-def _ragged_dot(equation: JaxprEqn) -> Products:
-    # XLA multiplies every row with the matrix of every group, except on TPUs.
-    left, right, sizes = arrays(*equation.invars)
-    numbers = equation.params["ragged_dot_dimension_numbers"]
-    (contracted, _), _ = numbers.dot_dimension_numbers
-    k = math.prod(left.shape[dim] for dim in contracted)
-    matrices = math.prod(right.shape[dim] for dim in numbers.rhs_group_dimensions)
-    return sizes.size * left.size // k, k, right.size // (k * matrices), 1
-
-
-def _kernel(equation: JaxprEqn) -> Products:
+def _kernel_products(equation: JaxprEqn) -> Products:
     name = equation.params["name"]
     *operands, result = arrays(*equation.invars, equation.outvars[0])
     products = kernel_products(name, [operand.shape for operand in operands], result.shape)
@@ -670,6 +675,3 @@ def _kernel(equation: JaxprEqn) -> Products:
             "jaxtp.analysis.census"
         )
     return products
-
-
-_RULES = {"dot_general": _dot, "ragged_dot_general": _ragged_dot, "pallas_call": _kernel}

@@ -52,10 +52,12 @@ class ModelCall:
         Arguments are as in `explain`.
         """
         leaves, tree = jax.tree.flatten(inputs)
+        array_indices = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
 
         def run(model: Any, arrays: list[Any]) -> object:
-            remaining = iter(arrays)
-            filled_leaves = [next(remaining) if _is_array(leaf) else leaf for leaf in leaves]
+            filled_leaves = list(leaves)
+            for i, array in zip(array_indices, arrays, strict=True):
+                filled_leaves[i] = array
             filled = jax.tree.unflatten(tree, filled_leaves)
             try:
                 return call(model, *filled) if call else model(*filled)
@@ -68,9 +70,7 @@ class ModelCall:
                     f"axes are automatic: configure it without sharding of activations ({problem})"
                 ) from error
 
-        arrays = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if _is_array(leaf)
-        ]
+        arrays = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in array_indices]
         return cls(abstract_model(model), arrays, run)
 
     def functional(
@@ -84,7 +84,9 @@ class ModelCall:
 
         def function(state: nnx.State, arrays: list[Any]) -> object:
             copy = nnx.merge(graph, state, copy=True)
-            return self.run(with_calls(copy, wrap) if wrap else copy, arrays)
+            if wrap is not None:
+                with_calls(copy, wrap)
+            return self.run(copy, arrays)
 
         return function, state
 
@@ -106,7 +108,8 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
     sizes = {**mesh_shape(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
         raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; the axes are {', '.join(AXES)}")
-    if odd := [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]:
+    odd = [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]
+    if odd:
         raise MeshError(f"{', '.join(odd)}: the size of a mesh axis is a whole number")
     check_sizes(sizes)
     if -1 in sizes.values():
@@ -150,8 +153,8 @@ def trace_model(call: ModelCall) -> TracedModel:
 
 def read_boundary(equation: JaxprEqn) -> Boundary | None:
     """Returns the boundary that an equation marks, if any."""
-    name = equation.params.get("name") if equation.primitive.name == "name" else None
-    if not isinstance(name, str) or not name.startswith(_PREFIX):
+    name = str(equation.params.get("name"))
+    if equation.primitive.name != "name" or not name.startswith(_PREFIX):
         return None
     return Boundary(*json.loads(name.removeprefix(_PREFIX)))
 
@@ -190,4 +193,8 @@ def _tied_modules(modules: Mapping[str, nnx.Module]) -> set[str]:
         for value in vars(module).values():
             if isinstance(value, nnx.Param):
                 owners.setdefault(id(value), set()).add(path)
-    return set[str]().union(*(paths for paths in owners.values() if len(paths) > 1))
+    tied: set[str] = set()
+    for paths in owners.values():
+        if len(paths) > 1:
+            tied |= paths
+    return tied

@@ -9,6 +9,7 @@ over dp, fsdp and cp. The output of a column layer stays split over tp as far as
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -21,11 +22,19 @@ from jax.core import Atom
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
 from jax.sharding import PartitionSpec
 
-from jaxtp.analysis.census import count_collectives, equations, runs, trip_count
+from jaxtp.analysis.census import (
+    array_bytes,
+    count_collectives,
+    dot_products,
+    equations,
+    runs,
+    trip_count,
+)
 from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
 from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import TOKENS, TP, axes_of, parts
+from jaxtp.parallelize.layouts import dim_over
 
 Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
 # Scope in which `jax.checkpoint` puts what it computes again
@@ -128,7 +137,7 @@ class _Counter(Walk[_Split, list[Product]]):
         if name == "shard_map":
             uses_tp = any(map(_names_tp, params["in_specs"]))
             self.count_body(params["jaxpr"], times, repeated=not uses_tp)
-            return [self.of_spec(spec) for spec in params["out_specs"]]
+            return list(map(self.of_spec, params["out_specs"]))
         if name == "sharding_constraint":
             return [self.of_spec(params["sharding"].spec)]
         if name == "while":
@@ -138,22 +147,26 @@ class _Counter(Walk[_Split, list[Product]]):
 
     def _operation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:
         dims = [split.dim for split in facts]
-        if all(dim is None for dim in dims):
+        splits = [self.unknown] * len(equation.outvars)
+        if set(dims) <= {None}:
             self.count(equation, times, self.unknown.parts, repeated=True)
-            return [self.unknown] * len(equation.outvars)
+            return splits
         num_shards = self.unknown.parts * self.sizes[TP]
         self.count(equation, times, num_shards, repeated=False)
-        try:
-            results = pass_through(equation, dims)
-        except Blocked:
-            return [self.unknown] * len(equation.outvars)
-        return [self.unknown if dim is None else _Split(dim, num_shards) for dim in results]
+        with suppress(Blocked):
+            for i, dim in enumerate(pass_through(equation, dims)):
+                if dim is not None:
+                    splits[i] = _Split(dim, num_shards)
+        return splits
 
     def _join(self, facts: Sequence[_Split], variable: Atom, times: int) -> _Split:
         return next((split for split in reversed(facts) if split.dim is not None), facts[0])
 
     def _shift(self, fact: _Split, by: int) -> _Split:
-        return replace(fact, dim=None if fact.dim is None or fact.dim + by < 0 else fact.dim + by)
+        if fact.dim is None:
+            return fact
+        dim = fact.dim + by
+        return replace(fact, dim=dim if dim >= 0 else None)
 
     def count_body(self, jaxpr: object, times: int, *, repeated: bool) -> None:
         for equation, num_runs, _, scope in equations(open_jaxpr(jaxpr), times):
@@ -162,8 +175,7 @@ class _Counter(Walk[_Split, list[Product]]):
     def count(
         self, equation: JaxprEqn, times: int, num_shards: int, *, repeated: bool, scope: str = ""
     ) -> None:
-        if (terms := _contraction_size(equation)) is not None:
-            flops = 2.0 * math.prod(shape_of(equation.outvars[0])) * terms
+        if flops := _flops(equation):
             moved = sum(map(_bytes, (*equation.invars, *equation.outvars)))
             itemsize = max(v.aval.dtype.itemsize for v in equation.invars[:2])  # type: ignore[attr-defined]
             share = times / num_shards
@@ -173,23 +185,28 @@ class _Counter(Walk[_Split, list[Product]]):
             )
 
     def of_input(self, leaf: object) -> _Split:
-        spec = spec_of(leaf) if isinstance(leaf, nnx.Variable) else PartitionSpec()
-        return self.of_spec(spec) if _names_tp(spec) else self.unknown
+        if isinstance(leaf, nnx.Variable) and _names_tp(spec_of(leaf)):
+            return self.of_spec(spec_of(leaf))
+        return self.unknown
 
     def of_spec(self, spec: PartitionSpec) -> _Split:
-        axes = [axes_of(entry) for entry in spec]
-        dim = next((i for i, names in enumerate(axes) if TP in names), None)
-        return _Split(dim, math.prod(parts(self.sizes, names) for names in axes))
+        axes = chain.from_iterable(map(axes_of, spec))
+        return _Split(dim_over(TP, spec), parts(self.sizes, tuple(axes)))
 
 
 def _names_tp(spec: PartitionSpec) -> bool:
-    return any(TP in axes_of(entry) for entry in spec)
+    return dim_over(TP, spec) is not None
 
 
 def repeated_work(products: Sequence[Product], tp: int) -> Iterator[str]:
     """Yields a note if tp divides less than a quarter of a model's FLOPs."""
-    repeated = sum(product.flops for product in products if product.repeated)
-    divided = tp * sum(product.flops for product in products if not product.repeated)
+    repeated = divided = 0.0
+    for product in products:
+        if product.repeated:
+            repeated += product.flops
+        else:
+            divided += product.flops
+    divided *= tp
     if tp > 1 and repeated > 3 * divided:
         yield (
             f"tp does not divide {repeated / (repeated + divided):.0%} of this model's FLOPs: "
@@ -197,25 +214,14 @@ def repeated_work(products: Sequence[Product], tp: int) -> Iterator[str]:
         )
 
 
-def _contraction_size(equation: JaxprEqn) -> int | None:
-    """Returns the number of terms in each element of a product; None for other equations."""
-    name = equation.primitive.name
-    params = equation.params
-    if name not in _PRODUCTS:
-        return None
-    left, right = map(shape_of, equation.invars[:2])
-    if name == "dot_general":
-        return math.prod(left[dim] for dim in params["dimension_numbers"][0][0])
-    # XLA multiplies every row with the matrix of every group, except on TPUs
-    if name == "ragged_dot_general":
-        numbers = params["ragged_dot_dimension_numbers"]
-        contracted = math.prod(left[dim] for dim in numbers.dot_dimension_numbers[0][0])
-        return contracted * math.prod(right[dim] for dim in numbers.rhs_group_dimensions)
-    return math.prod(right) // right[params["dimension_numbers"].rhs_spec[0]]
-
-
-_PRODUCTS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+def _flops(equation: JaxprEqn) -> float:
+    """Returns the FLOPs of products and convolutions; 0 for other equations."""
+    if equation.primitive.name == "conv_general_dilated":
+        kernel = shape_of(equation.invars[1])
+        features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * math.prod(shape_of(equation.outvars[0])) * (math.prod(kernel) // features)
+    return 2.0 * math.prod(dot_products(equation) or (0,))
 
 
 def _bytes(variable: Atom) -> float:
-    return float(math.prod(shape_of(variable)) * variable.aval.dtype.itemsize)  # type: ignore[attr-defined]
+    return float(array_bytes(variable.aval))

@@ -7,7 +7,7 @@ repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_k
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count, groupby, islice
@@ -226,10 +226,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def __post_init__(self) -> None:
         object.__setattr__(self, "arguments", Changes(self.arguments))
         for name in ("first_blocks", "pattern"):
-            if isinstance(blocks := getattr(self, name), list | tuple):
-                hashable = [
-                    Changes(block) if isinstance(block, Mapping) else block for block in blocks
-                ]
+            blocks = getattr(self, name)
+            if isinstance(blocks, list | tuple):
+                hashable = [Changes(b) if isinstance(b, Mapping) else b for b in blocks]
                 object.__setattr__(self, name, tuple(hashable))
 
     @property
@@ -253,7 +252,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
     @property
     def trained_dtype(self) -> DType:
         """Dtype of the trained params and optimizer state."""
-        return self.lora.dtype if self.lora.rank else self.precision.param
+        if self.lora.rank:
+            return self.lora.dtype
+        return self.precision.param
 
     @property
     def most_experts(self) -> int:
@@ -285,8 +286,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns the settings of a block without changes."""
         bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
         kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
-        names = [field.name for field in dataclasses.fields(kind)]
-        return kind(**{name: getattr(self, name) for name in names})
+        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
     @property
     def layer_context(self) -> LayerContext:
@@ -350,7 +350,8 @@ def _listed_blocks(config: ModelConfig) -> Mapping[str, BlockConfig]:
 def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> BlockConfig:
     block = config.block()
     model_wide = vars(config).keys() - vars(block).keys() | _MODEL_WIDE
-    if shared := [name for name in changes if name in model_wide]:
+    shared = [name for name in changes if name in model_wide]
+    if shared:
         instead = ", ".join(f"model.{name}" for name in shared)
         raise ConfigError(
             f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for "
@@ -367,12 +368,12 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
     turns, remainder = divmod(config.num_layers - len(first), len(pattern))
-    repeated = [Stack(tuple(pattern), turns)] if turns > 0 else []
-    return (*_runs(first), *repeated, *_runs(pattern[:remainder]))
-
-
-def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
-    yield from (Stack((block,), len(list(equal))) for block, equal in groupby(blocks))
+    stacks = [Stack((block,), len(list(equal))) for block, equal in groupby(first)]
+    if turns > 0:
+        stacks.append(Stack(tuple(pattern), turns))
+    for block, equal in groupby(pattern[:remainder]):
+        stacks.append(Stack((block,), len(list(equal))))
+    return tuple(stacks)
 
 
 def validate_model(
@@ -387,10 +388,9 @@ def validate_model(
     values = dataclasses.asdict(config)
     decoder = values.pop("decoder")
     config = replace(validate(type(config), values, source=type(config).__name__), decoder=decoder)
-    if problems := list(violations(config, mesh, fixed=fixed)):
-        raise ConfigError(
-            "the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems)
-        )
+    problems = list(violations(config, mesh, fixed=fixed))
+    if problems:
+        raise ConfigError("\n  ".join(["the model does not fit the mesh:", *problems]))
     return config
 
 
@@ -404,11 +404,11 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that must equal those in a checkpoint."""
 
     def select(plain: Mapping[str, Any], section: str) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in plain.items()
-            if affects(ModelConfig, section + name, ARCHITECTURE).architecture
-        }
+        selected = {}
+        for name, value in plain.items():
+            if affects(ModelConfig, section + name, ARCHITECTURE).architecture:
+                selected[name] = value
+        return selected
 
     plain = to_plain(config)
     return select(plain, "") | {"lora": select(plain["lora"], "lora.")}

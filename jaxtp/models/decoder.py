@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from typing import Any, get_args
 
 import jax
@@ -77,11 +77,8 @@ class LossTerms:
         """Returns the sum to minimise, with the weights of the expert losses."""
         if self.balance is None:
             return self.loss
-        return (
-            self.loss
-            + balance_loss * self.balance.balance_loss
-            + router_z_loss * self.balance.router_z_loss
-        )
+        loss = self.loss + balance_loss * self.balance.balance_loss
+        return loss + router_z_loss * self.balance.router_z_loss
 
 
 class LayerScale(nnx.Variable[Array]):
@@ -153,9 +150,10 @@ class DecoderBlock(nnx.Module):
 
     def init_cache(self, num_rows: int, num_slots: int) -> BlockCache:
         """See `Branch`."""
-        return {
-            name: branch.init_cache(num_rows, num_slots) for name, branch, *_ in self.branches()
-        }
+        cache = {}
+        for name, branch, *_ in self.branches():
+            cache[name] = branch.init_cache(num_rows, num_slots)
+        return cache
 
     def decode(self, x_BTD: Array, cache: BlockCache, new: NewTokens) -> tuple[Array, BlockCache]:
         """See `Branch`."""
@@ -170,12 +168,9 @@ class DecoderBlock(nnx.Module):
     def branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
         """Yields (name, branch, norm before, norm after)."""
         for name in self.names:
-            yield (
-                name,
-                getattr(self, name),
-                getattr(self, f"{name}_norm"),
-                getattr(self, f"{name}_after_norm"),
-            )
+            before = getattr(self, f"{name}_norm")
+            after = getattr(self, f"{name}_after_norm")
+            yield name, getattr(self, name), before, after
 
     def _run(
         self,
@@ -217,7 +212,9 @@ class DecoderBlock(nnx.Module):
                 x_BTD = x_BTD + _scaled(drop(name, y_BTD), self.residual_scale)
         if summands:
             x_BTD = x_BTD + _scaled(leave(reduce(operator.add, summands)), self.residual_scale)
-        return x_BTD if self.layer_scale is None else _scaled(x_BTD, self.layer_scale[...])
+        if self.layer_scale is None:
+            return x_BTD
+        return _scaled(x_BTD, self.layer_scale[...])
 
     def _dropout(self, y_BTD: Array, keys: Array | None, sequences: Sequences) -> Array:
         spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
@@ -249,11 +246,10 @@ class EmbeddingAndHead(nnx.Module):
                     f"{self.positions.num_positions} positions of the model "
                     "(model.learned_positions)"
                 )
-            from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
-            segments_BT = sequences.segments
-            positions_BT = sequences.local_tokens(
-                from_start if segments_BT is None else segment_positions(segments_BT)
-            )
+            positions_BT = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
+            if sequences.segments is not None:
+                positions_BT = segment_positions(sequences.segments)
+            positions_BT = sequences.local_tokens(positions_BT)
         return x_BTD + self.positions(positions_BT)
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
@@ -316,7 +312,8 @@ class Decoder(EmbeddingAndHead):
         self.stacks = config.stacks()
         kinds: list[DecoderBlock] = []
         for stack in self.stacks:
-            kinds += [_create_blocks(config, block, stack.repeats, rngs) for block in stack.pattern]
+            for block in stack.pattern:
+                kinds.append(_create_blocks(config, block, stack.repeats, rngs))
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
         tied = config.tie_embeddings
@@ -399,32 +396,35 @@ class Decoder(EmbeddingAndHead):
         """
         x_BTD, routings = self.with_routing(ids_BT, dropout_keys, sequences, experts)
         loss, count = self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
-        with_experts = [routing for routing in routings if routing is not None]
+        with_experts: list[Routing] = []
+        per_token: list[int] = []
+        for routing, (_, _, block) in zip(routings, self.config.kinds(), strict=True):
+            if routing is not None:
+                with_experts.append(routing)
+                per_token.append(block.experts_per_token)
         if not with_experts:
             return LossTerms(loss, count, None), routings
-        per_token = [
-            block.experts_per_token for _, _, block in self.config.kinds() if block.num_experts
-        ]
         return LossTerms(loss, count, balance(with_experts, labels_BT, per_token)), routings
 
     def no_terms(self) -> LossTerms:
         """Returns zero terms."""
         zero = jnp.zeros((), jnp.float32)
-        kinds = [
-            (len(layers), block.num_experts)
-            for _, layers, block in self.config.kinds()
-            if block.num_experts
-        ]
+        kinds = []
+        for _, layers, block in self.config.kinds():
+            if block.num_experts:
+                kinds.append((len(layers), block.num_experts))
         return LossTerms(zero, zero, no_balance(kinds) if kinds else None)
 
     def move_selection_biases(self, balance: Balance, rate: float) -> None:
         """Moves selection biases against the load, once per update."""
         routers = []
-        for block in chain.from_iterable(blocks for _, blocks in self.stacked()):
-            branch = vars(block).get("mlp")
-            branch = branch.experts if isinstance(branch, ExpertsBesideMLP) else branch
-            if isinstance(branch, MixtureOfExperts):
-                routers.append(branch)
+        for _, blocks in self.stacked():
+            for block in blocks:
+                branch = vars(block).get("mlp")
+                if isinstance(branch, ExpertsBesideMLP):
+                    branch = branch.experts
+                if isinstance(branch, MixtureOfExperts):
+                    routers.append(branch)
         for router, times_chosen in zip(routers, balance.times_chosen, strict=True):
             if router.config.selection_bias:
                 bias = router.selection_bias
@@ -462,11 +462,11 @@ class Decoder(EmbeddingAndHead):
         x_BTD = self.embed(ids_BT, sequences)
         first = 0
         routings: Routings = []
-        choices = iter(experts) if experts is not None else repeat(None)
+        choices = repeat(None) if experts is None else iter(experts)
         for stack, blocks in self.stacked():
             last = first + stack.repeats * len(blocks)
             stack_keys = None if keys is None else keys[first:last]
-            chosen = [next(choices) for _ in blocks]
+            chosen = list(islice(choices, len(blocks)))
             # `[B, layers, T, k] -> [layers, B, T, k]`
             by_layer = jax.tree.map(lambda choice: jnp.swapaxes(choice, 0, 1), chosen)
             x_BTD, stack_routings = _run_stack(
@@ -486,7 +486,8 @@ class Decoder(EmbeddingAndHead):
         """Yields every block, in order."""
         for stack, blocks in self.stacked():
             for turn in range(stack.repeats):
-                yield from (layer(block, turn) for block in blocks)
+                for block in blocks:
+                    yield layer(block, turn)
 
 
 def create_decoder(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:
@@ -505,7 +506,7 @@ def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.St
 def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
     """Returns block `index` of stacked blocks."""
     graph, state = nnx.split(blocks)
-    return nnx.merge(graph, jax.tree.map(lambda stacked: stacked[index], state))
+    return nnx.merge(graph, jax.tree.map(operator.itemgetter(index), state))
 
 
 def _run_stack(
@@ -545,8 +546,9 @@ def _run_stack(
             routings.append(routing)
         return x_BTD, routings
 
-    by_turn = None if keys is None else keys.reshape(stack.repeats, len(blocks), *keys.shape[1:])
-    return turn(x_BTD, blocks, by_turn, sequences, experts)
+    if keys is not None:
+        keys = keys.reshape(stack.repeats, len(blocks), *keys.shape[1:])
+    return turn(x_BTD, blocks, keys, sequences, experts)
 
 
 def _create_blocks(

@@ -53,7 +53,9 @@ def hidden_log_probs(
     if labels.ndim == 3:
         normaliser = normaliser[..., None]
     log_probs = jnp.where(labels == IGNORE, 0, statistics.label_logit - normaliser)
-    return log_probs if statistics.entropy is None else (log_probs, statistics.entropy)
+    if statistics.entropy is None:
+        return log_probs
+    return log_probs, statistics.entropy
 
 
 def top_log_probs(

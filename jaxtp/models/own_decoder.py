@@ -46,9 +46,8 @@ def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
         )
     signature = signature_of(function)
     takes_rngs = signature is not None and "rngs" in signature.parameters
-    check_arguments(
-        name, partial(function, rngs=None) if takes_rngs else function, "model.arguments", arguments
-    )
+    with_rngs = partial(function, rngs=None) if takes_rngs else function
+    check_arguments(name, with_rngs, "model.arguments", arguments)
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
         from jaxtp.parallelize.parallelize import mark_arrays_as_data
@@ -81,11 +80,11 @@ def decoder_settings(source: Any, config: ModelConfig) -> ModelConfig | None:
     elif isinstance(source, ModelConfig) and config.arguments:
         raise ConfigError(f"{config.build} are settings, which take no model.arguments")
     if isinstance(source, ModelConfig):
-        make = source.decoder or Decoder
-        build = config.build
-        arguments = config.arguments
         settings: ModelConfig | None = replace(
-            source, decoder=make, build=build, arguments=arguments
+            source,
+            decoder=source.decoder or Decoder,
+            build=config.build,
+            arguments=config.arguments,
         )
     else:
         settings = _settings_of_built(builder(source, config), config)
@@ -119,7 +118,9 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
 
     def make(config: ModelConfig, *, rngs: nnx.Rngs) -> nnx.Module:
         # Only the function knows the initial weights, and only the class takes other settings.
-        return build(rngs) if config == settings else kind(config, rngs=rngs)
+        if config == settings:
+            return build(rngs)
+        return kind(config, rngs=rngs)
 
     settings = replace(model.config, decoder=make, build=config.build, arguments=config.arguments)
     call = f"{kind.__name__}(config, rngs=rngs)"
@@ -131,7 +132,8 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
         other = _shapes(_abstract(lambda rngs: kind(model.config, rngs=rngs)))
     except TypeError as error:
         raise ConfigError(f"{config.build}: {call} fails: {error}. {rule}") from error
-    if differing := sorted({path for path, _ in _shapes(model).items() ^ other.items()}):
+    differing = sorted(dict(_shapes(model).items() ^ other.items()))
+    if differing:
         raise ConfigError(f"{config.build} and {call} differ in {', '.join(differing[:3])}. {rule}")
     return settings
 
@@ -142,11 +144,10 @@ def recorded(config: ModelConfig) -> ModelConfig:
     if config.build is not None:
         return config
     plain = to_plain(config)
-    arguments = {
-        setting.name: plain[setting.name]
-        for setting in settings_of(kind).values()
-        if len(setting.path) == 1 and getattr(config, setting.path[0]) != setting.default
-    }
+    arguments = {}
+    for setting in settings_of(kind).values():
+        if len(setting.path) == 1 and getattr(config, setting.path[0]) != setting.default:
+            arguments[setting.name] = plain[setting.name]
     decoder = config.decoder or Decoder
     return replace(config, decoder=decoder, build=reference_to(kind), arguments=arguments)
 
@@ -160,8 +161,7 @@ def _abstract(build: Builder) -> nnx.Module:
 
 
 def _shapes(model: nnx.Module) -> dict[str, str]:
-    variables = by_dotted_path(nnx.to_flat_state(nnx.state(model)))
-    return {
-        path: f"{type(variable).__name__} {variable.dtype}{variable.shape}"
-        for path, variable in variables.items()
-    }
+    shapes = {}
+    for path, variable in by_dotted_path(nnx.to_flat_state(nnx.state(model))).items():
+        shapes[path] = f"{type(variable).__name__} {variable.dtype}{variable.shape}"
+    return shapes

@@ -4,7 +4,8 @@ Layouts describe only tp. dp and fsdp always split dim 0, the batch; cp splits d
 inside `ContextParallel` modules.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,15 +28,16 @@ sequence."""
 def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:
     """Returns the spec of a global activation. tp is minor to cp in a dim that both split."""
     dims: list[tuple[str, ...] | str | None] = [*leading, *(None,) * (ndim - len(leading))]
-    if isinstance(layout, Shard):
-        if not -ndim <= layout.dim < ndim:
-            raise ValueError(f"{layout}: an activation of {ndim} dims has no such dim")
-        dim = layout.dim % ndim
-        if leading and dim == 0:
-            raise ValueError(
-                f"{layout}: dim 0 of an activation is the batch, which dp and fsdp divide, not tp"
-            )
-        dims[dim] = (*axes_of(dims[dim]), TP) if dims[dim] else TP
+    if not isinstance(layout, Shard):
+        return PartitionSpec(*dims)
+    if not -ndim <= layout.dim < ndim:
+        raise ValueError(f"{layout}: an activation of {ndim} dims has no such dim")
+    dim = layout.dim % ndim
+    if leading and dim == 0:
+        raise ValueError(
+            f"{layout}: dim 0 of an activation is the batch, which dp and fsdp divide, not tp"
+        )
+    dims[dim] = (*axes_of(dims[dim]), TP) if dims[dim] else TP
     return PartitionSpec(*dims)
 
 
@@ -50,21 +52,22 @@ def leading_axes(
     One row stays whole.
     """
     cp = axis_size(*CONTEXT)
-    one_row = (
-        len(shape) > 0 and shape[0] == 1 and not (context and cp > 1 and axis_size(*BATCH) == 1)
-    )
-    if len(shape) < batch_ndim or one_row:
+    only_cp_splits = context and cp > 1 and axis_size(*BATCH) == 1
+    if len(shape) < batch_ndim or (shape[:1] == (1,) and not only_cp_splits):
         return ()
     if cp == 1:
         # The axes also have cp of size 1: shard_map tracks every axis over which a value may vary.
         return (TOKENS,)
-    divides = context and len(shape) >= sequence_ndim and shape[1] % cp == 0
-    return (BATCH, CONTEXT) if divides else (BATCH,)
+    if context and len(shape) >= sequence_ndim and shape[1] % cp == 0:
+        return (BATCH, CONTEXT)
+    return (BATCH,)
 
 
 def split_dim(layout: Layout, ndim: int) -> int | None:
     """Returns the dim that a layout splits, counted from the front."""
-    return layout.dim % ndim if isinstance(layout, Shard) else None
+    if isinstance(layout, Shard):
+        return layout.dim % ndim
+    return None
 
 
 def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
@@ -77,8 +80,8 @@ def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
     declared = nnx.get_partition_spec(parameter)
     # A plain array declares nothing.
     spec = tuple(declared.get_value() if isinstance(declared, nnx.Variable) else declared)
-    spec = spec[max(len(spec) - ndim, 0) :]
-    return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
+    spec += (None,) * (ndim - len(spec))
+    return PartitionSpec(*spec[len(spec) - ndim :])
 
 
 def declared_specs(module: nnx.Module) -> dict[str, PartitionSpec]:
@@ -110,23 +113,26 @@ def stored_spec(
         declared = axes_of(entry)
         not_stored = tuple(axis for axis in declared if axis not in STORAGE)
         choices = [not_stored]
-        if not_stored != declared and dim_over(STORAGE, PartitionSpec(*dims)) is None:
+        if not_stored != declared and dim_over(STORAGE, dims) is None:
             choices = [(*STORAGE, *not_stored), not_stored]
         for axes in choices:
             if axes and not dims[dim] and shape[dim] % parts(sizes, axes) == 0:
                 dims[dim] = axes if len(axes) > 1 else axes[0]
     if tp_dim is not None:
         dims[tp_dim] = TP
-    shards = parts(sizes, STORAGE)
-    candidates = [
-        dim for dim, size in enumerate(shape) if not dims[dim] and size > 1 and size % shards == 0
-    ]
-    if fsdp and candidates and dim_over(STORAGE, PartitionSpec(*dims)) is None:
-        dims[max(candidates, key=lambda dim: shape[dim])] = STORAGE
+    largest = None
+    for dim, size in enumerate(shape):
+        divides = size > 1 and size % parts(sizes, STORAGE) == 0
+        if divides and not dims[dim] and (largest is None or size > shape[largest]):
+            largest = dim
+    if fsdp and largest is not None and dim_over(STORAGE, dims) is None:
+        dims[largest] = STORAGE
     return PartitionSpec(*dims)
 
 
-def dim_over(axes: str | tuple[str, ...], spec: PartitionSpec) -> int | None:
+def dim_over(
+    axes: str | tuple[str, ...], spec: Iterable[str | tuple[str, ...] | None]
+) -> int | None:
     """Returns the first dim split over any of these axes, or None."""
     for dim, entry in enumerate(spec):
         if not set(axes_of(axes)).isdisjoint(axes_of(entry)):
@@ -136,9 +142,11 @@ def dim_over(axes: str | tuple[str, ...], spec: PartitionSpec) -> int | None:
 
 def gathered_spec(spec: PartitionSpec) -> PartitionSpec:
     """Returns a parameter's spec after the gather over fsdp and cp."""
-    return PartitionSpec(
-        *(entry if set(STORAGE).isdisjoint(axes_of(entry)) else None for entry in spec)
-    )
+    dims = list(spec)
+    for dim, entry in enumerate(spec):
+        if not set(STORAGE).isdisjoint(axes_of(entry)):
+            dims[dim] = None
+    return PartitionSpec(*dims)
 
 
 class Copies(NDArrayOperatorsMixin):
@@ -228,8 +236,7 @@ def change_layouts(values: Any, before: Layouts, after: Layouts, *, context: boo
     unchanged = (None,) * len(values)
     old_layouts = (*as_tuple(before), *unchanged)
     new_layouts = (*as_tuple(after), *unchanged)
-    changes = zip(values, old_layouts, new_layouts, strict=False)
-    return tuple(change_layout(*change, context=context) for change in changes)
+    return tuple(map(partial(change_layout, context=context), values, old_layouts, new_layouts))
 
 
 def change_layout(x: Any, before: Layout | None, after: Layout | None, *, context: bool) -> Any:

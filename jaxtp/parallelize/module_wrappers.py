@@ -50,11 +50,10 @@ def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
     The new ones are `wrap(path, name, method, module, *args, **kwargs)`.
     """
     for path, module in modules_of(model).items():
-        wraps = {
-            name: functools.partial(wrap, path, name)
-            for name in METHODS
-            if has_method(type(module), name)
-        }
+        wraps = {}
+        for name in METHODS:
+            if has_method(type(module), name):
+                wraps[name] = functools.partial(wrap, path, name)
         if wraps:
             set_class(module, subclass(type(module), wraps))
     return model
@@ -125,11 +124,12 @@ class ModuleInfo:
 def find_modules(model: nnx.Module) -> list[ModuleInfo]:
     """Returns each module once, outermost first, without containers."""
     aliases = [list(map(dotted, group)) for group in nnx.find_duplicates(model)]
-    return [
-        ModuleInfo(module, _with_aliases(path, aliases), by_dotted_path(_parameters(module)))
-        for path, module in modules_of(model).items()
-        if not isinstance(module, nnx.List | nnx.Dict)
-    ]
+    infos = []
+    for path, module in modules_of(model).items():
+        if not isinstance(module, nnx.List | nnx.Dict):
+            parameters = by_dotted_path(_parameters(module))
+            infos.append(ModuleInfo(module, _with_aliases(path, aliases), parameters))
+    return infos
 
 
 def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
@@ -143,11 +143,14 @@ def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
 
 
 def _parameters(
-    node: object, outer: tuple[object, ...] = ()
+    node: Any, outer: tuple[object, ...] = ()
 ) -> Iterator[tuple[tuple[object, ...], nnx.Param[Any]]]:
+    values = node
     if isinstance(node, list | tuple):
-        node = dict(enumerate(node))
-    for name, value in (node if isinstance(node, dict) else vars(node)).items():
+        values = dict(enumerate(node))
+    elif not isinstance(node, dict):
+        values = vars(node)
+    for name, value in values.items():
         if isinstance(value, nnx.Param):
             yield (*outer, name), value
         elif isinstance(value, CONTAINERS):

@@ -5,6 +5,7 @@ A function that builds the model is traced and compiled, which initialises its a
 plan on any other mesh.
 """
 
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,16 +89,19 @@ def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Sty
     models).
     """
     copy = abstract_model(model)
-    roles = {}
+    styles: dict[str, Style] = {}
+    fsdp: set[bool] = set()
     for info in find_modules(copy):
-        if role := role_of(info.module):
-            roles[info.path] = role
+        role = role_of(info.module)
+        if role is not None:
+            fsdp.add(role.fsdp)
             set_class(info.module, original_class(info.module))
+            if role.style is not None:
+                styles[info.path] = role.style
         for parameter in info.parameters.values():
             if parameter.has_metadata(DECLARED):
                 parameter.set_metadata(out_sharding=parameter.get_metadata(DECLARED))
-    styles = {path: role.style for path, role in roles.items() if role.style is not None}
-    return copy, styles, not roles or any(role.fsdp for role in roles.values())
+    return copy, styles, fsdp != {False}
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
@@ -106,7 +110,8 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
         # A function that builds a model is traced, and a trace knows only the abstract mesh.
         with suppress(ValueError):
             concrete = jax.sharding.get_mesh()
-            mesh = mesh if concrete.empty else concrete
+            if not concrete.empty:
+                mesh = concrete
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise MeshError(
             f"parallelize takes a mesh, such as jaxtp.make_mesh(fsdp=2, tp=4), not {mesh!r}"
@@ -142,7 +147,7 @@ def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np
         if not isinstance(entry, Compute):
             continue
         paths = itertools.chain.from_iterable(info.paths for info in modules)
-        outer = [path for path in paths if matches(pattern, path)]
+        outer = list(filter(partial(matches, pattern), paths))
         layers: list[nnx.Module] = []
         for info in modules:
             is_within = any(itertools.starmap(is_inside, itertools.product(info.paths, outer)))
@@ -159,13 +164,13 @@ def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np
             raise PlanError(
                 f"{pattern!r}: {entry.dtype!r} is not a dtype, such as 'bfloat16'"
             ) from None
-        yield from ((module, dtype) for module in layers)
+        yield from zip(layers, itertools.repeat(dtype))
 
 
 def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     def declared(leaf: object) -> Any:
-        metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
-        sharding = NamedSharding(mesh, PartitionSpec(*(metadata.get("out_sharding") or ())))
+        spec = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
+        sharding = NamedSharding(mesh, PartitionSpec(*(spec or ())))
         return jax.tree.map(lambda _: sharding, leaf)
 
     return jax.tree.map(declared, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
@@ -234,16 +239,14 @@ def arrays_of(build: Build) -> tuple[Any, ...]:
 
 
 def _check_build(build: object) -> None:
-    if isinstance(build, linen.Module) or (
-        isinstance(build, type) and issubclass(build, linen.Module)
-    ):
-        name = getattr(build, "__name__", type(build).__name__)
-        raise PlanError(f"{name} is a linen module; {_LINEN}")
+    cls = build if isinstance(build, type) else type(build)
+    if issubclass(cls, linen.Module):
+        raise PlanError(f"{cls.__name__} is a linen module; {_LINEN}")
     if not callable(build):
         raise PlanError(f"expected an nnx.Module, or a function that returns one, not {build!r}")
+    signature = signature_of(build) or inspect.Signature()
     try:
-        if signature := signature_of(build):
-            signature.bind()
+        signature.bind()
     except TypeError as error:
         raise PlanError(
             f"a function that builds a model is called without arguments, and {build!r} is "
@@ -256,14 +259,15 @@ def _build(build: Build) -> nnx.Module:
     with nnx.use_eager_sharding(False):  # specs that the model declares may not fit the mesh
         model: Any = build()
     if not isinstance(model, nnx.Module):
-        reason = f"; {_LINEN}" if isinstance(model, linen.Module) else ""
-        raise PlanError(
-            f"the function must return an nnx.Module, not a {type(model).__name__}{reason}"
-        )
+        problem = f"the function must return an nnx.Module, not a {type(model).__name__}"
+        if isinstance(model, linen.Module):
+            problem += f"; {_LINEN}"
+        raise PlanError(problem)
     mark_arrays_as_data(model)
-    for _, variable in nnx.iter_graph(model):
-        if isinstance(variable, nnx.Variable) and eager:
-            variable.set_metadata(eager_sharding=True)
+    if eager:
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Variable):
+                variable.set_metadata(eager_sharding=True)
     return model
 
 
@@ -290,13 +294,14 @@ def mark_arrays_as_data(model: nnx.Module) -> None:
     Otherwise Flax treats traced arrays as constants.
     """
     for _, node in list(nnx.iter_graph(model)):
-        attributes = dict(vars(node)) if isinstance(node, nnx.Pytree) else {}
-        for name, value in attributes.items():
+        if not isinstance(node, nnx.Pytree):
+            continue
+        for name, value in list(vars(node).items()):
             if isinstance(value, jax.Array | np.ndarray):  # also tracers
                 setattr(node, name, nnx.data(value))
     data = {*map(id, jax.tree.leaves(nnx.state(model)))}
     for path, node in nnx.iter_graph(model):
-        if any(id(array) not in data for array in _tracers(node)):
+        if not data.issuperset(map(id, _tracers(node))):
             raise PlanError(
                 f"the function builds a model in which {dotted(path)} contains an array that Flax "
                 "treats as a constant. Wrap containers of arrays in nnx.data(...). If a function "
@@ -313,4 +318,6 @@ def _tracers(node: object) -> Iterator[jax.core.Tracer]:
         cells = node.__closure__ or ()
         # An empty cell has no contents.
         values = (cell.cell_contents for cell in cells if cell != types.CellType())
-    yield from (value for value in values if isinstance(value, jax.core.Tracer))
+    for value in values:
+        if isinstance(value, jax.core.Tracer):
+            yield value

@@ -100,15 +100,16 @@ def assign_styles(
 def _style_of(plan: Mapping[str, Style], paths: Sequence[str]) -> tuple[str, Style | None]:
     pairs = itertools.product(plan, paths)
     hits = [(pattern, path) for pattern, path in pairs if matches(pattern, path)]
-    patterns = list(dict.fromkeys(pattern for pattern, _ in hits))
+    if not hits:
+        return "", None
+    patterns = list(dict(hits))
     if len(patterns) > 1 and len(paths) == 1:
         rivals = " and ".join(map(repr, patterns))
         raise PlanError(f"{rivals} match the same module, {paths[0]!r}; one module has one style")
-    styles = {plan[pattern] for pattern in patterns}
-    if len(styles) > 1:
+    if len(set(map(plan.get, patterns))) > 1:
         aliases = " and ".join(f"{path!r} ({pattern!r}: {plan[pattern]})" for pattern, path in hits)
         raise PlanError(f"{aliases} are one shared module; give it one style")
-    return (patterns[0], styles.pop()) if styles else ("", None)
+    return patterns[0], plan[patterns[0]]
 
 
 def _no_match(pattern: str, paths: list[str], parameters: list[str]) -> str:
@@ -125,8 +126,11 @@ def _no_match(pattern: str, paths: list[str], parameters: list[str]) -> str:
 
 
 def _prefixes(path: str) -> list[str]:
-    names = path.split(".")
-    return [".".join(names[:n]) for n in range(len(names), -1, -1)]
+    prefixes = [path]
+    while path:
+        path = path.rpartition(".")[0]
+        prefixes.append(path)
+    return prefixes
 
 
 def format_style(style: Style) -> str:
@@ -135,7 +139,7 @@ def format_style(style: Style) -> str:
     changed = [field.name for field in fields(style) if getattr(style, field.name) != field.default]
     arguments = [str(getattr(style, name)) for name in changed]
     if changed != names[: len(changed)]:
-        arguments = [f"{name}={value}" for name, value in zip(changed, arguments, strict=True)]
+        arguments = list(map("{}={}".format, changed, arguments))
     return f"{type(style).__name__}({', '.join(arguments)})"
 
 

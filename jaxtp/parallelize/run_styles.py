@@ -94,19 +94,23 @@ def swap_class(module: nnx.Module, role: Role) -> None:
 
 @functools.cache
 def _class_for(cls: type, role: Role) -> type:
-    wraps = {"__call__": functools.partial(_run, functools.partial(_call, cls, role))}
+    wraps = {"__call__": functools.partial(_call, cls, role)}
     if issubclass(cls, nnx.Embed):
-        wraps["attend"] = functools.partial(_run, functools.partial(_attend, cls, role))
+        wraps["attend"] = functools.partial(_attend, cls, role)
     return subclass(cls, wraps, _jaxtp_role=role)
 
 
-def _run(
-    parallel: Callable[..., Any], original: Callable[..., Any], /, *args: object, **kwargs: object
+def _call(
+    cls: type,
+    role: Role,
+    original: Callable[..., Any],
+    module: nnx.Module,
+    /,
+    *args: object,
+    **kwargs: object,
 ) -> Any:
-    return (original if current_mesh() is None else parallel)(*args, **kwargs)
-
-
-def _call(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs: object) -> Any:
+    if current_mesh() is None:
+        return original(module, *args, **kwargs)
     style = role.style
     context = role.context
     if isinstance(style, ContextParallel):
@@ -115,13 +119,11 @@ def _call(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwargs:
         args, kwargs = _prepare_arguments(cls, style, args, kwargs, context)
     result = _compute(cls, role, module, *args, **kwargs)
     if isinstance(style, PrepareOutput):
-        return change_layouts(
-            result, style.output_layouts, style.desired_output_layouts, context=context
-        )
+        before = style.output_layouts
+        return change_layouts(result, before, style.desired_output_layouts, context=context)
     if isinstance(style, SequenceParallel):
-        return change_layout(
-            result, Shard(style.sequence_dim), style.output_layouts, context=context
-        )
+        before = Shard(style.sequence_dim)
+        return change_layout(result, before, style.output_layouts, context=context)
     return result
 
 
@@ -139,18 +141,21 @@ def _split_sequence(
             f"{x.dtype}{list(x.shape)}, which has no sequence: use cp=1"
         )
     check_divides(f"{cls.__name__} as ContextParallel", x.shape, PartitionSpec(None, CONTEXT))
-    if isinstance(x, Copies) or not (leading := leading_axes(x.shape, 2, 2, context=True)):
+    leading = leading_axes(x.shape, 2, 2, context=True)
+    if isinstance(x, Copies) or not leading:
         return args, kwargs
     layout = as_tuple(style.input_layouts)[0] or Replicate()
     x = constrain(jnp.asarray(x), activation_spec(layout, x.ndim, leading))
-    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
+    if args:
+        return (x, *args[1:]), kwargs
+    return args, {**kwargs, name: x}
 
 
 def _prepare_arguments(
     cls: type, style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any], context: bool
 ) -> Arguments:
     desired = as_tuple(style.desired_input_layouts)
-    if any(layout is not None for layout in desired[len(args) :]):
+    if set(desired[len(args) :]) - {None}:
         raise TypeError(
             f"{cls.__name__} as {style} was called with {len(args)} positional arguments; for "
             "keyword arguments use input_kwarg_layouts and desired_input_kwarg_layouts"
@@ -167,12 +172,13 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwar
     name = _first_parameter(cls).name
     if not args and name in kwargs:
         args = (kwargs.pop(name),)
-    equation = {name: value for name, value in kwargs.items() if name == "einsum_str"}
-    dims = signature(module, **equation) if args and not _has_arrays((args[1:], kwargs)) else None
-    splits = isinstance(role.style, Colwise | Rowwise)
-    if dims is None and splits:
+    dims = None
+    if args and not _has_arrays((args[1:], kwargs)):
+        equation = {"einsum_str"} & kwargs.keys()
+        dims = signature(module, **{name: kwargs[name] for name in equation})
+    if dims is None and isinstance(role.style, Colwise | Rowwise):
         raise TypeError(f"{cls.__name__} as {role.style} takes one array and no others")
-    if dims is None or not (splits or _runs_on_shards(module, args[0], dims, role)):
+    if dims is None or not _runs_on_shards(module, args[0], dims, role):
         return _on_global_arrays(cls, role, module, *args, **kwargs)
 
     def method(local: nnx.Module, x: object) -> Any:
@@ -190,10 +196,19 @@ def _first_parameter(cls: type) -> inspect.Parameter:
     return list(parameters.values())[:2][-1]
 
 
-def _attend(cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs: object) -> Any:
+def _attend(
+    cls: type,
+    role: Role,
+    original: Callable[..., Any],
+    module: nnx.Embed,
+    /,
+    query: object,
+    **kwargs: object,
+) -> Any:
+    if current_mesh() is None:
+        return original(module, query, **kwargs)
     lookup = signature(module)
-    splits = isinstance(role.style, Colwise | Rowwise)
-    if lookup is None or not (splits or _runs_on_shards(module, query, ATTEND, role)):
+    if lookup is None or not _runs_on_shards(module, query, ATTEND, role):
         with _gathered_parameters(module, role):
             return cls.attend(module, jnp.asarray(query), **kwargs)  # type: ignore[attr-defined]
     style = resolve_style(role.style, lookup)
@@ -231,15 +246,16 @@ def _unsplit_window_dims(module: Any, x: Any) -> Array:
     # jaxlib 0.10 and 0.12).
     x = jnp.asarray(x)
     leading = leading_axes(x.shape, len(module.kernel_size) + 2, context=False)
-    divides = bool(leading) and x.shape[0] % axis_size(*BATCH) == 0
-    return constrain(x, activation_spec(Replicate(), x.ndim, leading if divides else ()))
+    if leading and x.shape[0] % axis_size(*BATCH):
+        leading = ()
+    return constrain(x, activation_spec(Replicate(), x.ndim, leading))
 
 
 @contextmanager
 def _gathered_parameters(module: nnx.Module, role: Role) -> Iterator[None]:
     attributes = vars(module)
     stored = dict(attributes) if role.fsdp else {}
-    gathered = {name: _gather(value) for name, value in stored.items()}
+    gathered = dict(zip(stored, map(_gather, stored.values()), strict=True))
     attributes |= gathered
     try:
         yield
@@ -259,7 +275,7 @@ def _gather(value: object) -> Any:
     if not isinstance(value, CONTAINERS):
         return value
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: leaf is not value)
-    gathered = [_gather(leaf) for leaf in leaves]
+    gathered = list(map(_gather, leaves))
     if all(map(operator.is_, gathered, leaves)):
         return value
     return jax.tree.unflatten(tree, gathered)
@@ -272,13 +288,17 @@ def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> Leadin
 
 
 def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> bool:
+    if isinstance(role.style, Colwise | Rowwise):
+        return True
     # Rows without a sequence are replicated over cp. The compiler splits products whose specs the
     # model declares.
     shape = _shape_of(x)
     divides = bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
-    specs = (declared_spec(value, value.ndim) for value in parameters_of(module, dims).values())
-    declared_axes = itertools.chain.from_iterable(map(axes_of, itertools.chain(*specs)))
-    return divides and set(declared_axes) <= set(STORAGE)
+    for parameter in parameters_of(module, dims).values():
+        for entry in declared_spec(parameter, parameter.ndim):
+            if not set(axes_of(entry)) <= set(STORAGE):
+                return False
+    return divides
 
 
 def _shape_of(x: Any) -> tuple[int, ...]:
@@ -292,7 +312,9 @@ def _has_arrays(tree: object) -> bool:
 
 def _call_name(cls: type, role: Role) -> str:
     words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
-    return f"{words}_{type(role.style).__name__.lower()}" if role.style else words
+    if role.style is None:
+        return words
+    return f"{words}_{type(role.style).__name__.lower()}"
 
 
 @dataclass(frozen=True)
@@ -316,8 +338,9 @@ def resolve_style(style: Style | None, dims: Signature) -> ResolvedStyle:
         split = Shard(dims.outputs[dims.column])
         return ResolvedStyle(dims.column, style.input_layouts, style.output_layouts or split)
     if isinstance(style, Rowwise) and dims.row:
-        dim = dims.inputs.get(dims.row)
-        input_layout = Replicate() if dim is None else Shard(dim)
+        input_layout: Layout = Replicate()
+        if dims.row in dims.inputs:
+            input_layout = Shard(dims.inputs[dims.row])
         return ResolvedStyle(dims.row, input_layout, style.output_layouts)
     layout = Shard(style.sequence_dim) if isinstance(style, SequenceParallel) else Replicate()
     return ResolvedStyle(None, layout, layout)
@@ -341,7 +364,9 @@ class _CallPlan:
     def weight_specs(self) -> list[PartitionSpec]:
         """The specs of the weights that the body takes."""
         specs = list(self.stored_specs.values())
-        return specs if self.gathers_in_body else list(map(gathered_spec, specs))
+        if self.gathers_in_body:
+            return specs
+        return list(map(gathered_spec, specs))
 
     @property
     def splits_columns(self) -> bool:
@@ -363,23 +388,27 @@ def _plan_call(
 ) -> _CallPlan:
     shape = _shape_of(x)
     leading = _leading_axes(shape, dims, role)
-    splits_columns = style.letter in dims.outputs
-    has_copies = isinstance(x, Copies) and x.copies is not None and splits_columns
+    output = style.output_layout
     input_spec = activation_spec(style.input_layout, len(shape), leading)
+    has_copies = False
+    if style.letter is not None and style.letter in dims.outputs:
+        output = Shard(dims.outputs[style.letter])
+        has_copies = isinstance(x, Copies) and x.copies is not None
+    if has_copies:
+        input_spec = PartitionSpec(TP, *x.spec)
     sizes = mesh_sizes(current_mesh())
     stored_specs = {}
     for parameter_name, parameter in parameters_of(module, dims).items():
         tp_dim = style.tp_dim(dims.params[parameter_name])
         spec = stored_spec(parameter, parameter.ndim, tp_dim, sizes, fsdp=role.fsdp)
         stored_specs[parameter_name] = spec
-    output = Shard(dims.outputs[style.letter or ""]) if splits_columns else style.output_layout
     output_ndim = len(shape) + dims.more_dims
     return _CallPlan(
         name=name,
         dims=dims,
         style=style,
         has_copies=has_copies,
-        input_spec=PartitionSpec(TP, *x.spec) if has_copies else input_spec,
+        input_spec=input_spec,
         stored_specs=stored_specs,
         # If all token axes split the input, the body gathers the stored shards.
         gathers_in_body={*itertools.chain.from_iterable(leading)} == set(TOKENS),
@@ -420,7 +449,9 @@ def _body(
         x = enter_parallel(x, split_dim(style.input_layout, x.ndim))
     weights = {}
     for name, shard in zip(plan.stored_specs, shards, strict=True):
-        weights[name] = _load(plan, module, name, shard) if plan.gathers_in_body else shard
+        weights[name] = shard
+        if plan.gathers_in_body:
+            weights[name] = _load(plan, module, name, shard)
     local = _local_module(plan, module, weights)
     if plan.sums and isinstance(module, nnx.Embed) and not plan.dims.inputs:
         y = _masked_lookup(method, local, x, module.num_embeddings)
@@ -474,21 +505,21 @@ def _local_module(plan: _CallPlan, module: nnx.Module, weights: Mapping[str, Arr
             continue
         sizes = getattr(local, name)
         if isinstance(sizes, int):
-            setattr(local, name, sizes // tp)
+            sizes //= tp
         else:
-            setattr(local, name, (*sizes[:dim], sizes[dim] // tp, *sizes[dim + 1 :]))
+            sizes = (*sizes[:dim], sizes[dim] // tp, *sizes[dim + 1 :])
+        setattr(local, name, sizes)
     return local
 
 
 def _broadcastable(plan: _CallPlan, weight: Array, letters: str, y: Array) -> Array:
     """Reshapes a weight to broadcast against `y`, sliced where tp splits `y`."""
-    dims = [plan.dims.outputs[letter] % y.ndim for letter in letters]
     shape = [1] * y.ndim
-    for dim, size in zip(dims, weight.shape, strict=True):
-        shape[dim] = size
+    for letter, size in zip(letters, weight.shape, strict=True):
+        shape[plan.dims.outputs[letter]] = size
     weight = weight.reshape(shape)
     split = split_dim(plan.style.output_layout, y.ndim)
-    if split not in dims:
+    if split is None or shape[split] == 1:
         return weight
     size = y.shape[split]
     return lax.dynamic_slice_in_dim(weight, axis_index(TP) * size, size, split)

@@ -35,9 +35,9 @@ class Signature:
 
     def keeps_positions(self, ndim: int) -> bool:
         """Returns whether dim 1 stays dim 1 in the result, with independent positions."""
-        dims = [dim % ndim for dim in self.inputs.values()]
-        dims += [dim % (ndim + self.more_dims) for dim in self.outputs.values()]
-        return not self.mixes_positions and 1 not in dims
+        input_dims = (dim % ndim for dim in self.inputs.values())
+        output_dims = (dim % (ndim + self.more_dims) for dim in self.outputs.values())
+        return not self.mixes_positions and 1 not in (*input_dims, *output_dims)
 
     def sizes(self, module: nnx.Module) -> dict[str, int]:
         """Returns the global size of each letter that has an attribute."""
@@ -82,15 +82,18 @@ def _as_declared(module: nnx.Module, dims: Signature) -> Signature:
 
 def parameters_of(module: nnx.Module, dims: Signature) -> dict[str, nnx.Param[Any]]:
     """Returns the parameters that a stock module has."""
-    values = {name: getattr(module, name) for name in dims.params}
-    return {name: value for name, value in values.items() if value is not None}
+    parameters = {}
+    for name in dims.params:
+        if getattr(module, name) is not None:
+            parameters[name] = getattr(module, name)
+    return parameters
 
 
 def supported_modules(style: str) -> str:
     """Returns the modules that a style fits, for messages."""
-    norms = "nnx.LayerNorm, nnx.RMSNorm and modules without parameters"
-    linear = "nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed"
-    return norms if style == "SequenceParallel" else linear
+    if style == "SequenceParallel":
+        return "nnx.LayerNorm, nnx.RMSNorm and modules without parameters"
+    return "nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed"
 
 
 def why_not_split(module: nnx.Module) -> str:
@@ -117,7 +120,8 @@ def why_not_split(module: nnx.Module) -> str:
         return (
             f"it has a kernel for each index of a batch dim (batch_axis={dict(module.batch_axis)})"
         )
-    if declared := ", ".join(f"{name} as {spec}" for name, spec in declared_specs(module).items()):
+    declared = ", ".join(f"{name} as {spec}" for name, spec in declared_specs(module).items())
+    if declared:
         return f"it declares {declared}, and this style splits another dim"
     if isinstance(module, nnx.Einsum):
         return f"its equation, {module.einsum_str!r}, has no kernel dim that this style could split"
@@ -176,14 +180,12 @@ def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | No
 
 
 def _positions(operand: str, letters: str) -> dict[str, int]:
-    # After an ellipsis, dims count from the end.
-    before, dots, after = operand.partition("...")
-    if not dots:
-        before = ""
-        after = operand
-    positions = {letter: i for i, letter in enumerate(before)}
-    positions |= {letter: i - len(after) for i, letter in enumerate(after)}
-    return {letter: dim for letter, dim in positions.items() if letter in letters}
+    positions = {}
+    for dim, letter in enumerate(operand):
+        if letter in letters:
+            # Dims before an ellipsis count from the front, others from the end.
+            positions[letter] = dim if "..." in operand[dim:] else dim - len(operand)
+    return positions
 
 
 def _conv(module: nnx.Conv) -> Signature:
@@ -199,7 +201,9 @@ def _conv(module: nnx.Conv) -> Signature:
         return dims
     attributes = {"in_features": "i", "out_features": "o", "kernel_shape": f"{space}io"}
     dims = replace(dims, attributes=attributes)
-    return dims if module.mask is not None else replace(dims, column="o", row="i")
+    if module.mask is not None:
+        return dims
+    return replace(dims, column="o", row="i")
 
 
 _EMBED_SIZES = {"num_embeddings": "v", "features": "d"}
@@ -208,8 +212,8 @@ ATTEND = Signature({"embedding": "vd"}, {"d": -1}, {"v": -1}, attributes=_EMBED_
 
 
 def _norm(module: nnx.LayerNorm | nnx.RMSNorm) -> Signature | None:
-    last = all(axes in (-1, (-1,)) for axes in (module.reduction_axes, module.feature_axes))
-    if not last or module.axis_name is not None:
+    last = -1, (-1,)
+    if module.reduction_axes not in last or module.feature_axes not in last or module.axis_name:
         return None
     # The class nnx.RMSNorm has no bias.
     params = {name: "d" for name in ("scale", "bias") if hasattr(module, name)}

@@ -8,7 +8,7 @@ replicated over cp.
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -53,7 +53,7 @@ def validate_plan(
     A PlanError says why the plan does not fit.
     """
     _check_axes(modules)
-    parameters = [path for path, _ in _all_parameters(modules)]
+    parameters = dict(_all_parameters(modules))
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     context: list[str] = []  # paths of `ContextParallel` modules
     stacks: dict[str, tuple[int, ...]] = {}
@@ -113,12 +113,11 @@ def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tupl
     # around it.
     if path in stacks:
         return stacks[path]
-    while path:
+    inside: set[tuple[int, ...]] = set()
+    while path and not inside:
         inside = {stack for other, stack in stacks.items() if is_inside(other, path)}
-        if inside:
-            return inside.pop() if len(inside) == 1 else ()
         path = path.rpartition(".")[0]
-    return ()
+    return inside.pop() if len(inside) == 1 else ()
 
 
 def _plan_module(
@@ -129,13 +128,11 @@ def _plan_module(
     is_called = has_method(original_class(info.module), "__call__")
     if role_of(info.module) is not None:
         raise PlanError("is parallel already; pass the original model to parallelize, and one plan")
-    declared = {
-        name: declared_spec(parameter, parameter.ndim)
-        for name, parameter in info.parameters.items()
-    }
+    declared: dict[str, PartitionSpec] = {}
     # Parameters of jaxtp's layers, which load exactly the shards that they declare.
     exact: set[str] = set()
     for name, parameter in info.parameters.items():
+        declared[name] = declared_spec(parameter, parameter.ndim)
         if parameter.get_metadata().get("out_sharding") and loads_shards(info.module):
             exact.add(name)
     if style is not None:
@@ -159,7 +156,9 @@ def _plan_module(
             specs[name] = _exact_spec(name, parameter, declared[name], sizes)
             continue
         stack_ndim = len(stack) if tuple(parameter.shape[: len(stack)]) == stack else 0
-        tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, "")) if dims else None
+        tp_dim = None
+        if dims is not None:
+            tp_dim = resolve_style(style, dims).tp_dim(dims.params.get(name, ""))
         spec = stored_spec(parameter, parameter.ndim - stack_ndim, tp_dim, sizes, fsdp=role.fsdp)
         specs[name] = PartitionSpec(*(None,) * stack_ndim, *spec)
     keeps_class = style is None and len(exact) == len(info.parameters)
@@ -195,8 +194,7 @@ def _exact_spec(
 
 
 def _check_layouts(style: Style) -> None:
-    names = [field.name for field in fields(style) if "layouts" in field.name]
-    layouts = list(itertools.chain.from_iterable(_layouts(name, style) for name in names))
+    layouts = list(_layouts(style))
     if Shard(0) in layouts or (isinstance(style, SequenceParallel) and style.sequence_dim == 0):
         raise PlanError(
             f"cannot be {style}: dim 0 is the batch, which dp and fsdp split; the sequence is "
@@ -212,49 +210,53 @@ def _check_layouts(style: Style) -> None:
         )
 
 
-def _layouts(name: str, style: Style) -> Iterator[Shard | Replicate]:
-    value = getattr(style, name)
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    for layout in as_tuple(value):
-        if layout is None:
+def _layouts(style: Style) -> Iterator[Shard | Replicate]:
+    for name, value in vars(style).items():
+        if "layouts" not in name:
             continue
-        if isinstance(layout, type):
-            raise PlanError(
-                f"has {name}={layout.__name__}, which is a class; write {layout.__name__}(...)"
-            )
-        is_layout = isinstance(layout, Shard | Replicate)
-        if not is_layout or not isinstance(getattr(layout, "dim", 0), int):
-            raise PlanError(f"has {name}={layout!r}; a layout is Shard(dim) or Replicate()")
-        yield layout
+        if isinstance(value, Mapping):
+            value = tuple(value.values())
+        for layout in as_tuple(value):
+            if layout is None:
+                continue
+            if isinstance(layout, type):
+                raise PlanError(
+                    f"has {name}={layout.__name__}, which is a class; write {layout.__name__}(...)"
+                )
+            is_layout = isinstance(layout, Shard | Replicate)
+            if not is_layout or not isinstance(getattr(layout, "dim", 0), int):
+                raise PlanError(f"has {name}={layout!r}; a layout is Shard(dim) or Replicate()")
+            yield layout
 
 
 def _check_fits(info: ModuleInfo, style: Style, dims: Signature | None) -> None:
     name = type(style).__name__
     if isinstance(style, Replicate) and not info.parameters:
         raise PlanError("cannot be Replicate: it has no parameters of its own; name its submodules")
+    fits = f", which fits {supported_modules(name)}"
     if isinstance(style, Colwise | Rowwise) and not (dims and resolve_style(style, dims).letter):
         why = why_not_split(info.module)
-        why = f": {why}" if why else f", which fits {supported_modules(name)}"
-        raise PlanError(f"cannot be {name}{why}{_submodules(info)}")
+        raise PlanError(f"cannot be {name}{f': {why}' if why else fits}{_submodules(info)}")
     if isinstance(style, SequenceParallel) and dims and not isinstance(info.module, _PER_TOKEN):
-        raise PlanError(f"cannot be {name}, which fits {supported_modules(name)}")
+        raise PlanError(f"cannot be {name}{fits}")
 
 
 def _submodules(info: ModuleInfo) -> str:
-    names = [name for name, value in vars(info.module).items() if isinstance(value, nnx.Module)]
-    paths = ", ".join(repr(f"{info.path}.{name}".removeprefix(".")) for name in names)
-    return f"; its parts are {paths}" if paths else ""
+    paths = []
+    for name, value in vars(info.module).items():
+        if isinstance(value, nnx.Module):
+            paths.append(repr(f"{info.path}.{name}".removeprefix(".")))
+    return f"; its parts are {', '.join(paths)}" if paths else ""
 
 
 def _check_keywords(info: ModuleInfo, style: PrepareInput | PrepareOutput) -> None:
-    names = style.desired_input_kwarg_layouts or {} if isinstance(style, PrepareInput) else {}
-    parameters = inspect.signature(original_class(info.module).__call__).parameters  # type: ignore[operator]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if unknown := [name for name in names if name not in parameters and not takes_any]:
-        raise PlanError(
-            f"has no argument {unknown[0]!r}; nearest: {', '.join(map(repr, list(parameters)[1:]))}"
-        )
+    call = inspect.signature(original_class(info.module).__call__)  # type: ignore[operator]
+    if inspect.Parameter.VAR_KEYWORD in {p.kind for p in call.parameters.values()}:
+        return
+    for name in getattr(style, "desired_input_kwarg_layouts", None) or {}:
+        if name not in call.parameters:
+            nearest = ", ".join(map(repr, list(call.parameters)[1:]))
+            raise PlanError(f"has no argument {name!r}; nearest: {nearest}")
 
 
 def _check_sizes(
@@ -277,7 +279,7 @@ def _check_sizes(
             f"tp={tp}; nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
         )
     for name, parameter in info.parameters.items():
-        expected = tuple(global_sizes[letter] for letter in dims.params.get(name, ""))
+        expected = tuple(map(global_sizes.get, dims.params.get(name, "")))
         if tuple(parameter.shape[len(stack) :]) != expected:
             raise PlanError(
                 f"has {name} of shape {tuple(parameter.shape)}, but its attributes say {expected}: "
