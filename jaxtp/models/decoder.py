@@ -396,14 +396,11 @@ class Decoder(EmbeddingAndHead):
         """
         x_BTD, routings = self.with_routing(ids_BT, dropout_keys, sequences, experts)
         loss, count = self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
-        with_experts: list[Routing] = []
-        per_token: list[int] = []
-        for routing, (_, _, block) in zip(routings, self.config.kinds(), strict=True):
-            if routing is not None:
-                with_experts.append(routing)
-                per_token.append(block.experts_per_token)
+        with_experts = [routing for routing in routings if routing is not None]
         if not with_experts:
             return LossTerms(loss, count, None), routings
+        blocks = [block for _, _, block in self.config.kinds()]
+        per_token = [block.experts_per_token for block in blocks if block.num_experts]
         return LossTerms(loss, count, balance(with_experts, labels_BT, per_token)), routings
 
     def no_terms(self) -> LossTerms:
