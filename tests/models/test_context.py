@@ -30,7 +30,7 @@ from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import costs_of
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import DecodeModel
-from jaxtp.layers.context import Sequences, num_routes, routes
+from jaxtp.layers.context import Sequences, halo, num_routes, routes
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.run_report import describe_context
@@ -196,3 +196,10 @@ def test_halos_are_counted_as_they_are_sent():
                 hop,
                 zigzag,
             )
+
+
+@pytest.mark.parametrize(
+    ("window", "tokens"), [(None, None), (1, 0), (5, 4), (48, 47), (49, None), (64, None)]
+)
+def test_a_halo_has_the_tokens_that_a_window_sees_unless_all_chunks_are_as_many(window, tokens):
+    assert halo(64, 4, window, zigzag=False) == tokens

@@ -25,6 +25,7 @@ from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.mlp import ACTIVATIONS
 from jaxtp.layers.parameter import PaddedDim, logical_shape, pad, padding_of, unpad
 from jaxtp.mesh import mesh_shape
+from jaxtp.models.block import BlockConfig, padded_dims
 from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
@@ -165,3 +166,10 @@ def test_a_run_may_refuse_padding():
     ):
         check(refusing, mesh_shape(tp=2))
     check(RUN, mesh_shape(tp=2))
+
+
+def test_heads_of_gated_deltanet_are_padded_by_groups():
+    """A group is a key head with its value heads; groups that tp does not divide are padded."""
+    block = BlockConfig(delta_value_heads=6, delta_key_heads=3)
+    dims = [dim for dim in padded_dims(block, 2) if dim[0] != "d_ff"]
+    assert dims == [("delta value heads", 6, 8), ("delta key heads", 3, 4)]

@@ -167,9 +167,10 @@ def test_the_numbers_of_a_step_are_fetched_as_one_array():
     assert len(jax.tree.leaves(scalars)) == 1
     assert fetch(StepOutput(scalars)) == {"loss": np.float32(1 / 3), "skipped": 2}
     assert scalars.flag == 3
+    assert Scalars.of(numbers).flag == 0
 
 
-@swept("max_skipped", [0, 1])
+@swept("max_skipped", [0, 1], 1)
 def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be_skipped(
     max_skipped,
 ):
