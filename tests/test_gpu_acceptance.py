@@ -82,58 +82,27 @@ def test_a_part_that_fails_is_named_and_run_again(tmp_path):
     assert "devices         FAILED    it took more than 1 s" in said
 
 
+TRACE = """{"traceEvents": [
+ {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
+ {"ph": "M", "name": "process_sort_index", "pid": 1, "args": {"sort_index": 1}},
+ {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "/host:CPU"}},
+ {"ph": "M", "name": "thread_name", "pid": 1, "tid": 7, "args": {"name": "Stream #13(Compute)"}},
+ {"ph": "M", "name": "thread_name", "pid": 1, "tid": 8, "args": {"name": "XLA Modules"}},
+ {"ph": "X", "name": "nvjet_hsh", "pid": 1, "tid": 7, "ts": 0, "dur": 5,
+  "args": {"hlo_op": "gemm.1"}},
+ {"ph": "X", "name": "loop_add", "pid": 1, "tid": 7, "ts": 5, "dur": 2,
+  "args": {"name": "jit(step)/norm/add"}},
+ {"ph": "X", "name": "MemcpyD2D", "pid": 1, "tid": 7, "ts": 9, "dur": 1},
+ {"ph": "X", "name": "jit_step", "pid": 1, "tid": 8, "ts": 0, "dur": 10,
+  "args": {"hlo_module": "jit_step"}},
+ {"ph": "X", "name": "call", "pid": 2, "tid": 7, "ts": 0, "dur": 10,
+  "args": {"hlo_op": "gemm.1"}}
+]}"""
+"""Two kernels and a copy on a stream. Events of XLA and of the host about them take no time."""
+
+
 def test_a_trace_of_a_gpu_is_summed_over_its_streams(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     summed = importlib.import_module("gpu_acceptance").summed
-    events = [
-        {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
-        {"ph": "M", "name": "process_sort_index", "pid": 1, "args": {"sort_index": 1}},
-        {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "/host:CPU"}},
-        {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": 1,
-            "tid": 7,
-            "args": {"name": "Stream #13(Compute)"},
-        },
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 8, "args": {"name": "XLA Modules"}},
-        {
-            "ph": "X",
-            "name": "nvjet_hsh",
-            "pid": 1,
-            "tid": 7,
-            "ts": 0,
-            "dur": 5,
-            "args": {"hlo_op": "gemm.1"},
-        },
-        {
-            "ph": "X",
-            "name": "loop_add",
-            "pid": 1,
-            "tid": 7,
-            "ts": 5,
-            "dur": 2,
-            "args": {"name": "jit(step)/norm/add"},
-        },
-        {"ph": "X", "name": "MemcpyD2D", "pid": 1, "tid": 7, "ts": 9, "dur": 1},
-        {
-            "ph": "X",
-            "name": "jit_step",
-            "pid": 1,
-            "tid": 8,
-            "ts": 0,
-            "dur": 10,
-            "args": {"hlo_module": "jit_step"},
-        },
-        {
-            "ph": "X",
-            "name": "call",
-            "pid": 2,
-            "tid": 7,
-            "ts": 0,
-            "dur": 10,
-            "args": {"hlo_op": "gemm.1"},
-        },
-    ]
-    found = summed(events, {"gemm.1": "jit(step)/mlp/dot_general"})
+    found = summed(json.loads(TRACE)["traceEvents"], {"gemm.1": "jit(step)/mlp/dot_general"})
     assert found == {"MLP": 5, "norms": 2, "other": 1}

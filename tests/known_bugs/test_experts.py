@@ -423,5 +423,5 @@ def test_unsloth_6936_adapters_of_experts_are_trained(monkeypatch):
     of_experts = 2 * 2 * E * 3 * (D + F)
     assert trained() == of_queries + of_experts
     assert step_costs(config, mesh_shape(), batch_size=2, sequence_length=8).adapters == trained()
-    monkeypatch.setattr(layer, "_TARGETS", dict.fromkeys(KERNELS, "o_proj"))
+    monkeypatch.setattr(layer, "EXPERT_TARGETS", dict.fromkeys(KERNELS, "o_proj"))
     assert trained() == of_queries

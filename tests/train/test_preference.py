@@ -248,7 +248,7 @@ def test_the_reference_of_adapters_is_the_base():
         return [jax.value_and_grad(run, has_aux=True)(state, each) for each in (columns, scores)]
 
     (found, grads), (known, expected) = both(state)
-    assert abs(found[1]["rewards/margins"]) > 1e-3
+    assert abs(found[1]["rewards/margins"]) > 1e-4
     np.testing.assert_allclose(*(jax.tree.leaves(each) for each in (found, known)), rtol=1e-5)
     assert_close(by_name(grads, mesh), by_name(expected, mesh))
 

@@ -63,7 +63,7 @@ def test_a_router_that_chooses_other_experts_is_found_though_all_numbers_agree(m
 
     monkeypatch.setattr(router, "checkpoint_name", other_choices_over_tp)
     # Without the choices of one device, outputs would differ too.
-    monkeypatch.setattr(command, "first_difference", lambda *_: None)
+    monkeypatch.setattr(command, "first_difference", lambda *_, **options: None)
     (verdict,) = command.verdicts(CONFIG, [OVER_TP])
     errors = verdict.errors
     assert max(errors.gradients.values()) < TOLERANCE.tensor
