@@ -82,7 +82,8 @@ class Bench:
         self.state = self.verifier.begin(
             1, self.state, self.batch, lambda state: self.summed(state, self.batch)
         )
-        self.verifier.finish(1, self.state, self.step(self.summed))
+        checksums = self.step(self.summed)
+        self.verifier.finish(1, self.state, checksums)
 
     def read(self, part: str = "") -> None:
         """Computes checksums of the state's shards, or of a part of the state.
