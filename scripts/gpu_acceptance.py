@@ -614,7 +614,7 @@ def ratios_of(script: str, pattern: str, log: Path, *words: str) -> Result:
 
 def start(machine: Machine, out: Path, log: Path) -> Result:
     """Times the way to the first step and a tiny step, beside plain JAX's."""
-    repeats = "1" if machine.is_small else "3"
+    repeats = "2" if machine.is_small else "3"
     return ratios_of(
         "start_speed.py",
         r"(?m)^  (.*?) +[\d.]+ m?s .*\) +([\d.]+)$",
