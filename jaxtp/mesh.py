@@ -144,7 +144,7 @@ def mesh_shape(**sizes: int) -> dict[str, int]:
 
 def parts(sizes: Sizes, axes: Iterable[str]) -> int:
     """Returns the product of the sizes of `axes`."""
-    return math.prod(map(sizes.__getitem__, axes))
+    return math.prod(sizes[axis] for axis in axes)
 
 
 def batch_parts(sizes: Sizes) -> int:
@@ -169,7 +169,7 @@ def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str,
 def abstract_mesh(sizes: Sizes) -> AbstractMesh:
     """Returns a mesh of these sizes without devices."""
     return AbstractMesh(
-        tuple(map(sizes.__getitem__, AXES)), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+        tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
 
 
@@ -208,7 +208,7 @@ def current_mesh() -> AbstractMesh | None:
 
 def check_axes(mesh: Mesh | AbstractMesh) -> None:
     """Raises a `MeshError` if a mesh lacks one of `AXES`."""
-    missing = sorted(set(AXES) - set(mesh.axis_names), key=AXES.index)
+    missing = [axis for axis in AXES if axis not in mesh.axis_names]
     if missing:
         raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; {_MADE}")
 

@@ -21,7 +21,7 @@ from estimate_accuracy import GB, Point
 
 from jaxtp.analysis.tables import columns
 from jaxtp.config.schema import from_yaml, replace_nested
-from jaxtp.mesh import describe_mesh
+from jaxtp.mesh import describe_mesh, fixed_devices
 from jaxtp.tools.estimate.compiler import Compiled, compile_for
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import memory_per_device
@@ -52,7 +52,7 @@ def compile_on(hardware: str, config: TrainConfig, sizes: dict[str, int]) -> tup
 def whole_mesh(config: TrainConfig, devices: int) -> dict[str, int]:
     """Returns the configured mesh; -1 becomes the number of remaining devices."""
     sizes = config.mesh.sizes
-    given = math.prod(size for size in sizes.values() if size != -1)
+    given = fixed_devices(sizes)
     return {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
 
 

@@ -41,7 +41,7 @@ CASES = {"8 samples": (1, 8, 0), "4 samples of 2": (2, 4, 0), "8 prompts, half s
 """Prompts, samples of each, and tokens with which all prompts begin."""
 SPECULATIVE = {"1 text, greedy": (1, 0.0), "8 texts, greedy": (8, 0.0), "1 text, sampled": (1, 1.0)}
 """Prompts, and temperature."""
-SHARED = engine.Scheduler._most_shared
+SHARED = engine.Scheduler._find_shared
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -82,7 +82,7 @@ def compare_sharing(generator: jaxtp.Generator, arguments: argparse.Namespace, l
         seconds: dict[str, list[float]] = {"yes": [], "no": []}
         for turn in range(arguments.repeats + 1):
             for name, times in seconds.items():
-                engine.Scheduler._most_shared = (
+                engine.Scheduler._find_shared = (
                     SHARED if name == "yes" else (lambda self, row, request: (row, 0))
                 )
                 if turn == 0:

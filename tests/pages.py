@@ -24,8 +24,13 @@ def lines_of(page):
     ]
 
 
-def checked_meshes():
-    """Returns the mesh that a page checks, for each configuration that it checks on one mesh."""
+def checks():
+    """Returns the commands of the pages that check a configuration."""
     lines = [line for page in PAGES for line in lines_of(page)]
-    matches = filter(None, map(CHECK_OF_ONE_MESH.fullmatch, lines))
+    return sorted(line for line in set(lines) if line.startswith("jaxtp check --config "))
+
+
+def checked_meshes():
+    """Maps each configuration that a page checks on a single mesh to that mesh."""
+    matches = filter(None, map(CHECK_OF_ONE_MESH.fullmatch, checks()))
     return dict(match.groups() for match in matches)

@@ -30,7 +30,7 @@ def gathered_without_sum(axis):
 
 
 def plant_weights(monkeypatch, change, is_it=lambda shape: True):
-    """Has the loaded weights of some shapes changed."""
+    """Applies `change` to the loaded weights whose shape satisfies `is_it`."""
     load = parameter.load_weight
 
     def loaded(shard, *args, **kwargs):

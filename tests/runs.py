@@ -86,10 +86,9 @@ def contents(folder):
     }
 
 
-def run_program(*words, **settings):
-    """Runs a program to its end, which has five minutes."""
-    settings = {"timeout": 300} | settings
-    return subprocess.run(words, capture_output=True, text=True, **settings)
+def run_program(*words, timeout=240, **settings):
+    """Runs a program to its end, for at most four minutes: less than a case may take."""
+    return subprocess.run(words, capture_output=True, text=True, timeout=timeout, **settings)
 
 
 def free_address():
@@ -105,8 +104,8 @@ def finish(process):
     return output
 
 
-def wait_until(happened, seconds=180):
-    until = time.monotonic() + seconds
+def wait_until(happened):
+    until = time.monotonic() + 180
     while not happened():
         assert time.monotonic() < until
         time.sleep(0.02)

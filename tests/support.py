@@ -124,21 +124,21 @@ def continue_rows(reader, ids_BT, caches, lengths_B):
 
 def sweep(cases, *first):
     """Returns parameters of one argument; cases not in `first` are in the wide tier."""
-    assert all(case in cases for case in first), (
-        "a case of the default suite is not among the cases"
-    )
-    return [pytest.param(case, marks=() if case in first else pytest.mark.wide) for case in cases]
+    return in_tiers(cases, first, (), pytest.mark.wide)
+
+
+def in_tiers(cases, first, tier_of_first, tier):
+    assert all(case in cases for case in first), "a case of `first` is not among the cases"
+    return [pytest.param(case, marks=tier_of_first if case in first else tier) for case in cases]
 
 
 def swept(name, cases, *first):
-    """Decorates a test that has one argument: cases not in `first` are in the wide tier, as all
-    are without it.
-    """
+    """Parametrizes a test over `cases`; those not in `first` run only in the wide tier."""
     return pytest.mark.parametrize(name, sweep(cases, *first), ids=_id)
 
 
 def _id(case):
-    """Returns a case as text, unless that has addresses or names of classes."""
+    """Returns the text of a case, or None if that contains the repr of an object."""
     text = str(case)
     return None if "<" in text else text
 
@@ -147,22 +147,15 @@ def sweep_of(lists, *first):
     """Returns parameters of a test with several arguments: all combinations, with tiers as in
     `sweep`.
     """
-    cases = list(itertools.product(*lists))
-    assert all(case in cases for case in first), (
-        "a case of the default suite is not among the cases"
-    )
-    return [pytest.param(*case, marks=() if case in first else pytest.mark.wide) for case in cases]
+    swept_cases = sweep(list(itertools.product(*lists)), *first)
+    return [pytest.param(*param.values[0], marks=param.marks) for param in swept_cases]
 
 
 def journeys(cases, *first):
     """Returns parameters of a journey with one argument; cases not in `first` are in the slow
     tier.
     """
-    assert all(case in cases for case in first), "a case of the journeys is not among the cases"
-    return [
-        pytest.param(case, marks=pytest.mark.journey if case in first else pytest.mark.slow)
-        for case in cases
-    ]
+    return in_tiers(cases, first, pytest.mark.journey, pytest.mark.slow)
 
 
 def relative_error(actual, expected):

@@ -125,13 +125,9 @@ def faults_of_assignments(path):
 
 def expressions_of(statement):
     """Yields the nodes of a statement, without the statements inside it."""
-    below = [statement]
-    while below:
-        node = below.pop()
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-                yield child
-                below.append(child)
+    for child in ast.iter_child_nodes(statement):
+        if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from ast.walk(child)
 
 
 def faults_of_statements(path):
@@ -147,6 +143,10 @@ def faults_of_statements(path):
             yield f"line {statement.lineno}: more than one conditional expression; use `if`"
 
 
+def functions_in(path):
+    return [node for node in ast.walk(trees()[path]) if isinstance(node, FUNCTIONS)]
+
+
 def local_names(function):
     names = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
     for node in ast.walk(function):
@@ -157,20 +157,17 @@ def local_names(function):
 
 def faults_of_functions(path):
     """Nobody keeps more than 25 names in mind: a longer function is several steps."""
-    for node in ast.walk(trees()[path]):
-        if isinstance(node, FUNCTIONS):
-            count = len(local_names(node))
-            if count > 25:
-                yield f"line {node.lineno}: {node.name} has {count} names: name its steps"
+    for function in functions_in(path):
+        count = len(local_names(function))
+        if count > 25:
+            yield f"line {function.lineno}: {function.name} has {count} names: name its steps"
 
 
 def faults_of_variables(path):
     """A variable says what it holds: a noun, and neither a pronoun nor a participle."""
-    for node in ast.walk(trees()[path]):
-        if isinstance(node, FUNCTIONS):
-            for name in local_names(node):
-                if VAGUE.fullmatch(name):
-                    yield f"line {node.lineno}: {node.name} has a variable `{name}`: what is it?"
+    for function in functions_in(path):
+        for name in filter(VAGUE.fullmatch, local_names(function)):
+            yield f"line {function.lineno}: {function.name} has a variable `{name}`: what is it?"
 
 
 @pytest.mark.parametrize(
@@ -257,7 +254,7 @@ def imported_at_the_top(path, reached=frozenset()):
 
 
 def docstrings():
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    kinds = (ast.Module, ast.ClassDef, *FUNCTIONS)
     nodes = [
         node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, kinds)
     ]
@@ -298,12 +295,7 @@ def parameters(function):
 def test_budgets():
     lines = {path: path.read_text().count("\n") for path in SOURCES}
     trained = imported_at_the_top(PACKAGE / "train/__main__.py")
-    functions = [
-        node
-        for tree in trees().values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    ]
+    functions = [function for path in SOURCES for function in functions_in(path)]
     names = Counter(path.name for path in SOURCES if not path.name.startswith("__"))
     short = [
         p

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 from flax import nnx
-from pages import BLOCK, CHECK_OF_ONE_MESH, PAGES, README, blocks, lines_of
+from pages import BLOCK, CHECK_OF_ONE_MESH, PAGES, README, blocks, checks, lines_of
 
 import jaxtp
 from jaxtp.__main__ import commands
@@ -258,13 +258,7 @@ def test_meshes_are_checked_as_a_page_says(tmp_path, monkeypatch, capsys):
     """Commands with one mesh run in tests/tools/check/test_command.py."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    lines = {
-        line
-        for page in FOLLOWED
-        for line in lines_of(page)
-        if line.startswith("jaxtp check --config ")
-    }
-    of_several_meshes = sorted(line for line in lines if not CHECK_OF_ONE_MESH.fullmatch(line))
+    of_several_meshes = [line for line in checks() if not CHECK_OF_ONE_MESH.fullmatch(line)]
     assert of_several_meshes
     for line in of_several_meshes:
         assert run_command(shlex.split(line)[1:]) == 0, line

@@ -11,9 +11,7 @@ SMALL_MODEL = ModelConfig(
 
 
 def small_model(**changes):
-    """Returns the configuration of a model of one layer that has other settings where a test needs
-    them.
-    """
+    """Returns the configuration of a one-layer model, with `changes`."""
     return replace(SMALL_MODEL, **changes)
 
 

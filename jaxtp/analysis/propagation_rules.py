@@ -261,7 +261,7 @@ class Walk(Generic[Fact, Result]):
 
 
 def _num_sliced(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
-    # Of the operands or results of a scan, those of which its body has a slice.
+    # The operands or results of a scan that its body gets or returns slice by slice.
     return sum(map(operator.ne, map(shape_of, outside), map(shape_of, inside)))
 
 

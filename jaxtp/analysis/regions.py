@@ -9,7 +9,7 @@ is split if that saves more parameter bytes than it sends.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import chain
 
 from flax import nnx
@@ -177,7 +177,7 @@ def choose(regions: list[Region]) -> list[Region]:
     return chosen
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _best(regions: tuple[Region, ...]) -> list[Region]:
     """Returns the regions without conflicts that split the most layers."""
     if len(regions) < 2:

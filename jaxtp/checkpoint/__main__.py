@@ -19,13 +19,12 @@ from jaxtp.checkpoint.storage import OF_ARRAYS, StoredCheckpoint, is_of_run, ope
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import UserPath
+from jaxtp.config.schema import OptionalFile, UserPath
 from jaxtp.distributed.environment import accept_absent_gpus
 from jaxtp.mesh import describe_mesh, mesh_shape
 
 PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-OutFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
 # Settings of `model` that affect a model of the user's
 _OF_OWN_MODEL = ("build", "arguments", "plan", "precision")
 _RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
@@ -37,7 +36,7 @@ class Inspect:
 
     dir: Folder
     """Folder of a run (its newest checkpoint), or of one checkpoint."""
-    json: OutFile = None
+    json: OptionalFile = None
     """JSON file to write the result to."""
 
 
@@ -49,7 +48,7 @@ class Diff:
     """Folder of a run (its newest checkpoint), or of one checkpoint."""
     b: Folder
     """Folder of a run or checkpoint to compare with."""
-    json: OutFile = None
+    json: OptionalFile = None
     """JSON file to write the result to."""
 
 

@@ -110,7 +110,9 @@ def named_code(
             continue
         values = _value_at(config, setting.path)
         for value in values if isinstance(values, tuple) else (values,):
-            if value is not None and not is_public(str(value)):
+            # A path is never public, whatever its name.
+            is_harmless = value is None or (isinstance(value, str) and is_public(value))
+            if not is_harmless:
                 references.append((setting.flag, str(value)))
     return references
 
@@ -274,7 +276,7 @@ def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
     # A class takes what its instances take.
     call: Any = value
     if isinstance(value, type):
-        # `value.__call__` would be that of the metaclass, which makes an instance.
+        # If no base defines `__call__`, `value.__call__` is the metaclass's: the constructor.
         methods = (vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base))
         method = next(methods, None)
         call = method and partial(method, None)

@@ -77,8 +77,10 @@ class Documents(ABC):
 
     def prompt_length(self, index: int) -> int:
         """Returns the number of prompt tokens."""
+        if not self.has_prompts:
+            return 0
         shard, row = self._locate(index)
-        return int(self._array(shard, PROMPTS)[row]) if self.has_prompts else 0
+        return int(self._array(shard, PROMPTS)[row])
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Returns a range of all tokens; a view within one shard."""

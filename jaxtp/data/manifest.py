@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field, TypeAdapter, ValidationError
 
 from jaxtp.config.entry import UserError
+from jaxtp.config.hints import dotted
 from jaxtp.config.reading import MAX_JSON, inside, read_bytes, truncate
 
 FORMAT = 1
@@ -211,7 +212,7 @@ def parse(schema: type[T], content: bytes) -> T:
         return TypeAdapter(schema).validate_json(content, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(map(str, first["loc"])) or "the file"
+        name = dotted(first["loc"]) or "the file"
         if first["type"] not in ("missing", "value_error"):
             name += f" = {truncate(repr(first['input']))}"
         raise DatasetError(

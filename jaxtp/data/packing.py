@@ -127,12 +127,12 @@ class Packed(Rows):
     def _shares(self) -> Iterator[tuple[int, Ints, Ints]]:
         """Yields the first of the documents packed together, their lengths and prompts' lengths."""
         first = 0
-        max_rows = 2 * BLOCK if self._documents.has_pairs else BLOCK
+        max_documents = 2 * BLOCK if self._documents.has_pairs else BLOCK
         for lengths, prompts in zip(
             self._documents.lengths(), self._documents.prompt_lengths(), strict=True
         ):
-            for start in range(0, len(lengths), max_rows):
-                part = slice(start, start + max_rows)
+            for start in range(0, len(lengths), max_documents):
+                part = slice(start, start + max_documents)
                 yield first + start, lengths[part], prompts[part].astype(np.int64)
             first += len(lengths)
 

@@ -62,6 +62,7 @@ class Data:
         self.scores = scores
         self.train_rows = []
         self.weights = []
+        # Before any rows are packed, which takes long.
         for source in corpus.sources:
             name = source.name or corpus.description
             count = source.train.num_tokens
@@ -71,6 +72,8 @@ class Data:
                     f"data.sequence_length={settings.length}; use more of them, or at most "
                     f"--data.sequence-length {count}"
                 )
+        for source in corpus.sources:
+            name = source.name or corpus.description
             rows = make_rows(source.train, settings, scores)
             _require_rows(rows, f"{name}, to train on", corpus, settings)
             self.train_rows.append(rows)

@@ -253,9 +253,10 @@ class StreamBatches(Batches):
             stream = self._streams[index]
             record = position.streams and position.streams[index]
             with reading(stream.name, position.step):
-                num_rows = _rows_of_short_batch(stream.source)
-                if num_rows and not (self._once or self.with_weights):
-                    raise BatchError(f"its last batch {too_short(num_rows)}")
+                if not (self._once or self.with_weights):
+                    num_rows = _rows_of_short_batch(stream.source)
+                    if num_rows:
+                        raise BatchError(f"its last batch {too_short(num_rows)}")
                 readers[index] = stream.read(position.step, record or {})
         for step in count_from(position.step):
             batches: dict[int, Columns] = {}

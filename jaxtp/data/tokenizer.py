@@ -127,7 +127,7 @@ class HuggingFaceTokenizer:
         ids = []
         for pieces_of_text in pieces:
             parts = list(itertools.islice(encoded, len(pieces_of_text)))
-            ids.append(np.concatenate(parts).astype(self.info.dtype, copy=False))
+            ids.append(np.concatenate(parts, dtype=self.info.dtype, casting="unsafe"))
         return ids
 
     def decode(self, ids: Tokens) -> bytes:
@@ -325,7 +325,10 @@ def load_library(content: bytes, name: str) -> "Library":
         tokenizer = tokenizer_worker.load(content)
     except BaseException as error:
         raise as_tokenizer_error(error, f"{name}: not a tokenizer.json") from None
-    for part in filter(None, (tokenizer.normalizer, tokenizer.decoder)):
+    for part in (tokenizer.normalizer, tokenizer.decoder):
+        # Not by its truth: an empty-looking part of the library, such as a Sequence, may be false.
+        if part is None:
+            continue
         growth = _growth(json.loads(part.__getstate__()))
         if growth > _MAX_GROWTH:
             raise TokenizerError(

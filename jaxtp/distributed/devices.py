@@ -104,9 +104,12 @@ def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Dev
     groups by process or TPU slice, not by host.
     """
 
+    first_process: dict[str, int] = {}
+    for process, host in enumerate(hosts):
+        first_process.setdefault(host, process)
+
     def key(device: jax.Device) -> tuple[int, int, int]:
         process = device.process_index
-        first_process_of_host = hosts.index(hosts[process])
-        return first_process_of_host, process, device.id
+        return first_process[hosts[process]], process, device.id
 
     return sorted(devices, key=key)

@@ -90,9 +90,11 @@ class Peers:
         failure = line[:_MAX_ERROR_CHARS]
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._peer_failed.wait(3 * self._beat)
-        has_own_cause = isinstance(error, UserError) or failure in self._problem
-        if self._peer_failed.is_set() and not has_own_cause:
-            self._thread.join(self._grace + 2 * self._beat)
+        # The thread sets `_problem` before `_peer_failed`, so it is read after.
+        if self._peer_failed.is_set():
+            is_announced = isinstance(error, UserError) or failure in self._problem
+            if not is_announced:
+                self._thread.join(self._grace + 2 * self._beat)
         self.leave(failure, getattr(error, "exit_code", 1))
 
     def wait_for_peers(self) -> None:

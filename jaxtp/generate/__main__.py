@@ -8,7 +8,6 @@ if __name__ == "__main__":
 
     start("jaxtp generate")
 
-import difflib
 import json
 import signal
 import sys
@@ -30,7 +29,17 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.console import is_terminal
 from jaxtp.config.entry import Interrupt, shown
 from jaxtp.config.files import require_writable, writing
-from jaxtp.config.schema import ConfigError, Count, Day, Switch, flag, nearest_file
+from jaxtp.config.hints import closest
+from jaxtp.config.schema import (
+    ConfigError,
+    Count,
+    Day,
+    OptionalFile,
+    OptionalFolder,
+    Switch,
+    flag,
+    nearest_file,
+)
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Chat, ConversationEncoder
@@ -39,8 +48,6 @@ from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import (
     InferenceMeshConfig,
     ModelSource,
-    OptionalDir,
-    OptionalFile,
     SourceConfig,
     Status,
     inference_mesh,
@@ -81,7 +88,7 @@ _DEFAULT_FIELD = "prompt"
 class GenerateConfig(SourceConfig):
     """The model, the prompts, sampling and devices."""
 
-    model: OptionalDir = None
+    model: OptionalFolder = None
     """Folder of a run of jaxtp train, of one of its checkpoints, or of a model in Hugging Face's
     format."""
 
@@ -260,8 +267,9 @@ def _json_field(where: str, line: str, field: str) -> str:
         )
     if field not in record:
         hint = f"it has {', '.join(record) or 'none'}"
-        if close := difflib.get_close_matches(field, record, n=1, cutoff=0.5):
-            hint = f"did you mean --field {close[0]}?"
+        close = closest(field, record, cutoff=0.5)
+        if close:
+            hint = f"did you mean --field {close}?"
         raise ConfigError(f"{where}: no field {field!r}; {hint}")
     if not isinstance(record[field], str):
         raise ConfigError(f"{where}: {field} = {json.dumps(record[field])[:60]}: should be text")
@@ -337,9 +345,9 @@ def _continue_prompts(
 
 
 class _Results:
-    """Writes results in the order of the prompts, each as soon as those before it are written.
+    """Writes results in the order of the prompts: each once all earlier ones are written.
 
-    Several texts are printed; a single one is printed by its pieces.
+    A single text is not printed here: `_continue_prompts` streams its pieces.
     """
 
     def __init__(self, prompts: Sequence[str | None], config: GenerateConfig):

@@ -593,7 +593,8 @@ class Scheduler:
         self.timing.decode_seconds += seconds
         pieces = self._append_tokens(sampled, rows)
         self.timing.decode_tokens += len(pieces)
-        # A line has one token of each step and row; -1 is a proposal that was not accepted.
+        # Each step has `width` lines with one token for each row. It is -1 if a proposal was not
+        # accepted, or if the row's text has ended.
         is_token = np.reshape(lines, (-1, width, len(self._cached)))[:, :, rows] >= 0
         num_first = int(is_token[:, 0].sum())
         self.timing.proposed_tokens += num_first * (width - 1)

@@ -23,6 +23,7 @@ from jaxtp.config.entry import UserError, say
 from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import (
     Keys,
+    OptionalFolder,
     Reference,
     Switch,
     UserPath,
@@ -72,9 +73,6 @@ from jaxtp.models.config import ModelConfig, padded_sizes, validate_model, viola
 from jaxtp.models.decoder import Decoder
 
 PROGRESS_SECONDS = 5.0
-# Types of flags that name a folder or a file, and may be left out
-OptionalDir = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
-OptionalFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
 
 
 class SourceError(UserError):
@@ -88,14 +86,14 @@ class SourceConfig:
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
     """The tokenizer.json, or its folder, if it has moved since the model was trained."""
 
-    base: OptionalDir = None
+    base: OptionalFolder = None
     """For a run that trained adapters: the base model, if it has moved."""
 
     build: Reference | None = None
     """For a run with a Decoder of your own: the function or settings of its --model.build. The
     Python file is imported."""
 
-    adapters: OptionalDir = None
+    adapters: OptionalFolder = None
     """Adapters in PEFT's format to merge into the model, in float32 before the cast to --dtype."""
 
     ignore_config: Keys = ()
@@ -331,8 +329,9 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
     if stored.adapters is not None:
         source = replace(source, name=f"{source.name} with {stored.adapters.path}")
     source = replace(source, context=_context(folders, source.config))
-    with_template = [folder for folder in folders if chat_template(folder) is not None]
-    for folder in (with_template or folders)[:1]:
+    with_template = (folder for folder in folders if chat_template(folder) is not None)
+    folder = next(with_template, folders[0] if folders else None)
+    if folder is not None:
         source = replace(
             source,
             template=chat_template(folder),
@@ -373,10 +372,10 @@ def _source_of_run(
     # A mixture maps its datasets to their weights.
     datasets = (data.get("path"), *(data.get("mixture") or {}))
     candidates = (options.tokenizer, *datasets, hf_files)
-    locations = [expand(Path(location)) for location in candidates if location is not None]
-    location = locations[0] if locations else None
+    paths = [path for path in candidates if path is not None]
+    location = expand(Path(paths[0])) if paths else None
     tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
-    folders = [folder for folder in (*locations[:1], hf_files) if folder and folder.is_dir()]
+    folders = [folder for folder in (location, hf_files) if folder is not None and folder.is_dir()]
     dtype = options.dtype or _default_dtype(stored.config.precision.compute)
     config = inference_config(stored.config, dtype)
     source = ModelSource(

@@ -107,9 +107,10 @@ def encode_prompts(
     encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
     ids: dict[int, Ids] = {}
     for index, prompt in present.items():
-        array = np.asarray(prompt)
         if index in encoded:
             array = np.asarray([*prefix, *encoded[index].tolist()])
+        else:
+            array = np.asarray(prompt)
         if problem := limits.problem(array):
             raise GenerationError(f"{name(index)} {problem}")
         ids[index] = array.astype(np.int32)

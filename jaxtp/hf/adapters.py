@@ -121,7 +121,7 @@ def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
 
 
 def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variable]]:
-    """Yields the variables by path, without adapters, each kernel merged just before."""
+    """Yields the variables by path, without adapters; each kernel is merged when it is yielded."""
     factors = factors_by_kernel(model)
     for path, variable in named_variables(nnx.state(model)).items():
         if path in factors:

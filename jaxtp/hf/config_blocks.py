@@ -316,7 +316,7 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
 
 
 def _are_of_type(name: str, types: object, layer_type: str, other: str, count: int) -> list[bool]:
-    """Returns which layers are of a type; raises unless `types` has that or the other for each."""
+    """Returns which layers have `layer_type`; raises if any has neither it nor `other`."""
     if (
         isinstance(types, list)
         and len(types) == count

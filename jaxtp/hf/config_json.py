@@ -4,7 +4,6 @@ A round trip decides whether a family can represent a model.
 """
 
 import dataclasses
-import difflib
 import shlex
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jaxtp.config.hints import closest
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import differences, to_plain, validate
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
@@ -293,8 +293,8 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
                 "cannot be ignored"
             )
         elif name not in attributes:
-            close = difflib.get_close_matches(name, attributes, n=1)
-            hint = f"; did you mean {truncate(close[0])}?" if close else ""
+            close = closest(name, attributes)
+            hint = f"; did you mean {truncate(close)}?" if close else ""
             yield f"--ignore-config {truncate(name)}: there is no such attribute{hint}"
     yield from (problem for _, problem in _misfits(attributes, family, ignored))
     if attributes.get("architectures") not in (None, [family.architecture]):

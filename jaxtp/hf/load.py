@@ -1,7 +1,6 @@
 """Loads a Hugging Face folder onto a mesh; reads each device's shard directly."""
 
 import dataclasses
-import difflib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from jaxtp.checkpoint.logical import (
     select_paths,
 )
 from jaxtp.config.entry import say
+from jaxtp.config.hints import closest
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, StoredTensor, StoredTensors
@@ -101,8 +101,8 @@ def import_config(
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
     unknown = [name for name in overrides if not hasattr(config, name)]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], vars(config), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        close = closest(unknown[0], vars(config))
+        hint = f"; did you mean {close}?" if close else ""
         raise HFError(f"{', '.join(unknown)}: no field of ModelConfig{hint}")
     if "lora" in overrides:
         raise HFError(

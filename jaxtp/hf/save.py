@@ -392,13 +392,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
     It is renamed to `path` (new or empty) on success and deleted on failure.
     """
-    partial_folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    partial_folder = None
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise HFError(f"{path} already exists; name a new folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         # Not by `mkdtemp`, whose folder is private: this one has the mode that the user's umask
         # gives.
+        partial_folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         partial_folder.mkdir()
         yield partial_folder
         partial_folder.rename(path)
@@ -406,7 +407,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     except OSError as error:
         raise HFError(f"{path}: {error.strerror}") from None
     finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        if partial_folder is not None:
+            shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def json_bytes(value: Attributes) -> bytes:

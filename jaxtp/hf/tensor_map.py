@@ -18,7 +18,7 @@ from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, StoredTensors
 from jaxtp.hf.wrapper import HEAD as HEAD
 from jaxtp.hf.wrapper import TABLE as TABLE
 from jaxtp.hf.wrapper import full_names as full_names
-from jaxtp.hf.wrapper import layer_number
+from jaxtp.hf.wrapper import layer_pattern
 from jaxtp.hf.wrapper import name_of as name_of
 from jaxtp.layers.parameter import DType, logical_shape
 from jaxtp.models.block import BlockConfig
@@ -287,7 +287,7 @@ def _check_counts(stored: StoredTensors, config: ModelConfig, family: Family) ->
 
     Experts are counted if they are separate; shapes show stacked ones.
     """
-    layers = {layer_number(name, family) for name in stored}
+    layers = {int(match[1]) for match in filter(None, map(layer_pattern(family).match, stored))}
     _check_count("num_hidden_layers", config.num_layers, "layers", layers, len(stored))
     matches = filter(None, map(_EXPERT.search, stored))
     experts = {int(match[0]) for match in matches}
@@ -297,13 +297,12 @@ def _check_counts(stored: StoredTensors, config: ModelConfig, family: Family) ->
 
 
 def _check_count(
-    attribute: str, count: int, kind: str, numbers: Set[int | None], num_tensors: int
+    attribute: str, count: int, kind: str, numbers: Set[int], num_tensors: int
 ) -> None:
-    present = [number for number in numbers if number is not None]
-    if count == max(present, default=-1) + 1 and count <= num_tensors:
+    if count == max(numbers, default=-1) + 1 and count <= num_tensors:
         return
-    last = f", up to number {max(present)}" if present else ""
-    raise HFError(f"{attribute} = {count}, and the file has tensors of {len(present)} {kind}{last}")
+    last = f", up to number {max(numbers)}" if numbers else ""
+    raise HFError(f"{attribute} = {count}, and the file has tensors of {len(numbers)} {kind}{last}")
 
 
 def general_names(stored: Iterable[str]) -> dict[str, str]:

@@ -111,16 +111,14 @@ def name_of(path: str, family: Family) -> str:
     return next(tensor.name for tensor in family.tensors if tensor.path == path)
 
 
-def layer_number(name: str, family: Family) -> int | None:
-    """Returns the number of the layer in a tensor's full name, if any."""
+def layer_pattern(family: Family) -> re.Pattern[str]:
+    """Returns the pattern that full names of layers' tensors begin with; it captures the number."""
     in_layer = next(tensor.name for tensor in family.tensors if LAYER in tensor.name)
-    prefix = in_layer.partition(LAYER)[0]
-    match = re.match(rf"{re.escape(prefix)}(\d{{1,9}})\.", name)
-    return None if match is None else int(match[1])
+    return re.compile(rf"{re.escape(in_layer.partition(LAYER)[0])}(\d{{1,9}})\.")
 
 
 def _prefixes(stored: StoredTensors) -> tuple[str, str]:
-    """Returns the one of `TEXT_PREFIXES` that the text model's names have."""
+    """Returns the entry of `TEXT_PREFIXES` that matches the text model's names."""
     examples: dict[tuple[str, str], str] = {}
     for name in stored:
         for prefixes in TEXT_PREFIXES:
@@ -143,7 +141,7 @@ def _unwrapped(name: str, prefix: str, head_prefix: str, family: Family) -> str:
 
 
 def _is_other(name: str, full_name: str, family: Family, num_layers: int | None) -> bool:
-    """Returns whether a tensor is not of the text model, or of a prediction head."""
+    """Returns whether a tensor is outside the text model or belongs to a prediction head."""
     outside = () if family.wrapper is None else family.wrapper.other_tensors
     if name == full_name and name.removeprefix("model.").startswith(outside):
         return True
@@ -151,8 +149,8 @@ def _is_other(name: str, full_name: str, family: Family, num_layers: int | None)
         return True
     if not family.later_layers or num_layers is None:
         return False
-    layer = layer_number(full_name, family)
-    return layer is not None and layer >= num_layers
+    match = layer_pattern(family).match(full_name)
+    return match is not None and int(match[1]) >= num_layers
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ class Whole:
 
     @property
     def other_tensors(self) -> StoredTensors:
-        """StoredTensors that an export copies, by their names in the folder."""
+        """Tensors that an export copies, by their names in the folder."""
         text = {tensor.name for tensor in self.text.values()}
         return {name: tensor for name, tensor in self.folder.tensors.items() if name not in text}
 

@@ -292,7 +292,7 @@ def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tu
         return states, written, (states, written)
 
     initial = new.first(state) if new.continued else None  # [b, Hv, K, V]
-    # The rule returns what its scan does in place of the final state: for each chunk the state
+    # `delta_rule` returns the third result of its scan. Here this is, for each chunk, the state
     # before it, [b, Hv, chunks, K, V], and the values that its tokens write, [b, Hv, chunks, c, V].
     y, (states, written) = delta_rule(tokens, initial, scan=scan_and_keep)
     has_tokens, sequence, last = new.ends(len(state))  # [R]
@@ -320,11 +320,10 @@ def _decayed_to_end(
     def take(x: Array) -> Array:
         return x.at[sequence[:, None], index].get(mode="fill", fill_value=-1)  # [R, c, ...]
 
-    starts = new.positions == 0
     rows = take(jnp.asarray(new.rows))
     k = take(tokens.k)  # [R, c, Hk, K]
     log_decay = take(tokens.log_decay)  # [R, c, Hv]
-    starts = take(starts)
+    starts = take(new.positions == 0)
     is_in_row = rows == jnp.arange(len(rows))[:, None]
     log_decay = jnp.where(is_in_row[..., None], log_decay, 0)
     following = jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))[:, 1:]

@@ -209,8 +209,16 @@ class ColumnParallelLinear(nnx.Module):
         kernels = []
         for i, dim in enumerate(self.features):
             shard = weights[f"kernels.{i}"]
-            layout = {"early": self.early_reduction, "tp_gather": _tp_gather(shard, dim)}
-            kernels.append(load_kernel(self.precision, self.matmul, shard, 0, STORAGE, **layout))
+            kernel = load_kernel(
+                self.precision,
+                self.matmul,
+                shard,
+                0,
+                STORAGE,
+                early=self.early_reduction,
+                tp_gather=_tp_gather(shard, dim),
+            )
+            kernels.append(kernel)
         return kernels
 
     def _load_adapters(self, weights: Weights) -> list[Array]:
@@ -222,7 +230,7 @@ class ColumnParallelLinear(nnx.Module):
             return list(outputs)
         # Whole gradients are quantised, not summands of devices that share a head.
         groups = [dim.shared_by(axis_size(TP)) for dim in self.features]
-        return list(map(average_gradient, outputs, groups))
+        return [average_gradient(y, group) for y, group in zip(outputs, groups, strict=True)]
 
     def _add_biases(self, outputs: list[Array], weights: Weights) -> list[Array]:
         for i in range(len(self.biases)):

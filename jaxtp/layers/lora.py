@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.collectives import PROJECTED
 from jaxtp.config.affects import SHORT_HELP, STEP
+from jaxtp.config.hints import dotted
 from jaxtp.config.schema import FromPath, Positive, Rank
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.parameter import (
@@ -163,9 +164,7 @@ def store_in_float8(module: nnx.Module, kernels: Iterable[str]) -> None:
 
 def float8_kernels(state: nnx.State) -> set[str]:
     """Returns the dotted paths of kernels that a state has in 8 bits."""
-    return {
-        ".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(state) if path[-1] == "bits"
-    }
+    return {dotted(path[:-1]) for path, _ in nnx.to_flat_state(state) if path[-1] == "bits"}
 
 
 def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:

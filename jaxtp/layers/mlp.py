@@ -127,7 +127,7 @@ class MLP(PositionwiseBranch):
     def has_ring(self, tp: int, *, split: bool) -> bool:
         """Returns whether `ring_mlp` can compute the layer.
 
-        It supports no adapters, biases, xielu and products in 8 bits.
+        The ring does not support adapters, biases, xielu or products in 8 bits.
         """
         columns = self.columns
         down = self.down

@@ -295,7 +295,10 @@ def _mlp_backward(
     def add_kernel_gradients(
         sending: Array | None, sums: list[Array], grad_y: Array, *operands: Array
     ) -> tuple[Array, list[Array], Array]:
-        """Returns what arrived, the sums, and `grad_y`, which waits: operands of sums are freed."""
+        """Returns what arrived, the sums, and `grad_y`.
+
+        `grad_y` waits for the sums, so that their operands are freed before its product.
+        """
         arrived, sums, grad_y, features, x, grad = _begin_turn(sending, sums, grad_y, *operands)
         pairs = ((x, grad_y), (features, grad))
         sums = _plus_each(sums, [_kernel_gradient(*pairs[i]) for i in trained])
@@ -350,14 +353,13 @@ def _part(x: V, start: Array, size: int) -> V:
 
 def _in_order(results_by_turn: Sequence[Sequence[Array]]) -> list[Array]:
     """Returns whole arrays `[b, T, ...]` of the results that a ring computed in each turn."""
-    size = axis_size(TP)
     # In reverse, the turns of device d are the parts d + 1, d + 2, ..., d.
-    turned = [
-        jnp.concatenate(parts[::-1], SEQUENCE_DIM) for parts in zip(*results_by_turn, strict=True)
-    ]
-    return [
-        jnp.roll(y, _part_start(-1, y.shape[SEQUENCE_DIM] // size), SEQUENCE_DIM) for y in turned
-    ]
+    whole = []
+    for parts in zip(*results_by_turn, strict=True):
+        size = parts[0].shape[SEQUENCE_DIM]
+        y = jnp.concatenate(parts[::-1], SEQUENCE_DIM)
+        whole.append(jnp.roll(y, _part_start(-1, size), SEQUENCE_DIM))
+    return whole
 
 
 def _as_one_factor(values: Sequence[Value], dim: int) -> Sequence[Value]:

@@ -247,7 +247,7 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
         specs[name] = spec_of(variable)
     for name in list(weights):
         kernel, _, field = name.rpartition(".")
-        if field == "bits":
+        if kernel and field == "bits":
             for arrays in (weights, specs):
                 arrays[kernel] = Float8(arrays.pop(name), arrays.pop(f"{kernel}.scale"))  # type: ignore[arg-type, assignment]
     return weights, specs
@@ -310,7 +310,7 @@ def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> 
 
 
 def _replica_axes(param: Variable) -> tuple[str, ...]:
-    # A Flax layer has no such parameters: it sees global arrays.
+    # Flax layers see global arrays; only variables of `parameter` are loaded in a `device_view`.
     if not param.get_metadata().get(_LOADED):
         return ()
     split = set(chain.from_iterable(map(axes_of, spec_of(param))))

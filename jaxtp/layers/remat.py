@@ -61,7 +61,8 @@ _VIEWS = {
     "layout_constraint",
     "optimization_barrier",
 }
-# Primitive of `load_weight` for frozen weights; for others autodiff replaces it
+# Primitive of `load_weight` and `load_dequantised` for frozen weights; for others autodiff
+# replaces it
 _FROZEN = "custom_vjp_call"
 
 

@@ -62,7 +62,8 @@ class Gather:
         Kernels are this device's rows. Inputs are `[b, T, F_i/tp]`, the result `[b, T/tp, D]` or
         `[b, T, D]`.
         """
-        products = map(multiply, sequence_first(inputs, sequence_dim), kernels)
+        pairs = zip(sequence_first(inputs, sequence_dim), kernels, strict=True)
+        products = (multiply(x, w) for x, w in pairs)
         summand = sequence_first(reduce(operator.add, products), sequence_dim)
         return self._reduce(summand, sequence_dim)
 

@@ -1,6 +1,6 @@
 """A kind of decoder block: its settings, its projections that can have adapters, and its padding.
 
-Branches of a user's own add theirs by the methods of `BranchConfig`.
+A user's branches add theirs through the methods of `BranchConfig`.
 """
 
 from collections.abc import Iterable, Iterator

@@ -22,6 +22,7 @@ from pydantic import AfterValidator, Field
 from jaxtp.config.affects import ARCHITECTURE, COST, SHORT_HELP, STEP, ArgumentsOf, affects
 from jaxtp.config.hints import (
     Problem,
+    dotted,
     explained,
     matches,
     mesh_product,
@@ -235,7 +236,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def is_foreign(self) -> bool:
         """Whether `build` names a model that the other settings do not describe.
 
-        Also true for a Decoder of the user's that is not imported yet.
+        Also true for a user's Decoder that is not imported yet.
         """
         return self.build is not None and self.decoder is None
 
@@ -598,7 +599,7 @@ def _projections(config: ModelConfig, root: str, module: nnx.Module) -> Iterator
     experts = [path for path, layer in modules if isinstance(layer, MixtureOfExperts)]
     for path, layer in modules:
         projection = layer if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else None
-        full = ".".join(map(str, (root, *path)))
+        full = dotted((root, *path))
         obstacle: str | None = "not in matmul_layers"
         if projection is None and path not in experts:
             continue

@@ -368,11 +368,11 @@ class Decoder(EmbeddingAndHead):
         dropout_keys: Array | None = None,
         context: Context = "auto",
     ) -> tuple[Array, Array]:
-        """Returns the summed cross-entropy in nats and the number of labels that are not -100, as
-        float32 scalars.
+        """Returns the summed cross-entropy in nats and the number of labels that are not -100.
 
-        `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the
-        squared log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
+        Both are float32 scalars. `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100.
+        `z_loss` is the weight of the squared log-normaliser; `dropout_keys` `[B]` turn dropout on;
+        for the others see `__call__`.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
         terms, _ = self.loss_terms(
@@ -440,8 +440,8 @@ class Decoder(EmbeddingAndHead):
         """Returns the final, normalised hidden states `[B, T, D]`.
 
         Tokens are in the order of `Sequences.positions`, which over cp may differ from the batch's.
-        `sequences.local_tokens(labels)` gives
-        the labels of a loss the same order, and `sequences.natural(...)` restores the batch's.
+        `sequences.local_tokens(labels)` puts the labels of a loss in the same order, and
+        `sequences.natural(...)` restores the batch's.
         """
         return self.with_routing(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]
 

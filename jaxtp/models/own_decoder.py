@@ -132,7 +132,7 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
         other = _shapes(_abstract(lambda rngs: kind(model.config, rngs=rngs)))
     except TypeError as error:
         raise ConfigError(f"{config.build}: {call} fails: {error}. {rule}") from error
-    differing = sorted(dict(_shapes(model).items() ^ other.items()))
+    differing = sorted({path for path, _ in _shapes(model).items() ^ other.items()})
     if differing:
         raise ConfigError(f"{config.build} and {call} differ in {', '.join(differing[:3])}. {rule}")
     return settings

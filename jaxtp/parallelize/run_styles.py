@@ -202,11 +202,17 @@ def _attend(
     original: Callable[..., Any],
     module: nnx.Embed,
     /,
-    query: object,
-    **kwargs: object,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if current_mesh() is None:
-        return original(module, query, **kwargs)
+        return original(module, *args, **kwargs)
+    return _attend_on_mesh(cls, role, module, *args, **kwargs)
+
+
+def _attend_on_mesh(
+    cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs: object
+) -> Any:
     lookup = signature(module)
     if lookup is None or not _runs_on_shards(module, query, ATTEND, role):
         with _gathered_parameters(module, role):
@@ -353,7 +359,7 @@ class _CallPlan:
     name: str  # name in profiles and errors
     dims: Signature
     style: ResolvedStyle
-    has_copies: bool  # the input is `Copies`, of which each device reads its own
+    has_copies: bool  # the input is `Copies`, and each device reads its own copy
     input_spec: PartitionSpec
     stored_specs: Mapping[str, PartitionSpec]  # specs of the parameters
     gathers_in_body: bool  # else the parameters are gathered before the body

@@ -57,18 +57,21 @@ def validate_plan(
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     context: list[str] = []  # paths of `ContextParallel` modules
     stacks: dict[str, tuple[int, ...]] = {}
+    signatures: list[Signature | None] = []
     for info, (_, style) in zip(modules, assigned, strict=True):
         if isinstance(style, ContextParallel):
             context += info.paths
-        if dims := signature(info.module):
+        dims = signature(info.module)
+        signatures.append(dims)
+        if dims is not None:
             stacks[info.path] = _stacked_dims(info.module, dims)
     plans = []
-    for info, (pattern, style) in zip(modules, assigned, strict=True):
+    for info, (pattern, style), dims in zip(modules, assigned, signatures, strict=True):
         is_in_context = any(itertools.starmap(is_inside, itertools.product(info.paths, context)))
         role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
         stack = _nearest_stacked_dims(info.path, stacks)
         try:
-            plans.append(_plan_module(info, role, stack, sizes))
+            plans.append(_plan_module(info, role, dims, stack, sizes))
         except PlanError as error:
             where = f"{pattern!r}: " if pattern else ""
             raise PlanError(f"{where}{info.path!r} ({info.kind}) {error}") from None
@@ -121,10 +124,13 @@ def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tupl
 
 
 def _plan_module(
-    info: ModuleInfo, role: Role, stack: tuple[int, ...], sizes: Mapping[str, int]
+    info: ModuleInfo,
+    role: Role,
+    dims: Signature | None,
+    stack: tuple[int, ...],
+    sizes: Mapping[str, int],
 ) -> ModulePlan:
     style = role.style
-    dims = signature(info.module)
     is_called = has_method(original_class(info.module), "__call__")
     if role_of(info.module) is not None:
         raise PlanError("is parallel already; pass the original model to parallelize, and one plan")

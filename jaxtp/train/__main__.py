@@ -25,7 +25,7 @@ from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture
-from jaxtp.config.schema import Switch, UserPath, to_plain
+from jaxtp.config.schema import OptionalFile, Switch, UserPath, to_plain
 from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
 from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.environment import is_launched
@@ -49,7 +49,7 @@ in --run.dir, on any mesh.
 class RunCommand(TrainConfig):
     """A run's configuration, its output, and the files written at its end."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for the last numbers of the run and its configuration, written at its end."""
 
     plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None

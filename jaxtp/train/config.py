@@ -3,7 +3,6 @@
 The defaults are `configs/tiny.yaml`. `validation.py` checks it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,7 +36,7 @@ from jaxtp.config.schema import (
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
 from jaxtp.layers.sequence_parallel import Context
-from jaxtp.mesh import AXES
+from jaxtp.mesh import AXES, Sizes
 from jaxtp.models.config import BlockChanges, Changes, ModelConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
@@ -66,9 +65,6 @@ class RunConfig:
     init_from: UserPath | None = None
     """Folder of another run of the same model, whose newest checkpoint has the weights that a new
     run starts from."""
-
-
-Sizes = Mapping[str, int]  # Devices along each axis of a mesh
 
 
 @dataclass(frozen=True, kw_only=True)

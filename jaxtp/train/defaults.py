@@ -42,17 +42,19 @@ from jaxtp.mesh import (
     REPLICAS,
     TP,
     MeshError,
+    Sizes,
     batch_parts,
     check_sizes,
     describe_mesh,
     fitting_meshes,
+    fixed_devices,
     is_number_configured,
     mesh_shape,
     parts,
     resolve_sizes,
 )
 from jaxtp.models.config import padded_sizes
-from jaxtp.train.config import Sizes, TrainConfig
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
 from jaxtp.train.run_data import load_tokens
 from jaxtp.train.setup import progress, with_steps
@@ -184,7 +186,7 @@ class _Defaults(Generic[AnyConfig]):
         self.lines: list[str] = []
 
     def choose(self, name: str, value: object, reason: str = "") -> None:
-        """Sets a setting, unless the user set a part of it, or brings a part that replaces it."""
+        """Sets a setting, unless the user set any of it, or the task replaces it."""
         is_explicit = any(f"{setting}.".startswith(f"{name}.") for setting in self.explicit)
         if not is_explicit and not is_replaced(self.config, name):
             self.override(name, value, reason)
@@ -322,7 +324,7 @@ def probe_devices(mesh: Sizes) -> DeviceInfo:
     Raises:
       MeshError: more devices than the machine can have.
     """
-    requested = math.prod(size for size in mesh.values() if size != -1)
+    requested = fixed_devices(mesh)
     request_virtual_devices(requested)
     first = jax.devices()[0]
     is_cpu = first.platform == "cpu"

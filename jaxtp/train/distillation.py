@@ -28,8 +28,8 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.user_loss import Example
 
 MIN_PROBABILITY = 1e-6
-"""Below this probability of all other tokens, float32 cannot tell it from rounding errors, and its
-logarithm is continued linearly."""
+"""If all other tokens have less probability than this, float32 cannot tell it from rounding errors,
+so its logarithm is extended linearly."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Problem:
+class KnownProblem:
     """A range of bad versions of a package."""
 
     packages: tuple[str, ...]
@@ -41,7 +41,7 @@ class Problem:
 
 
 TABLE = (
-    Problem(
+    KnownProblem(
         packages=("jax",),
         first=(0, 11, 0),
         fixed=(0, 11, 2),
@@ -49,7 +49,7 @@ TABLE = (
         effect="operations outside of jit give wrong numbers on this GPU; 0.10.2 is right",
         thread="https://github.com/jax-ml/jax/issues/40633",
     ),
-    Problem(
+    KnownProblem(
         packages=_NCCL,
         first=(2, 30, 7),
         fixed=(2, 30, 8),
@@ -57,7 +57,7 @@ TABLE = (
         effect="transfers between processes can hang; 2.31.2 passes where it hangs",
         thread="https://github.com/NVIDIA/jaxpp/issues/11",
     ),
-    Problem(
+    KnownProblem(
         packages=_CUDNN[:1],
         first=(0,),
         # 9.13 was the newest version at the report; the first version that works is unknown.
@@ -67,7 +67,7 @@ TABLE = (
         "--model.attention fused",
         thread="https://github.com/jax-ml/jax/issues/32430",
     ),
-    Problem(
+    KnownProblem(
         packages=_CUDNN,
         first=(0,),
         fixed=(9, 11),
@@ -76,7 +76,7 @@ TABLE = (
         "--model.attention fused",
         thread="https://github.com/jax-ml/jax/pull/30242",
     ),
-    Problem(
+    KnownProblem(
         packages=_CUDNN,
         first=(0,),
         fixed=(9, 25),
@@ -114,7 +114,7 @@ def version_warnings() -> list[str]:
 def known_problems(
     installed_versions: Mapping[str, str], kind: str, architecture: str
 ) -> Iterator[str]:
-    """Yields a warning for each bad version on a device; see `Problem.devices`."""
+    """Yields a warning for each bad version on a device; see `KnownProblem.devices`."""
     for problem in TABLE:
         for package in problem.packages:
             installed = installed_versions.get(package)

@@ -1,4 +1,4 @@
-"""Memory of a training step per device: exact for the state, a model of all other memory.
+"""Memory of a training step per device: exact for the state, modeled for all other memory.
 
 A step peaks in the last block's backward pass, in the loss, or with muon in the update. Activations
 and workspace (`analysis/layer_costs.py`) follow XLA's compiler for H100s
@@ -19,9 +19,9 @@ from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
 from jaxtp.layers.kernels.select import KernelChoice
 from jaxtp.layers.parameter import Padding, padding_of
-from jaxtp.mesh import STORAGE, TP, batch_parts, parts
+from jaxtp.mesh import STORAGE, TP, Sizes, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import Sizes, TrainConfig
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import TrainState
 
 MODEL = "model."
@@ -157,12 +157,14 @@ def memory_per_device(
         if not array.trained:
             continue
         gradients += size
-        sum_dtype = config.model.precision.sum_dtype(array.dtype)
+        is_returned = True
         if accumulates:
+            sum_dtype = config.model.precision.sum_dtype(array.dtype)
             sums += array.bytes_per_device(sizes, sum_dtype)
-        # With accumulation, the backward pass adds gradients to sums of the same dtype block by
-        # block (`step.py`). It returns all other gradients.
-        if array.name.startswith(BLOCKS) and not (accumulates and sum_dtype == array.dtype):
+            # The backward pass adds gradients to sums of the same dtype block by block
+            # (`step.py`). It returns all other gradients.
+            is_returned = sum_dtype != array.dtype
+        if is_returned and array.name.startswith(BLOCKS):
             block_gradients += size
     # Inputs, labels and, for packed documents, segment ids
     inputs = 3 if config.data.packed else 2

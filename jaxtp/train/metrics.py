@@ -146,7 +146,7 @@ class Timing:
 
 
 class MeanLoss:
-    """Mean loss per token since the last record; `sums` come from a checkpoint."""
+    """Mean loss per token since the last record; a checkpoint's `sums` continue it."""
 
     def __init__(self, sums: Sequence[float] = ()):
         # Summed loss, and number of tokens
@@ -179,9 +179,11 @@ class _TensorBoard:
         self.close = self._writer.close
 
     def write(self, step: int, values: Record) -> None:
-        summary = Summary()
+        tags = {}
         for name, value in values.items():
-            tag = re.sub(r"[^-/\w.]", "_", name).lstrip("/")
+            tags[re.sub(r"[^-/\w.]", "_", name).lstrip("/")] = value
+        summary = Summary()
+        for tag, value in tags.items():
             summary.value.add(tag=tag, simple_value=value)
         self._add(step, summary=summary)
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
@@ -259,8 +261,8 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
     "wandb": _WeightsAndBiases,
     "aim": _Aim,
 }
-"""Trackers by the name of their setting (`MetricsConfig.trackers`), package and extra. The second
-argument is the first step that is logged."""
+"""Trackers by name: a value of `MetricsConfig.trackers`, a package, and an extra of jaxtp. The
+second argument is the first step that is logged."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -419,9 +421,9 @@ def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str 
     records = {run: _by_step(read_metrics(run)) for run in runs}
     # The names of all metrics, in the order of their first record
     names = list(dict.fromkeys(chain(*chain(*records.values()))))
-    missing = {x, *metrics} - {*names, *CURVES}
-    if missing:
-        raise ConfigError(f"no run has {min(missing)!r}; there are {', '.join(sorted(names))}")
+    for name in (x, *metrics):
+        if name not in names and name not in CURVES:
+            raise ConfigError(f"no run has {name!r}; there are {', '.join(sorted(names))}")
     panels: dict[str, list[_Curve]] = {}
     for metric in metrics or _default_metrics(names):
         curves = [_curve(run, steps, metric, x) for run, steps in records.items()]

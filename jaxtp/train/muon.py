@@ -31,8 +31,7 @@ from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.checkpoint.logical import Arrays, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
 from jaxtp.layers.parameter import Padding, Variable, logical_shape, pad, padding_of, spec_of, unpad
-from jaxtp.mesh import TP, current_mesh, mesh_sizes, parts
-from jaxtp.train.config import Sizes
+from jaxtp.mesh import TP, Sizes, current_mesh, mesh_sizes, parts
 from jaxtp.train.state import OPTIMIZER_SCOPE
 
 MUON = "muon"

@@ -141,8 +141,9 @@ class Stragglers:
         memory = [memory_record(device) for device in self._devices]
         names = sorted(memory[0])
         if not is_multiprocess() and self._seconds is None:
+            record = dict(record)
             for name in names:
-                record = record | {name: max(used[name] for used in memory)}
+                record[name] = max(used[name] for used in memory)
             return record
         times = [1.0] * len(self._devices)
         if self._seconds is not None:

@@ -21,7 +21,8 @@ from jaxtp.config.entry import FILES, UserError
 from jaxtp.config.files import mark_as_own, open_directly, write_atomically
 from jaxtp.config.python_object import named_code
 from jaxtp.distributed.agreement import raise_everywhere
-from jaxtp.train.config import Sizes, TrainConfig
+from jaxtp.mesh import Sizes
+from jaxtp.train.config import TrainConfig
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"

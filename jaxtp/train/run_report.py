@@ -21,15 +21,25 @@ from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.layers.sequence_parallel import is_split
-from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
+from jaxtp.mesh import (
+    BATCH,
+    CP,
+    SEQUENCE,
+    TP,
+    Sizes,
+    axes_of,
+    batch_parts,
+    describe_mesh,
+    mesh_sizes,
+)
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
-from jaxtp.train.config import LoopConfig, Sizes, TrainConfig
+from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
 
-_MAX_KINDS_OF_HEADS = 4  # that the summary lists
+_MAX_KINDS_OF_HEADS = 4  # Maximum number of kinds of heads that the summary lists
 _AROUND_METRICS = 60  # Characters of a bar without its text: the step, the bar and the time left
 
 

@@ -313,10 +313,10 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
 
         problem_of = partial(_kernel_problem, use=use, heads=heads, where=device.device_kind)
         with jax.default_device(device):
-            problem = problem_of(preferred)
-            if problem is not None:
+            failure = problem_of(preferred)
+            if failure is not None:
                 other = "xla" if preferred.name == "blockwise" else "blockwise"
-                raise ConfigError(f"model.attention: {problem}; try --model.attention {other}")
+                raise ConfigError(f"model.attention: {failure}; try --model.attention {other}")
             working = [kernel for kernel in alternatives if problem_of(kernel) is None]
             timed = [preferred, *working] if working else []
             times.append({kernel.name: kernel_seconds(kernel, use, heads) for kernel in timed})

@@ -77,7 +77,7 @@ class Scalars:
 
 
 TrainStep = Callable[..., tuple[Any, "StepOutput"]]
-"""A state and a batch to the next state and the step's output."""
+"""Maps a state and a batch to the next state and the step's output."""
 
 Norm = Callable[[Sequence[Variable]], Array]
 NORM = "norm"  # Name in profiles of the sum of squares over devices
@@ -197,11 +197,14 @@ def make_train_step(
         scalars = Scalars.of(_with_loss(metrics, loss, terms, rate), stop)
         return new, StepOutput(scalars, checksums, choices, grads if with_grads else None)
 
+    replicated: Any = _replicated(blueprint)
+    grads = nnx.filter_state(blueprint.shardings["model"], nnx.Param) if with_grads else None
     # The compiler chooses the shardings of the choices.
-    output: Any = StepOutput(_replicated(blueprint), _replicated(blueprint), None)  # type: ignore[arg-type]
-    if with_grads:
-        output = replace(output, grads=nnx.filter_state(blueprint.shardings["model"], nnx.Param))
-    return jax.jit(step, donate_argnums=0, out_shardings=(blueprint.shardings, output))
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        out_shardings=(blueprint.shardings, StepOutput(replicated, replicated, None, grads)),
+    )
 
 
 def on_leaves(step: Wrapped, blueprint: Blueprint, tree: PyTreeDef) -> Wrapped:

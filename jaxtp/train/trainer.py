@@ -596,7 +596,8 @@ class Trainer:
         self._run.checkpoints.confirm()
         self._stopping.read(output.scalars.flag)
         self._timing.tick()
-        if self._verifier is not None and output.checksums is not None:
+        if self._verifier is not None:
+            assert output.checksums is not None
             self._verify(self._verifier, step, output.checksums)
         skipped = int(values.pop("skipped"))
         weight = values.pop("loss_tokens")

@@ -227,7 +227,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
         reads_weights = trace.reads(1 + sorted(batch).index(WEIGHTS))
     return Traits(
         reads_weights,
-        _changes(trace, model),
+        _changes(trace),
         trace.metrics,
         _depends(trace.jaxpr, trace.jaxpr.outvars, trace.jaxpr.invars[0]),
         _warning(trace.results),
@@ -243,11 +243,17 @@ class _Trace:
     """
 
     jaxpr: Any
-    # Number of variables and parameters
-    num_state: int
+    # Variables and parameters before the call
+    state: nnx.State
+    params: nnx.State
     metrics: tuple[str, ...]
     # The sum and the weight that the loss returned
     results: tuple[object, ...]
+
+    @property
+    def num_state(self) -> int:
+        """Number of variables and parameters."""
+        return len(jax.tree.leaves([self.state, self.params]))
 
     def reads(self, index: int) -> bool:
         """Whether the terms depend on an input."""
@@ -288,13 +294,14 @@ def _trace(
 
     arguments = (jax.random.key(0), list(weights), dict(batch), state, params)
     jaxpr = jax.make_jaxpr(run)(*arguments).jaxpr
-    return _Trace(jaxpr, len(jax.tree.leaves([state, params])), metrics, results)
+    return _Trace(jaxpr, state, params, metrics, results)
 
 
-def _changes(trace: _Trace, model: nnx.Module) -> tuple[str, ...]:
+def _changes(trace: _Trace) -> tuple[str, ...]:
     # Returns the variables that the loss changes; raises ConfigError if it may not change them.
-    params = by_dotted_path(nnx.to_flat_state(nnx.state(model, nnx.Param)))
-    variables = by_dotted_path(nnx.to_flat_state(nnx.state(model, STATEFUL))) | params
+    params = nnx.to_flat_state(trace.params)
+    variables = by_dotted_path([*nnx.to_flat_state(trace.state), *params])
+    names_of_params = by_dotted_path(params)
     names: list[str] = []
     for name, variable in variables.items():
         names += [name] * len(jax.tree.leaves(variable))
@@ -306,7 +313,7 @@ def _changes(trace: _Trace, model: nnx.Module) -> tuple[str, ...]:
         after = _origin(output, producers)
         if after is before:
             continue
-        if name in params:
+        if name in names_of_params:
             raise ConfigError(
                 f"the loss assigns the parameter {name}, which only the optimizer changes; make it "
                 "another nnx.Variable"
@@ -348,8 +355,8 @@ def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:
 
 
 def _depends(jaxpr: Any, outputs: list[Any], variable: Any) -> bool:
-    # Whether the outputs depend on a variable of the jaxpr. Literals, which have a value, are no
-    # variables.
+    # Whether the outputs depend on a variable of the jaxpr. Literals, which have a `val`, are
+    # not variables.
     needed = {var for var in outputs if not hasattr(var, "val")}
     for equation in reversed(jaxpr.eqns):
         if not needed.isdisjoint(equation.outvars):

@@ -12,12 +12,20 @@ from jax import Array
 
 from jaxtp.analysis.collective import ALL_GATHER
 from jaxtp.analysis.work import Work, work_of
-from jaxtp.mesh import STORAGE, abstract_mesh, as_current, batch_parts, mesh_shape, mesh_sizes
+from jaxtp.mesh import (
+    STORAGE,
+    Sizes,
+    abstract_mesh,
+    as_current,
+    batch_parts,
+    mesh_shape,
+    mesh_sizes,
+)
 from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder
 from jaxtp.parallelize.parallelize import abstract_model
 from jaxtp.train import user_loss
-from jaxtp.train.config import Sizes, TrainConfig
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
 from jaxtp.train.state import Blueprint, rng_state, shard_bytes
 from jaxtp.train.task import Loss, Shapes, Task

@@ -30,6 +30,7 @@ from jaxtp.mesh import (
     CP,
     SEQUENCE,
     TP,
+    Sizes,
     batch_parts,
     check_sizes,
     describe_mesh,
@@ -38,7 +39,7 @@ from jaxtp.mesh import (
 )
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
-from jaxtp.train.config import LoopConfig, Sizes, TrainConfig
+from jaxtp.train.config import LoopConfig, TrainConfig
 
 
 def check(

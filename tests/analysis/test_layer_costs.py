@@ -188,7 +188,7 @@ def test_flops_of_kernels_are_read_from_the_traced_program(name):
 
 def test_equal_blocks_are_priced_once(monkeypatch):
     windows = ({"sliding_window": 4}, {"sliding_window": 4}, {})
-    config = dataclasses.replace(MODEL, num_layers=6, pattern=windows)
+    config = replace(MODEL, num_layers=6, pattern=windows)
     priced = []
     block_costs = costs.block_costs
     monkeypatch.setattr(

@@ -229,6 +229,11 @@ def test_only_settings_and_losses_of_the_package_are_public():
     assert [name for name in (*PUBLIC, *NOT_PUBLIC) if is_public(name)] == list(PUBLIC)
 
 
+def test_a_folder_of_code_is_not_public_whatever_its_name(folder, capsys):
+    assert run("evaluate", write(folder / "mine.yaml", {"cache": "jaxtp:DPO"})) == 2
+    assert "--cache jaxtp:DPO" in capsys.readouterr().err
+
+
 def test_every_setting_that_names_a_part_of_a_run_is_marked():
     known = settings_of(TrainConfig)
     assert sorted(name for name, setting in known.items() if setting.runs_code) == REFERENCES

@@ -386,7 +386,9 @@ def test_a_micro_batch_is_the_same_rows_on_every_mesh(sizes, micro_batches, name
     micro = np.asarray(batch["x"]).reshape(devices, micro_batches, -1).swapaxes(0, 1)
     np.testing.assert_array_equal(micro.reshape(-1), expected["x"])
     assert (position.step, position.sample) == (1, B)
-    assert batch["x"].sharding == split(source.shapes, mesh)["x"].sharding
+    spec = split(source.shapes, mesh)["x"]
+    assert batch["x"].sharding == spec.sharding
+    assert (batch["x"].shape, batch["x"].dtype) == (spec.shape, spec.dtype)
 
 
 def test_rows_that_do_not_divide_are_an_error():

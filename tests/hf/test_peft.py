@@ -136,13 +136,13 @@ KINDS = {  # ranks, attributes, the begin of each note, and a mesh
         {"cp": 2, "fsdp": 2},
     ),
     "some layers": (
-        everywhere("v_proj", "o_proj", layers=[0, 2]),
+        everywhere("v_proj", "o_proj", "down_proj", layers=[0, 2]),
         {
-            "target_modules": ["v_proj", "o_proj"],
+            "target_modules": ["v_proj", "o_proj", "down_proj"],
             "layers_to_transform": [0, 2],
             "lora_dropout": 0.1,
         },
-        ["lora_dropout = 0.1 is not applied", "4 of 6 modules"],
+        ["lora_dropout = 0.1 is not applied", "6 of 9 modules"],
         {"tp": 2},
     ),
     "some excluded": (

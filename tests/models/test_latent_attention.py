@@ -5,9 +5,8 @@ every gradient.
 from functools import cache
 
 import deltas
-import pytest
 from packed_reference import D, V, loss_and_gradients, loss_and_gradients_on
-from support import assert_close, decoder, random_weights
+from support import assert_close, decoder, random_weights, swept
 from tables import read_table
 from variants import variant, variants
 
@@ -28,8 +27,7 @@ def weights_and_expected(name):
     return weights, loss_and_gradients(weights, CONFIGS[name])
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("case", CASES)
+@swept("case", CASES)
 def test_loss_and_gradients_equal_the_plain_mathematics(case):
     row = CASES[case]
     weights, expected = weights_and_expected(row["model"])

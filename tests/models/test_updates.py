@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import deltas
-import pytest
-from support import sizes_of
+from support import sizes_of, swept
 from tables import read_table
 from variants import small_model, variant
 
@@ -34,8 +33,7 @@ def on_one_device(run):
     return REFERENCES[repr(run)]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", ROWS)
+@swept("name", ROWS)
 def test_three_updates_on_a_mesh_are_those_of_one_device(name):
     settings = dict(ROWS[name])
     mesh = settings.pop("mesh")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from support import use_mesh
 
 import jaxtp
 from jaxtp import Colwise, ContextParallel, Rowwise, SequenceParallel
@@ -90,6 +91,6 @@ class KeywordOnly(nnx.Module):
 def test_a_keyword_only_argument_stays_one(plan):
     x = jax.random.normal(jax.random.key(0), (4, 2, WIDTH))
     expected = KeywordOnly(nnx.Rngs(0))(x=x)
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    with use_mesh(fsdp=2, tp=2):
         model = jaxtp.parallelize(lambda: KeywordOnly(nnx.Rngs(0)), plan)
         assert jnp.array_equal(nnx.jit(lambda model, x: model(x=x))(model, x), expected)

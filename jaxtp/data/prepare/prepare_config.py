@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import Field
 
-from jaxtp.config.schema import ConfigError, Day, NonNegative, Switch, UserPath, allowed, to_plain
+from jaxtp.config.schema import (
+    ConfigError,
+    Day,
+    NonNegative,
+    OptionalFile,
+    OptionalFolder,
+    Switch,
+    UserPath,
+    allowed,
+    to_plain,
+)
 from jaxtp.data.prepare.readers import Fields
 
 Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
@@ -49,7 +59,7 @@ class PrepareConfig:
     them, and Hugging Face datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json
     file named here holds a list of objects, or an object in each line."""
 
-    out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    out: OptionalFolder = None
     """Folder for the dataset; after an interruption the same command resumes in it."""
 
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
@@ -110,7 +120,7 @@ class PrepareConfig:
     are messages too). Without a prompt, chosen and rejected are whole conversations that differ in
     the last message, or texts that start alike."""
 
-    template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    template: OptionalFile = None
     """Chat template for --messages, in Jinja; by default the one next to the tokenizer
     (chat_template.jinja, or in tokenizer_config.json)."""
 
@@ -156,10 +166,10 @@ class PrepareConfig:
     overwrite: Switch = False
     """Starts over if --out holds another dataset: deletes that dataset before reading anything."""
 
-    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    json: OptionalFile = None
     """JSON file for the content of dataset.json, or for the result of --verify."""
 
-    verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    verify: OptionalFolder = None
     """Dataset to compare with its checksums, instead of making one; exit code 1 if it is
     damaged."""
 
@@ -183,9 +193,12 @@ class PrepareConfig:
             return Fields(CHOSEN, optional=system, required=(self.prompt_field, REJECTED))
         if self.messages == "instruction":
             return Fields("output", "instruction", ("input", "system", "history"))
-        if self.messages == "conversations":
-            return Fields(self.messages, optional=("system",))
-        return Fields(self.messages or self.completion_field or self.field, self.prompt_field)
+        if self.messages is not None:
+            optional = ("system",) if self.messages == "conversations" else ()
+            return Fields(self.messages, optional=optional)
+        if self.completion_field is not None:
+            return Fields(self.completion_field, self.prompt_field)
+        return Fields(self.field)
 
 
 _MAY_CHANGE = {

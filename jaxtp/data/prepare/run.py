@@ -210,9 +210,10 @@ class _Preparation:
             self._state.skip(EMPTY_DOCUMENT)
             return
         prefix = self._prefix
-        first_ids = np.concatenate(ids)[: len(prefix)]
-        if self._config.special_tokens and np.array_equal(first_ids, prefix):
-            prefix = prefix[:0]  # the text spells it
+        if self._config.special_tokens:
+            first_ids = np.concatenate(ids)[: len(prefix)]
+            if np.array_equal(first_ids, prefix):
+                prefix = prefix[:0]  # the text spells it
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
         prompt = len(prefix) + len(ids[0]) if self._config.has_prompts else 0
         self._num_tokens += writer.append([prefix, *ids, self._end], prompt, size, may_end=may_end)

@@ -168,11 +168,10 @@ def _with_layout_of_pairs(config: PrepareConfig, source: Source) -> PrepareConfi
     has_messages = any(
         isinstance(row.get(name), list | dict) for name in config.fields.names_in(row)
     )
-    kind = "texts"
     if has_messages or config.template is not None:
         config = replace(config, messages=config.fields.text)
         check(config)
-        kind = "conversations"
+    kind = "texts" if config.messages is None else "conversations"
     layout = f"pairs of {kind}, 'chosen' and 'rejected'"
     _print_layout(layout, readers.first_keys(source), config)
     return config

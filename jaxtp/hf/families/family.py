@@ -171,7 +171,7 @@ TP_PLAN: dict[str, str] = {
 
 
 def plan_without(text: str, plan: Mapping[str, str] = TP_PLAN) -> dict[str, str]:
-    """Returns the rows of a plan whose modules have names without `text`."""
+    """Returns the rows of a plan for modules whose names do not contain `text`."""
     return {module: style for module, style in plan.items() if text not in module}
 
 
@@ -334,12 +334,12 @@ def block_tensors(
 
 
 def replace_all(tensors: Collection[Tensor], **changes: Any) -> Tensors:
-    """Returns the tensors with the same changes of each."""
+    """Returns the tensors, with the same changes made to each."""
     return tuple(replace(tensor, **changes) for tensor in tensors)
 
 
 def tensors_without(text: str, tensors: Collection[Tensor]) -> Tensors:
-    """Returns the tensors of parameters whose paths are without `text`."""
+    """Returns the tensors of parameters whose paths do not contain `text`."""
     return tuple(tensor for tensor in tensors if text not in tensor.path)
 
 

@@ -56,10 +56,10 @@ def place(
     token_bytes: int,
     kernel_bytes: int,
 ) -> Placement:
-    """Returns the part of each device, which has `tokens` tokens, of tp * `shards` devices.
+    """Returns a device's part, on tp * `shards` devices with `tokens` tokens each.
 
-    `token_bytes` is the size of an element of a token, and `kernel_bytes` what a training step
-    moves for an element of a kernel, in all.
+    `token_bytes` is the size of an element of a token, and `kernel_bytes` the bytes that a
+    training step moves for each element of a kernel.
     """
     over_tp = config.over_tp(tp)
     # Bytes for each of the D features of the model

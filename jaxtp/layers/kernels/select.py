@@ -288,8 +288,8 @@ def _xla(
     part: Part | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    has_jax = softcap is None and sinks is None and q.shape[3] == v.shape[3]
-    if has_jax and part is None:
+    jax_supports = softcap is None and sinks is None and q.shape[3] == v.shape[3]
+    if jax_supports and part is None:
         mask = None if segments_BT is None else segment_mask(segments_BT)
         reach = None if window is None else (window - 1, 0)
         return _jax_attention(
@@ -301,7 +301,7 @@ def _xla(
     sees_any = first <= last
     # A query without keys sees all of them, as a softmax over nothing would be NaN.
     visible = ((first <= index) & (index <= last)) | ~sees_any  # [b, T, S]
-    if has_jax:
+    if jax_supports:
         y = _jax_attention(q, k, v, mask=visible[:, None], scale=scale)
     else:
         keys_values = (k.swapaxes(1, 2), v.swapaxes(1, 2))

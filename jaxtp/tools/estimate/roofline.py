@@ -101,7 +101,7 @@ def step_time(
     communication = communication_seconds(hardware, sizes, costs.traffic)
     communication = {axes: work * seconds for axes, seconds in communication.items()}
     elementwise = sum(operation.bytes for operation in costs.elementwise)
-    # State and gradients are read and written; the second time gradients are read for their norm.
+    # The state is read and written. Gradients are read twice, once for their norm.
     moved = 2 * memory.state + 2 * memory.gradients
     if accumulation > 1:
         # Two gradients are read and one is written, in each micro-batch.

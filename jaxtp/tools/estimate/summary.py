@@ -179,12 +179,13 @@ def _range(low: float, high: float) -> str:
 
 
 def _proposed(setting: Setting, best: Setting, price: float | None) -> str:
-    # The cost is that of the run's tokens: with the change a step may have fewer.
+    # The cost is for all tokens of the run: with the change, a step may have fewer.
     cost = _cost(setting, best.tokens / setting.tokens, price)
     return f"{_beside(setting, best)}; {speed_range(setting)} tokens/s, {cost}"
 
 
 def _cost(setting: Setting, runs: float, price: float | None) -> str:
+    """Formats the device hours of `runs` times the steps of a setting, and their price."""
     low, high = (runs * hours for hours in device_hours(setting))
     hours = f"{_range(low, high)} {setting.target.hardware.name} hours"
     return hours if price is None else f"{hours}; cost {_range(low * price, high * price)}"

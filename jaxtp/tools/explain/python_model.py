@@ -69,7 +69,7 @@ class PythonModel:
 
 
 def has_settings(argv: Sequence[str]) -> bool:
-    """Returns whether a command line has settings of a run: `--config`, or `--model.build`."""
+    """Returns whether a command line has `--config` or a dotted flag such as `--model.build`."""
     return any(re.match(r"--(config(=|$)|[^=]*\.)", word) for word in argv)
 
 

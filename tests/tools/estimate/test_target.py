@@ -33,7 +33,10 @@ def missing():
         return str(error)
 
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+    pytest.mark.timeout(960),
+]
 
 
 @pytest.fixture(autouse=True)
