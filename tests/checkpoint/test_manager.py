@@ -245,6 +245,15 @@ def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file, monkeypatch
     assert not (tmp_path / "damaged").exists()
 
 
+def test_after_a_damaged_checkpoint_its_step_is_saved_again(tmp_path):
+    with save_steps(tmp_path / "checkpoints", 1, 2) as checkpoints:
+        (tmp_path / "checkpoints/2/info/metadata").unlink()
+        assert newest(checkpoints, lambda warning: None)[0] == 1
+        checkpoints.save(2, small_state(2), MESH, {"next_sample": 2})
+        checkpoints.wait()
+        assert newest(checkpoints)[0] == 2
+
+
 def test_a_damaged_checkpoint_that_cannot_be_moved_is_one_message(tmp_path):
     with save_steps(tmp_path / "checkpoints", 1, 2) as checkpoints:
         (tmp_path / "checkpoints/2/info/metadata").unlink()

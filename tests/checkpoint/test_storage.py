@@ -52,6 +52,22 @@ def test_a_restore_holds_little_more_than_what_it_reads(tmp_path):
     assert unbounded > bounded + 0.2, "else nothing shows that it is the bound"
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 7, 12])
+def test_the_chunks_of_a_part_are_counted_in_bytes(chunk):
+    """The part that overlaps the most chunks decides; at most one more is counted."""
+    stored = mock.Mock(shape=(12, 5), dtype=np.dtype(np.float32))
+    stored.storage.chunk_shape = (chunk, 5)
+    mesh = jaxtp.make_mesh(fsdp=4)
+    sharding = jax.NamedSharding(mesh, jax.P("fsdp"))
+    target = jax.ShapeDtypeStruct((12, 5), np.float32, sharding=sharding)
+    counts = []
+    for first in range(0, 12, 3):
+        rows = {row // chunk for row in range(first, first + 3)}
+        counts.append(len(rows) * chunk)
+    found = storage.bytes_to_read(stored, target) / (5 * 4)
+    assert min(12, max(counts)) <= found <= min(12, max(counts) + chunk)
+
+
 def test_the_largest_part_passes_any_limit(tmp_path, monkeypatch):
     """Orbax refuses what is not smaller than its limit."""
     monkeypatch.setattr(storage, "MAX_BYTES_IN_FLIGHT", 10)
