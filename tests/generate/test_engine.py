@@ -458,6 +458,7 @@ def test_an_update_gives_the_texts_of_the_new_weights():
     assert generator.speed.compile_seconds == 0
 
 
+@pytest.mark.wide
 def test_an_update_takes_other_weights_and_no_other_architecture_and_ends_no_stream():
     generator = SMALL.generator()
     with pytest.raises(GenerationError, match="num_layers=3, not 2"):

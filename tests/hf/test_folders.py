@@ -100,7 +100,7 @@ FLOAT32 = ("A_log", "linear_attn.norm.weight")
 """Tensors of Qwen 3.5 on the Hub that are float32 beside bfloat16."""
 
 
-@swept("wide", [FLOAT32, ()], FLOAT32)
+@swept("wide", [FLOAT32, ()])
 def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
     shutil.copytree(FOLDER / "qwen3_5_moe_mm", tmp_path / "source")
     tensors = {
@@ -160,6 +160,7 @@ def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
     assert_all_refused(refusals)
 
 
+@pytest.mark.wide
 def test_prediction_heads_are_copied(tmp_path):
     """Layers past the last, as GLM-4.5 has them."""
     attributes = small_attributes("glm4_moe") | {"num_nextn_predict_layers": 1}
@@ -199,6 +200,7 @@ def test_an_export_needs_the_folder_that_its_run_came_from(tmp_path, capsys):
     assert "another model" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_a_kimi_is_written_as_what_it_is(tmp_path):
     """transformers has no kimi_k2, and an export has no Python files."""
     shutil.copytree(FOLDER / "deepseek_v3", tmp_path / "kimi")
@@ -322,6 +324,7 @@ def test_float8_is_multiplied_by_its_scales(case, tmp_path):
             jaxtp.load_hf(write_model(tmp_path / "b", quantized, plain | scaled | large))
 
 
+@pytest.mark.wide
 def test_adapters_have_the_rows_of_their_kernels(tmp_path):
     """In the files, a merged kernel is the kernel plus the product of its adapter."""
     model = random_model(small_config("glm4"))

@@ -157,7 +157,7 @@ KINDS = {  # ranks, attributes, the begin of each note, and a mesh
 }
 
 
-@swept("kind", KINDS, "some layers")
+@swept("kind", KINDS)
 def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     """`W + scale * (B @ A)^T`, wherever there is one. They are written as they were read: layers
     without an adapter have none again.
@@ -375,7 +375,7 @@ def added_by(arrays, layer):
 CASES = [("stacked", {}), ("separate", {"fsdp": 2, "tp": 2}), ("stacked", {"tp": 3})]
 
 
-@swept("case", CASES, CASES[0])
+@swept("case", CASES)
 def test_adapters_of_experts(case, tmp_path):
     """What they add, and out again byte by byte; in the other spelling, they are the same
     function.

@@ -75,7 +75,7 @@ DTYPES = {
 }
 
 
-@swept("sizes", SIZES, "whole blocks", "no power of two")
+@swept("sizes", SIZES, "no power of two")
 def test_results_and_gradients_are_those_of_lax(sizes):
     dtype = DTYPES[sizes]
     check(SIZES[sizes], dtype, TOLERANCE if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps))

@@ -148,6 +148,7 @@ def test_bfloat16_is_about_as_exact_as_token_by_token_in_float32():
     assert_close(result, right, float(jnp.finfo(jnp.bfloat16).eps))
 
 
+@pytest.mark.wide
 def test_memory_is_linear_in_the_tokens():
     def compiled(length):
         shapes = jax.eval_shape(lambda: draw(length, widths=(16, 16), dtype="float32"))

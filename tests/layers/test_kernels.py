@@ -428,6 +428,7 @@ def test_cudnn_gets_values_as_wide_as_keys(monkeypatch):
         assert_close(found, expected)
 
 
+@pytest.mark.wide
 def test_a_layer_with_a_kernel_for_gpus_equals_one_with_xla():
     """On a mesh, in a scan with remat.
 

@@ -161,6 +161,7 @@ def test_volume_of_a_block_over_tp(way):
         )
 
 
+@pytest.mark.wide
 def test_weights_of_a_block_are_gathered_twice_and_gradients_reduced_once():
     found = block_collectives((2, 2, 2), "full", **NO_SPLIT)
     assert kinds(found, "fsdp") == {"all-gather": 2 * NUM_WEIGHTS, "reduce-scatter": NUM_WEIGHTS}

@@ -89,6 +89,7 @@ def without_a_mesh_and_on_one(name, run):
     return run(expected, *without_mesh(make, weights)), on_mesh, mesh
 
 
+@pytest.mark.wide
 def test_log_probabilities_over_cp_and_a_split_vocabulary():
     right, numbers, _ = without_a_mesh_and_on_one("soft caps", alone)
     assert max(map(relative_error, numbers, right)) < 1e-5

@@ -28,6 +28,7 @@ def test_flops_are_those_of_the_compiled_program(name):
     assert work.flops == compiled_flops(config, row["mesh"], accumulation)
 
 
+@pytest.mark.wide
 def test_tp_divides_the_products_of_gated_delta_net():
     """Also where two of 8 devices share a key head."""
     config = variant(MODEL, {"vocab_size": 64, "num_kv_heads": 8, **TABLE[".hybrid"]})

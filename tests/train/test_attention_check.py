@@ -100,6 +100,7 @@ def worst_error(run):
     return max(relative_errors(run, PART, 2, 1)) / TOLERANCE[PART.dtype]
 
 
+@pytest.mark.wide
 def test_a_right_kernel_passes_with_a_part():
     assert worst_error(RIGHT.run) < 1
 

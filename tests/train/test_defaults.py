@@ -92,7 +92,7 @@ def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, 
     assert training_of(config) == replace(alone, model=replace(alone.model, from_hf=tmp_path))
 
 
-@swept("memory", [20e9, 44.5e9], 44.5e9)
+@swept("memory", [20e9, 44.5e9])
 def test_a_default_mesh_lacks_the_least_memory(tmp_path, memory):
     """By the account of an estimate: of 70B with adapters it said that a mesh fits, and below
     that it does not.

@@ -368,6 +368,7 @@ OWN = [
 ]
 
 
+@pytest.mark.wide
 def test_a_picture_has_the_metrics_of_a_loss_and_validation_in_their_panels(tmp_path):
     panels = picture(tmp_path, OWN)
     assert list(panels) == ["loss", "rewards/margins", "temperature", "speed"]

@@ -368,6 +368,7 @@ def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
     assert file.read_text() == own
 
 
+@pytest.mark.wide
 def test_the_colors_and_lines_of_a_picture_are_explained(monkeypatch):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     monkeypatch.setattr(command, "write_picture", lambda flag, path, draw: draw(figure))

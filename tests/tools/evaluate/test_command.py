@@ -150,6 +150,7 @@ def test_the_default_window_of_several_models(tiny_model):
         assert window_length(EvaluateConfig(sequence_length=64), sources) == 64
 
 
+@pytest.mark.wide
 def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
     other = save_model(tmp_path / "other", 1)
     given = ["--text", lines, "--sequence-length=32", "--by", "source"]

@@ -66,6 +66,7 @@ def test_the_loss_is_that_of_transformers(name):
     assert abs(whole.num_correct - (logits.argmax(-1) == ids[:, 1:]).sum()) <= 1, "but for a tie"
 
 
+@pytest.mark.wide
 def test_numbers_are_the_same_for_every_batch_size_and_mesh():
     ids = hf_reference.load("qwen3")["input_ids"]
     inputs = [Rows(ids, "a"), Rows(ids[:, :7], "b"), Rows(ids[:1, :1], "b")]

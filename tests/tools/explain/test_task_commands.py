@@ -98,6 +98,7 @@ def test_settings_of_the_decoder_explain_its_loss(tmp_path):
     assert loss["flops_per_device"] >= logits["flops_per_device"] > 0
 
 
+@pytest.mark.wide
 def test_an_optimizer_of_the_users_has_its_own_state(run):
     """The decoder's formulas are those of the optimizer in the settings."""
     sizes = ["--model.num-layers=1", "--model.remat=none", "--mesh=fsdp=2", "--hardware=h100x2"]

@@ -149,6 +149,7 @@ def finished(out):
     return read_json(out / JOURNAL)["rows"].get("train", 0)
 
 
+@pytest.mark.wide
 def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch, capsys):
     """It is killed when the scores of a batch are written, and the journal does not say so yet."""
     out = tmp_path / "s"
