@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from runs import records
-from small_net import ROWS, Net, batches, checkpoints_in, loss, train, trainer_of
+from small_net import ROWS, Net, batches, checkpoints_in, loss, losses_of, train, trainer_of
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
@@ -44,6 +44,23 @@ def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
     assert checkpoints_in(tmp_path) == [2, 4], "2 is the best saved one"
     halves = records(tmp_path, "half")
     assert {step: half * 2 for step, half in halves.items()} == pytest.approx(records(tmp_path))
+
+
+def test_validation_turns_dropout_off_and_a_batch_of_one_row_is_trained(tmp_path):
+    row = {"x": np.ones((1, 16)), "y": np.zeros(1, int)}
+    step_losses = []
+
+    def callback(trainer, step):
+        step_losses.append(step.metrics["loss"])
+        # Each access makes another model.
+        model = trainer.model
+        model.eval()
+        expected = float(losses_of(model, row).mean())
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+    parts = {"batches": lambda step: row, "validation": [row], "callbacks": [callback]}
+    train(tmp_path, steps=9, **parts)
+    assert step_losses[-1] < step_losses[0]
 
 
 COLUMNS = ("stop", "experts", "key", "model", "batch", "state", "flags", "weights")
