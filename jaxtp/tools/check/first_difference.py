@@ -8,6 +8,7 @@ gradient. A decoder runs block by block. Calls inside another transformation (`n
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -176,15 +177,9 @@ def _trace(
 
     with jax.set_mesh(mesh):
         state = place(initial, blueprint.abstract, mesh)
-        shapes = jax.eval_shape(
-            lambda state, batch: loss({}, state, batch, recorder)[1], state, batch
-        )
+        _, shapes = jax.eval_shape(partial(loss, {}, recorder=recorder), state, batch)
         zeros = jax.tree.map(jnp.zeros_like, shapes)
-        backward = jax.jit(
-            jax.grad(
-                lambda zeros, state, batch: loss(zeros, state, batch, _Recorder()), has_aux=True
-            )
-        )
+        backward = jax.jit(jax.grad(partial(loss, recorder=_Recorder()), has_aux=True))
         gradients, outputs = backward(zeros, state, batch)
         # The natural order of tokens depends on the mesh.
         return recorder.in_order(outputs), recorder.in_order(gradients)
@@ -221,7 +216,7 @@ def _plus(leaf: Array | Copies, zero: Array | None) -> Array | Copies:
 
 
 def _error(actual: list[Any], expected: list[Any]) -> float:
-    """Skips replicated kv heads, whose shapes differ."""
+    """Returns the largest relative error; replicated kv heads, whose shapes differ, are skipped."""
     errors = [
         relative_error(a, e) for a, e in zip(actual, expected, strict=False) if a.shape == e.shape
     ]

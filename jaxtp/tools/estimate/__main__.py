@@ -222,12 +222,11 @@ def _search(
             f"{matmul:<8}{gain:.2f} x as fast as --model.precision.matmul compute: modelled, not "
             "measured"
         )
-    numbers = record(config, where, model, results) | {
-        "configured": None if configured is None else setting_record(configured),
-        "alternatives": [
-            {"change": other.change, **setting_record(other.setting)} for other in alternatives
-        ],
-    }
+    numbers = record(config, where, model, results)
+    numbers["configured"] = None if configured is None else setting_record(configured)
+    numbers["alternatives"] = [
+        {"change": other.change, **setting_record(other.setting)} for other in alternatives
+    ]
     title = f"{model.parameters:,} parameters on {options.hardware}"
     write_picture("--plot", options.plot, partial(draw, results, title))
     if options.generate:
@@ -280,7 +279,7 @@ def _check_overwrite(options: EstimateConfig) -> None:
     if options.write is None:
         return
     if options.json is not None and options.json.absolute() == options.write.absolute():
-        raise ConfigError(f"--write and --json are both {options.write}: name two files")
+        raise ConfigError(f"--write and --json are both {options.write}: name different files")
     if options.write.is_file():
         with options.write.open(errors="replace") as file:
             if not is_written(file.read(4096)):

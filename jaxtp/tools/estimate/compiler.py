@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.stages import Traced
 
 from jaxtp.analysis.audit import audit
-from jaxtp.analysis.collective import Axes, Traffic, bytes_by_axes, sums
+from jaxtp.analysis.collective import Axes, Traffic, bytes_by, bytes_by_axes
 from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
@@ -63,7 +63,7 @@ from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
 # Virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
 MAX_DEVICES = 1024
-QUICK = {"xla_backend_optimization_level": 0}  # the program after partitioning is all that is read
+QUICK = {"xla_backend_optimization_level": 0}  # only the program after partitioning is read
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
 _NO_DEVICES = {
     "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
@@ -135,10 +135,10 @@ class Partitioned:
             f"compiled {setting} for {setting.target.devices} virtual CPU devices in "
             f"{self.seconds:.0f} s"
         )
-        rows = [
-            (kind, "+".join(axes), f"{planned / GB:,.3f}", f"{realised / GB:,.3f}")
-            for kind, axes, planned, realised in self.rows
-        ]
+        rows = []
+        for kind, axes, planned, realised in self.rows:
+            sent = (f"{planned / GB:,.3f}", f"{realised / GB:,.3f}")
+            rows.append((kind, "+".join(axes), *sent))
         yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
         amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
         if self.within:
@@ -213,9 +213,8 @@ def compile_partitioned(setting: Setting) -> Partitioned:
 
 
 def bytes_sent(moved: Traffic) -> Bytes:
-    """Sums the bytes per device by kind and mesh axes."""
-    totals = sums(moved, lambda collective: (collective.kind, collective.axes))
-    return {place: sent for place, (_, sent) in totals.items()}
+    """Returns the bytes that each device sends, by kind and mesh axes."""
+    return bytes_by(moved, "kind", "axes")
 
 
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
@@ -384,7 +383,7 @@ class Compiled:
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products; None if a kernel does not tell its own
     in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
-    not_in_float8: Mapping[str, int]  # the others that it takes, by layer and dtypes
+    not_in_float8: Mapping[str, int]  # its other products, by layer and dtypes
     # Differences from the program on real devices, and the compiler's warnings
     notes: tuple[str, ...]
 
@@ -437,17 +436,12 @@ class Compiled:
             yield f"  ({note})"
 
     def _collective_table(self) -> str:
-        rows = [
-            (
-                collective.kind,
-                f"{'+'.join(collective.axes)} {collective.group}",
-                f"{collective.count:,}",
-                f"{collective.bytes / GB:,.3f}",
-                f"{collective.overlapped:,}",
-                f"{collective.computing:,}",
-            )
-            for collective in self.collectives
-        ]
+        rows = []
+        for collective in self.collectives:
+            place = f"{'+'.join(collective.axes)} {collective.group}"
+            size = f"{collective.bytes / GB:,.3f}"
+            overlap = (f"{collective.overlapped:,}", f"{collective.computing:,}")
+            rows.append((collective.kind, place, f"{collective.count:,}", size, *overlap))
         return columns(_COLLECTIVE_HEADER, rows)
 
     def record(self, setting: Setting) -> dict[str, object]:
@@ -566,8 +560,9 @@ def compile_for(
     check(config, dict(sizes))
     if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
         raise TargetError(
-            f"mesh {describe_mesh(sizes)} takes {needed} devices, and {hosts} "
-            f"host{'s' if hosts > 1 else ''} of {devices_per_host} have another number"
+            f"mesh {describe_mesh(sizes)} needs {needed} devices, and {hosts} "
+            f"host{'s' if hosts > 1 else ''} of {devices_per_host} have "
+            f"{hosts * devices_per_host}"
         )
     target = topology(hardware, hosts, devices_per_host)
     if "cudnn" not in chosen_kernels(config, sizes, TABLE[hardware].architecture):
@@ -625,19 +620,18 @@ def ask(
         ) from None
     if "error" in answer:
         raise DoesNotFitError(answer["error"])
-    collectives = tuple(
-        Scheduled(**{**record, "axes": tuple(record["axes"])})
-        for record in answer.pop("collectives")
-    )
+    collectives = []
+    for record in answer.pop("collectives"):
+        collectives.append(Scheduled(**record | {"axes": tuple(record["axes"])}))
     notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(process.stderr))))
-    return Compiled(**answer, collectives=collectives, notes=notes)
+    return Compiled(**answer, collectives=tuple(collectives), notes=notes)
 
 
 def _describe_failure(process: subprocess.CompletedProcess[str]) -> str:
     code = process.returncode
     verb = f"crashed ({signal_name(-code)})" if code < 0 else "failed"
     lines = [f"\n  {line}" for line in process.stderr.splitlines() if line.strip(" ^~")]
-    return f"{verb}:{''.join(lines[-_LAST_LINES:])}" if lines else f"{verb} without a word"
+    return f"{verb}:{''.join(lines[-_LAST_LINES:])}" if lines else f"{verb} without a message"
 
 
 def main() -> None:

@@ -34,8 +34,7 @@ MAX_DOUBLINGS = 10  # of the devices
 SHORTEST = 512  # Tokens of the shortest sequence to propose
 LORA_RANK = 16
 CHUNK = 128
-"""Tokens of a memory-saving chunk of the loss; with fewer, products wait for the head to be
-read."""
+"""Tokens of a memory-saving chunk of the loss. With fewer, reading the head limits the speed."""
 
 
 class Run(NamedTuple):
@@ -59,6 +58,13 @@ class Alternative:
 
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE} (--memory-fraction {CLUSTER_SHARE})"
 Change = dict[str, object]  # Settings, by their dotted names
+
+
+def flags_of(change: Change) -> str:
+    """Returns the flags that make a change."""
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+
+
 FREE: dict[str, Change] = {
     # This change is first: kernels may need 16 bits.
     "--model.precision.compute bfloat16": {"model.precision.compute": "bfloat16"},
@@ -68,7 +74,7 @@ FREE: dict[str, Change] = {
 }
 """Settings that cost nothing, by their flags."""
 CHEAP: dict[str, Change] = {**FREE, f"--model.loss-chunk {CHUNK}": {"model.loss_chunk": CHUNK}}
-"""The same, and settings that save memory and make nothing faster."""
+"""The settings of `FREE`, and settings that only save memory."""
 
 
 def changed(run: Run, flags: str) -> Run | None:
@@ -167,18 +173,17 @@ def _stacked(run: Run) -> dict[str, Run]:
 
 
 def _without_accumulation(run: Run, model: Model) -> list[Alternative]:
-    # The largest batch of one sequence on each device: gradients are not summed in a wider dtype,
-    # and a mesh that the run's batch cannot be split over may be the one that fits.
+    # The largest batch with one sequence on each device. Gradients are then not summed in a wider
+    # dtype, and a mesh that does not divide the run's batch may fit.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     for size in sorted(set(map(batch_parts, meshes)), reverse=True):
         if size >= run.config.data.global_batch_size:
             continue
-        changes = {"data.global_batch_size": size, "train.accumulation": 1}
+        changes: Change = {"data.global_batch_size": size, "train.accumulation": 1}
         smaller = Run(replace_nested(run.config, changes), run.where)
         setting = _fits(smaller, model, [mesh for mesh in meshes if batch_parts(mesh) == size])
         if setting:
-            flags = f"--data.global-batch-size {size} --train.accumulation 1"
-            return [Alternative(flags, setting, "a batch without accumulation")]
+            return [Alternative(flags_of(changes), setting, "a batch without accumulation")]
     return []
 
 
@@ -186,42 +191,37 @@ def _shorter(run: Run) -> list[Alternative]:
     def candidates() -> Iterator[tuple[str, Run, Model]]:
         length = run.config.data.sequence_length // 2
         while length >= SHORTEST:
-            config = replace_nested(run.config, {"data.sequence_length": length})
-            flags = f"--data.sequence-length {length}"
-            yield flags, Run(config, run.where), describe_model(config)
+            change: Change = {"data.sequence_length": length}
+            config = replace_nested(run.config, change)
+            yield flags_of(change), Run(config, run.where), describe_model(config)
             length //= 2
 
     return _first(candidates())
 
 
 def _other_training(run: Run) -> Iterator[Alternative]:
-    bits = "--model.precision.param bfloat16"
-    lora = f"--model.lora.rank {LORA_RANK}"
-    base = "--model.lora.base float8"
     in_16_bits: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK}
     float8_base: Change = {"model.lora.base": "float8"}
     if run.config.model.lora.rank:
         options = [
-            (bits, in_16_bits, "frozen weights in 16 bits"),
-            (base, float8_base, "frozen kernels in 8 bits"),
+            (in_16_bits, "frozen weights in 16 bits"),
+            (float8_base, "frozen kernels in 8 bits"),
         ]
     else:
-        moment: Change = {"optimizer.first_moment": "bfloat16"}
-        all_changes = adapters | in_16_bits | float8_base
         options = [
-            ("--optimizer.first-moment bfloat16", moment, "rounded stochastically"),
-            (bits, in_16_bits, "weights lose updates smaller than 1/256 of them"),
-            (lora, adapters, "trains adapters only"),
-            (f"{lora} {bits}", adapters | in_16_bits, "frozen weights in 16 bits"),
-            (f"{lora} {bits} {base}", all_changes, "frozen kernels in 8 bits"),
+            ({"optimizer.first_moment": "bfloat16"}, "rounded stochastically"),
+            (in_16_bits, "weights lose updates smaller than 1/256 of them"),
+            (adapters, "trains adapters only"),
+            (adapters | in_16_bits, "frozen weights in 16 bits"),
+            (adapters | in_16_bits | float8_base, "frozen kernels in 8 bits"),
         ]
-    for flags, change, note in options:
+    for change, note in options:
         config = replace_nested(run.config, change)
         if config == run.config:
             continue
         if setting := _fits(Run(config, run.where), describe_model(config)):
-            yield Alternative(flags, setting, note)
+            yield Alternative(flags_of(change), setting, note)
 
 
 def _more_devices(run: Run, model: Model) -> list[Alternative]:

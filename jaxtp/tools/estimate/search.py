@@ -58,14 +58,14 @@ MEMORY_ERROR = 0.2
 NEAR = 1.05  # times within this factor count as equal
 MIN_PART = 8192  # with cp, minimum tokens of a sequence on each device
 MAX_REASONS = 3  # in the error that no mesh works
-FURTHEST = 64  # how many devices more or fewer that error may propose
+FURTHEST = 64  # devices more or fewer that this error may propose
 MAX_ACCUMULATIONS = 16  # numbers of micro-batches to try on a mesh
 MAX_SETTINGS = 4096  # approximate limit per search; each takes milliseconds
 
 
 @dataclass(frozen=True)
 class Target:
-    """Devices and a step's memory."""
+    """Devices, and their memory for a step."""
 
     hardware: Hardware
     devices: int
@@ -314,14 +314,13 @@ def meshes_to_try(
     each).
     """
     longest = max(1, config.data.sequence_length // MIN_PART)
-    meshes = [
-        sizes
-        for sizes in fitting_meshes(devices)
-        if sizes[CP] <= longest or sizes[CP] == config.mesh.cp
-    ]
-    if config.mesh.tp_across_hosts or domain is None:
-        return meshes
-    return [sizes for sizes in meshes if not spans_hosts(sizes, domain)]
+    meshes = []
+    for sizes in fitting_meshes(devices):
+        has_usual_cp = sizes[CP] <= longest or sizes[CP] == config.mesh.cp
+        is_across_hosts = domain is not None and spans_hosts(sizes, domain)
+        if has_usual_cp and (config.mesh.tp_across_hosts or not is_across_hosts):
+            meshes.append(sizes)
+    return meshes
 
 
 def spans_hosts(sizes: Sizes, domain: int) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 
 import jaxtp
-from jaxtp.analysis.collective import Collective
+from jaxtp.analysis.collective import Collective, with_joined_axes
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.analysis.tables import between, columns, gigabytes
@@ -144,7 +144,7 @@ def explained(
     """Formats the best setting: its fit, memory, time and cost, and changes that improve it.
 
     Args:
-      configured: the mesh of the configuration, if that is another one.
+      configured: the configuration on its own mesh, if it can run there.
       price: of a device hour.
     """
     best = results.settings[0]
@@ -179,7 +179,7 @@ def _range(low: float, high: float) -> str:
 
 
 def _proposed(setting: Setting, best: Setting, price: float | None) -> str:
-    # The cost is for all tokens of the run: with the change, a step may have fewer.
+    # The cost is for all tokens of the run, because a step may have fewer tokens with the change.
     cost = _cost(setting, best.tokens / setting.tokens, price)
     return f"{_beside(setting, best)}; {speed_range(setting)} tokens/s, {cost}"
 
@@ -322,9 +322,7 @@ def setting_record(setting: Setting) -> dict[str, object]:
             "attention": time.attention,
             "elementwise": time.elementwise,
             "update": time.update,
-            "communication": {
-                "+".join(axes): seconds for axes, seconds in time.communication.items()
-            },
+            "communication": with_joined_axes(time.communication),
             "serial": time.serial,
             "overlapped": time.overlapped,
         },
@@ -346,9 +344,9 @@ def _collective_record(collective: Collective, times: float) -> dict[str, object
 
 
 def draw(results: Search, title: str, figure: "Figure") -> None:
-    """Draws bars of memory by kind and seconds by part, for each tp's best setting.
+    """Draws bars of memory by kind and seconds by part, for the best setting of each tp.
 
-    Marks the best of all.
+    The best setting of all is marked.
     """
     by_tp: dict[int, Setting] = {}
     for setting in results.settings:

@@ -38,8 +38,8 @@ MAX_EXPONENT = 700.0  # `math.exp` overflows above 709
 GROUPS = "groups"
 """Key of a row: the group of each counted label's document, `[T]`; -1 for other labels."""
 POOL_TOKENS = 2**20
-"""Number of tokens whose windows are packed together. Independent of the batch size, so packing is
-reproducible."""
+"""Number of tokens whose windows are packed together. It does not depend on the batch size, so
+packing is reproducible."""
 MIN_ROW = 64  # Shortest length of a row
 
 
@@ -224,7 +224,7 @@ class Group(NamedTuple):
 class Measured:
     """Sums of each group of documents.
 
-    Documents count when they are read, their tokens later, when the devices have scored them.
+    A document counts when it is read; its tokens count later, when the devices have scored them.
     """
 
     def __init__(self) -> None:

@@ -70,8 +70,8 @@ class Explain(Output, PythonModel):
     configuration of jaxtp train."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
-    """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has a
-    mesh already."""
+    """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has
+    its own mesh, which this flag replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)

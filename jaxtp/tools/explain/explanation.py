@@ -23,6 +23,7 @@ from jaxtp.analysis.collective import (
     bytes_by_axes,
     sums,
     total_sent,
+    with_joined_axes,
 )
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
@@ -149,7 +150,7 @@ class Explanation:
             "parameter_bytes_per_device": self.bytes_per_device,
             "flops_per_device": self.flops,
             "saved_bytes_per_device": self.saved,
-            "bytes_sent": {"+".join(axes): sent for axes, sent in self.sent_by_axes().items()},
+            "bytes_sent": with_joined_axes(self.sent_by_axes()),
             "modules": list(map(self._module_record, self.rows)),
             "collectives": [
                 *_traffic_records(_BY_PROGRAM, self.traffic),
@@ -159,10 +160,10 @@ class Explanation:
         }
 
     def _module_record(self, row: ModuleRow) -> dict[str, object]:
-        parameters = [
-            {**asdict(parameter), "bytes_per_device": parameter.bytes(self.sizes)}
-            for parameter in row.parameters
-        ]
+        parameters = []
+        for parameter in row.parameters:
+            per_device = parameter.bytes(self.sizes)
+            parameters.append({**asdict(parameter), "bytes_per_device": per_device})
         return {
             "module": row.path,
             "class": row.kind,
@@ -206,11 +207,12 @@ def explain(
         `parallelize`.
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass
         unchanged. Without inputs there are no collectives.
-      plan: for a model that is not parallel yet.
+      plan: the plan of a model that is not parallel yet.
       mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}`. A parallel model is
         split again.
       call: a function of the model and the inputs; by default `model(*inputs)`.
-      compiled: also list the collectives that the compiler adds, which needs the devices.
+      compiled: also compile the model, to list the collectives that the compiler adds. This needs
+        the devices.
 
     Raises:
       PlanError: the plan does not fit, or the model has one already.
@@ -230,11 +232,10 @@ def explain(
         notes = [*merge_equal(notes), *repeated_work(work.products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
     for counted, meaning in _INEXACT.items():
-        modules = dict.fromkeys(
-            _module_of(collective) or ROOT
-            for collective in (*work.traffic, *added)
-            if collective.counted == counted
-        )
+        modules = dict[str, None]()
+        for collective in (*work.traffic, *added):
+            if collective.counted == counted:
+                modules[_module_of(collective) or ROOT] = None
         if modules:
             notes.append(f"{', '.join(modules)}: {meaning}")
     return Explanation(
@@ -361,10 +362,8 @@ def _sections(explanation: Explanation) -> Iterator[str]:
     ]
     if traffic:
         yield columns(_TRAFFIC_HEADER, traffic)
-        totals = ", ".join(
-            f"{sent:,.0f} over {'+'.join(axes)}"
-            for axes, sent in explanation.sent_by_axes().items()
-        )
+        sent_by_axes = with_joined_axes(explanation.sent_by_axes())
+        totals = ", ".join(f"{sent:,.0f} over {axes}" for axes, sent in sent_by_axes.items())
         yield f"each device sends, forward and backward, in bytes: {totals}"
     if explanation.products:
         yield (
@@ -414,14 +413,11 @@ def _avoidable_communication(
     call: ModelCall, styles: Mapping[str, Style], sizes: Sizes
 ) -> list[str]:
     traced = trace_model(call)
-    split = {
-        path
-        for path, style in styles.items()
-        if isinstance(style, Colwise) and style.output_layouts is None
-    }
-    dataflow = find_dataflow(
-        traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS)
-    )
+    excluded = set(traced.modules)
+    for path, style in styles.items():
+        if isinstance(style, Colwise) and style.output_layouts is None:
+            excluded.discard(path)
+    dataflow = find_dataflow(traced, excluded, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
     return [
         *_gathered_outputs(dataflow),
         *_whole_row_inputs(dataflow, styles),
@@ -464,12 +460,10 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
             readers.setdefault(call.input.key, {})[call.path] = call
     for calls in readers.values():
         first = next(iter(calls.values()))
-        entered_whole = any(
-            _replicates_argument(styles.get(path), argument)
-            for path, argument in first.input.entered
-        )
-        left_whole = any(_replicates_result(styles.get(path)) for path in first.input.left)
-        if len(calls) > 1 and not (entered_whole or left_whole):
+        is_shared = any(_replicates_result(styles.get(path)) for path in first.input.left)
+        for path, argument in first.input.entered:
+            is_shared |= _replicates_argument(styles.get(path), argument)
+        if len(calls) > 1 and not is_shared:
             sent = (len(calls) - 1) * dataflow.sent(first, 0, ALL_REDUCE)
             remedy = "PrepareInput(Replicate(), Replicate()) for a module around them"
             for path, argument in first.input.entered:

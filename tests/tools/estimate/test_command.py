@@ -360,7 +360,7 @@ def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
     words = ["--hardware=h100x1", "--mesh=tp=1", "--as-configured", f"--write={file}"]
     for _ in range(2):
         assert main([*TINY, *words]) == 0
-    assert_refused(main, [*TINY, *words, f"--json={file}"], "name two files", capsys)
+    assert_refused(main, [*TINY, *words, f"--json={file}"], "name different files", capsys)
     own = "model:\n  num_layers: 3\n"
     file.write_text(own)
     message = "it exists, and no earlier --write made it"

@@ -83,7 +83,7 @@ def test_the_process_is_told_the_program_and_kept_from_devices():
 
 
 FAILING = {
-    r"crashed \(SIGFPE\) without a word": "os.kill(os.getpid(), 8)",
+    r"crashed \(SIGFPE\) without a message": "os.kill(os.getpid(), 8)",
     r"crashed \(SIGABRT\):\n  F0000 missing field": "print('F0000 missing field', "
     "file=sys.stderr); os.abort()",
     r"failed:\n(.*\n)*  RuntimeError: no such topology": "raise RuntimeError('no such topology')",
