@@ -97,12 +97,12 @@ class Audit:
 
     holdings: tuple[Holding, ...]  # every array of the state
     written: Counter[Collective]  # collectives that the program asks for, and how often each runs
-    realised: Counter[Collective]  # collectives that the partitioner made of them
+    realised: Counter[Collective]  # collectives after partitioning
     budget: Budget | None  # bytes that the modules may send
     sizes: Mapping[str, int]  # devices along each axis of the mesh
     # Modules that are written on global arrays: the compiler chooses their collectives
     global_view: tuple[str, ...]
-    # Modules where a loop may turn any number of times: it counts one turn
+    # Modules whose loops may have unknown trip counts; one iteration is counted
     uncounted: tuple[str, ...]
     compiled: Compiled  # the program itself: it can be run, and has a `memory_analysis()`
 
@@ -168,7 +168,7 @@ class Audit:
             if weight and collective.group == parts(self.sizes, collective.axes):
                 yield (
                     f"{times} x {_describe(collective)}, a weight moves (it has the shape of "
-                    f"{weight}): what is split over {TP} should stay where it is"
+                    f"{weight}): a shard of a weight over {TP} should stay on its device"
                 )
 
     def _added_collectives(self) -> Iterator[str]:
@@ -194,8 +194,8 @@ class Audit:
                 if not name:
                     allow = 'jax.named_scope("name") and uncounted=("name",)'
                 yield (
-                    f"{times} x {_describe(collective)}, in each turn of a loop that may turn any "
-                    f"number of times; {allow} allows it"
+                    f"{times} x {_describe(collective)}, in each iteration of a loop whose trip "
+                    f"count is unknown; {allow} allows it"
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:

@@ -1,8 +1,8 @@
 """Counts collectives in a jaxpr: the program's own, before compilation.
 
-Conditionals count every branch, an upper bound. Scans count each iteration, as does a `while` that
-counts an integer up to a constant. Other loops count one iteration, and are a problem unless the
-caller allows them by name. HLO is counted by the same rules (`hlo.py`).
+In a conditional every branch counts, which is an upper bound. In a scan each iteration counts, and
+so it does in a `while` that counts an integer up to a constant. In other loops one iteration
+counts; they are an error unless the caller allows them by name. `hlo.py` counts by the same rules.
 """
 
 import math
@@ -24,8 +24,8 @@ from jaxtp.mesh import parts
 Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two
 
 AT_MOST: Final = "at most"
-"""A collective in a branch of a conditional: it runs as often as that branch is taken, and all are
-counted."""
+"""A collective in a branch of a conditional: it runs only if that branch is taken, but all branches
+are counted."""
 
 A_TURN: Final = "a turn"
 """A collective in a loop with an unknown trip count: counted for one iteration."""
@@ -73,8 +73,10 @@ def equations(
 
 
 def needed_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """Returns the equations that XLA keeps."""
-    # XLA removes other equations: JAX keeps kernels in a recomputation that nothing reads.
+    """Returns the equations that XLA keeps.
+
+    JAX also has others: kernels in a recomputation that nothing reads.
+    """
     read = set(map(id, jaxpr.outvars))
     needed = []
     for equation in reversed(jaxpr.eqns):
@@ -177,8 +179,8 @@ _ATTENTION = {
     "fmha": 2,
     "fmhaBackward": 5,
 }
-"""Products in attention kernels; those in both backward kernels (scores, weights' gradients) count
-once."""
+"""Products in attention kernels. Products that both backward kernels compute (the scores, and the
+gradients of the weights) count once."""
 
 
 def turns(first: int | None, limit: int | None, step: int | None) -> int | None:

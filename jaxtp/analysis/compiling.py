@@ -26,7 +26,7 @@ def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tupl
 
     The text precedes backend-specific passes; on a single device, which has no partitioning, it
     precedes all passes. JAX's persistent compilation cache, if any, also keeps the text and the
-    compiler's output: a known program is not compiled again, and its warnings repeat.
+    compiler's output, so a cached program is not compiled again, and its warnings are repeated.
     """
     place = _place_of_text(lowered, options)
     if place and place.exists():

@@ -254,7 +254,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return results
 
     def reduces(self, equation: JaxprEqn) -> bool:
-        """Returns whether an all-reduce of its result is enough, as in a loss of logits."""
+        """Returns whether an all-reduce of the result suffices, as in a loss of split logits."""
         return self.is_loss and equation.primitive.name in REDUCTIONS
 
     def pass_operation(
@@ -298,7 +298,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return super()._scan(equation, [replace(info, entered=()) for info in facts], times)
 
     def _join(self, facts: Sequence[ArrayInfo], variable: Atom, times: int) -> ArrayInfo:
-        """Splits the variable if any value is split, and gathers the gradients of whole values."""
+        """Splits a variable if a value is split; gradients of whole values are gathered."""
         merged = _merged(facts)
         columns = merged.columns
         if not columns:
@@ -337,7 +337,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
 
 
 def _merged(infos: Iterable[ArrayInfo]) -> ArrayInfo:
-    """Returns the facts about an array that depends on others, before it is known to be split."""
+    """Returns the facts about an array that depends on others, without its split dim."""
     columns: set[str] = set()
     summed: set[str] = set()
     has_grad = batched = False

@@ -38,13 +38,13 @@ class Hardware:
     # Values of `jax.Device.device_kind`, exactly: a near name is another device's
     kinds: tuple[str, ...] = ()
     platform: str = "cuda"  # cuda, rocm or tpu
-    # Compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
+    # Compute capability of an NVIDIA GPU, such as 9.0; it determines the available kernels
     capability: str = ""
     memory: Positive = 80 * GIB  # bytes that a program can see
     flops: Positive = 1e15  # dense bfloat16 FLOP/s at their peak
-    float8: NonNegative = 0.0  # the same of E4M3 with float32 sums; 0: it multiplies none
+    float8: NonNegative = 0.0  # the same for E4M3 with float32 sums; 0 without such products
     bandwidth: Positive = 3e12  # bytes/s to and from its memory
-    # Bytes/s to the others of its domain, one way; to all of them together if `direct`
+    # Bytes/s to the other devices of its domain, one way; to all of them together if `direct`
     link: Positive = 450e9
     domain: Count = 8  # devices that fast links join
     # Whether links join each pair; else a switch or a torus gives a ring all of `link`
@@ -52,13 +52,13 @@ class Hardware:
     network: Positive = 50e9  # bytes/s that it sends out of its domain, in one direction
     # Assumed bytes outside JAX's allocator: context, kernels, communication buffers
     reserved: NonNegative = 2.0 * GIB
-    # Share of the peak that a large matrix product reaches, assumed as the next two
+    # Share of the peak that a large matrix product reaches; assumed, like the next two
     matmul_efficiency: Positive = 0.7
     bandwidth_efficiency: Positive = 0.85
     link_efficiency: Positive = 0.8  # 360 of 450 GB/s on an H100
     # Seconds until a collective starts, as in NCCL (src/graph/tuning.cc: Simple rings)
     latency: NonNegative = 8.4e-6
-    # Seconds of each step of a collective in a domain; 0: a measured `latency` has it
+    # Seconds of each step of a collective in a domain; 0 if a measured `latency` includes them
     hop: NonNegative = 3.4e-6
     network_hop: NonNegative = 14e-6  # the same between devices of different domains
     source: str = ""  # source of the numbers
@@ -103,8 +103,8 @@ RANGES = {
     "hop": (0, 0.1, "seconds"),
     "network_hop": (0, 0.1, "seconds"),
 }
-"""Minimum, maximum and unit of the numbers in a file. They reject a memory of 80, which was meant
-in GB."""
+"""Minimum, maximum and unit of the numbers in a file. They reject a wrong unit, such as a memory of
+80."""
 
 MAX_DEVICES = 2**20
 PLATFORMS = ("cuda", "rocm", "tpu")
@@ -112,7 +112,7 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` must have: their defaults describe no device."""
 
-_PCIE_HOP = 5.7e-6  # Seconds, as NCCL has it for PCIe
+_PCIE_HOP = 5.7e-6  # Seconds, from NCCL's table for PCIe
 
 
 def _gpu(
@@ -181,7 +181,7 @@ _RCCL: dict[str, Any] = {
     "hop": 4.5e-6,
     "network_hop": 24.1e-6,
 }
-"""Waits as RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
+"""RCCL's times for rings and large messages: src/graph/tuning.cc of github.com/ROCm/rccl."""
 
 # The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
 _pcie = partial(_gpu, hop=_PCIE_HOP, source=_CARD)
@@ -284,13 +284,13 @@ TABLE = {
         ),
     )
 }
-"""Hardware by name. Memory is what the driver leaves of the size on the label."""
+"""Hardware by name. `memory` is the nominal size without the driver's share."""
 
 
 def of_kind(device_kind: str) -> Hardware | None:
     """Returns the hardware of a `jax.Device.device_kind`, or None.
 
-    Partitions of a GPU (MIG) and relatives are missing: their peaks differ.
+    Partitions of a GPU (MIG) and related models are not in the table: their peaks differ.
     """
     for hardware in TABLE.values():
         if device_kind.strip() in hardware.kinds:
@@ -342,7 +342,7 @@ def find(name: str) -> Hardware:
     """
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
-    return _of_table(name, ", or a YAML file of yours")
+    return _of_table(name, "; or give a YAML file")
 
 
 def _of_table(name: str, besides: str = "") -> Hardware:
@@ -351,13 +351,13 @@ def _of_table(name: str, besides: str = "") -> Hardware:
         return TABLE[key]
     close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
-    raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
+    raise ConfigError(f"hardware {name!r} is not known{hint} Known are {', '.join(TABLE)}{besides}")
 
 
 def parse(text: str) -> tuple[Hardware, int]:
     """Returns hardware and device count of `h100x8`, `mine.yamlx8` or `2xh100x8` (two hosts).
 
-    X means x.
+    The `x` may be upper case.
 
     Raises:
       ConfigError: malformed, or unknown hardware.
@@ -388,14 +388,14 @@ def _number(text: str, digits: str) -> int:
 def _uncounted(text: str) -> ConfigError:
     # For `h100`, `h100x`, `h100x-3` or `h1000`.
     if _is_known(text):
-        return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+        return ConfigError(f"--hardware {text}: how many devices? For example {text}x8")
     at = max(text.lower().rfind("x"), 0)
     name = text[:at]
     count = text[at + 1 :]
     if not _is_known(name):
         find(text)
-    wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
-    return ConfigError(f"--hardware {text}: {wrong} {name}x8")
+    problem = f"{count!r} is not a number of devices;" if count else "how many devices?"
+    return ConfigError(f"--hardware {text}: {problem} for example {name}x8")
 
 
 def _is_known(name: str) -> bool:

@@ -1,9 +1,8 @@
 """Counts collectives and products in HLO text.
 
-The text is a compiled program, or XLA's dump after SPMD partitioning.
-
-The latter precedes backend-specific passes, which merge, split and schedule collectives. It begins
-with tables of file names, locations, and stack frames.
+The text is a compiled program, or XLA's dump after SPMD partitioning. The dump precedes
+backend-specific passes, which merge, split and schedule collectives, and begins with tables of file
+names, locations, and stack frames.
 """
 
 import dataclasses
@@ -46,7 +45,7 @@ _CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LIBRARY = re.compile("gemm|matmul|ScaledDot|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
-"""Products in the code of a kernel: of Triton, and of Mosaic for GPUs."""
+"""Matrix products in the code of a kernel, in Triton's or Mosaic GPU's names."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = re.compile("/(site|dist)-packages/")
 _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
@@ -54,10 +53,10 @@ _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
 _TRANSFORMS = re.compile(
     r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
 )
-"""Parts of scopes that JAX adds to the names of modules."""
+"""Parts of a scope that JAX adds to the names of modules."""
 
 Operand = tuple[str, int | None]
-"""The name of what an instruction reads; with a number, that part of a tuple (`%p#1`)."""
+"""The name of an instruction that is read; a number selects a part of its tuple (`%p#1`)."""
 
 
 class HloError(ValueError):
@@ -252,7 +251,7 @@ def read_float8(text: str) -> tuple[int, Counter[str]]:
 def _source(
     instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]
 ) -> str:
-    # Where the partitioner left no line: the line of a reader of the result.
+    # If the partitioner left no line, takes the line of an instruction that reads the result.
     name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
     readers = (reader.text for reader in computation if name.search(reader.text))
     for text in (instruction.text, *readers):
@@ -265,7 +264,7 @@ def _source(
 def walk(
     module: Module, name: str, scope: str = "", times: int = 1, counted: Counted = ""
 ) -> Iterator[tuple[str, Instruction, str, int, Counted]]:
-    """Yields each executed instruction: computation, instruction, scope, count and its meaning."""
+    """Yields each executed instruction with its computation, scope, count, and count's meaning."""
     for instruction in module[name]:
         op_name = instruction.op_name
         inner = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
@@ -343,7 +342,8 @@ def check_counted(instruction: Instruction, counted: Counted) -> None:
     """Raises `HloError` if an instruction is in a loop with a data-dependent trip count."""
     if counted == A_TURN:
         raise HloError(
-            f"cannot tell how often the loop turns that has {instruction.name}: its data decide"
+            f"cannot count the iterations of the loop around {instruction.name}: they depend on "
+            "data"
         )
 
 

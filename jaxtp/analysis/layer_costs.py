@@ -110,7 +110,7 @@ class CollectiveCost:
 
     collective: Collective
     count: int
-    # Whether it runs once in a step, for all layers, instead of in each micro-batch and layer
+    # Whether it runs once in a step for all layers, not in each micro-batch and layer
     once: bool = False
 
 
@@ -131,7 +131,7 @@ class Weight:
     used_by_all_tp: bool = False  # its gradient is summed over tp
     again: bool = True  # it is loaded again for the backward pass
     adapter: bool = False  # it is trained where there are adapters, and other weights are not
-    tied: bool = False  # another layer has it too, which declares what is done once for both
+    tied: bool = False  # another layer has it too, and declares the costs that both share
     active: float = 1.0  # fraction of its elements that a token uses
     traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
     float8: bool = False  # it is stored and gathered in 8 bits
@@ -298,10 +298,10 @@ def enter(
 ) -> list[CollectiveCost]:
     """Returns the collectives of `enter_parallel` for an activation of `size` bytes.
 
-    The activation may be split along the sequence.
-
-    `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by
-    default `size`.
+    Args:
+      split: the activation is split along the sequence.
+      again: the backward pass repeats the forward collective.
+      gathered: bytes that the forward collective moves, by default `size`.
     """
     cost = partial(collective_cost, axes=(TP,), module=module, work=work)
     backward = int(work.training)
@@ -941,10 +941,9 @@ def experts_beside_mlp_costs(
 
     `read` does not matter, because norms read both results.
     """
-    yield from norm_costs(layer.mlp_norm, work)
-    yield from norm_costs(layer.experts_norm, work)
-    yield from norm_costs(layer.mlp_after_norm, work)
-    yield from norm_costs(layer.experts_after_norm, work)
+    norms = (layer.mlp_norm, layer.experts_norm, layer.mlp_after_norm, layer.experts_after_norm)
+    for norm in norms:
+        yield from norm_costs(norm, work)
     yield from _mlp_costs(layer.mlp, work, read=True)
     yield from experts_costs(layer.experts, work, read=True)
 

@@ -1,10 +1,8 @@
 """Rules for how a split dim passes through JAX primitives, and the walk that applies them.
 
-A rule holds where no communication is needed.
-
 A rule maps an equation and the split dims of its operands to the split dims of its results; None
 means replicated. It raises `Blocked` if a device cannot compute its shard from its operands'
-shards. A primitive without a rule is blocked.
+shards without communication. A primitive without a rule is blocked.
 """
 
 import math
@@ -40,7 +38,7 @@ class Blocked(Exception):  # noqa: N818  # an outcome, not an error
 def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     """Returns the results' split dims, or raises `Blocked`.
 
-    An operand is split, and there is no inner jaxpr.
+    The equation has a split operand, and no inner jaxpr.
     """
     name = equation.primitive.name
     if name in ELEMENTWISE:
@@ -73,7 +71,7 @@ def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
 
 
 def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes if other dims are reduced or squeezed."""
+    """Passes a split dim that is not itself reduced or squeezed."""
     dim = agree(dims)
     params = equation.params
     removed = params.get("axes", params.get("dimensions", ()))
@@ -87,7 +85,7 @@ def _broadcast(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 
 
 def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes if the split dim is outermost among the dims that it is split into or merged with."""
+    """Passes a split dim that is outermost among the dims that it becomes or is merged with."""
     dim = agree(dims[:1])
     before = shape_of(equation.invars[0])
     after = shape_of(equation.outvars[0])
@@ -104,7 +102,7 @@ def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 
 
 def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes if slices, sorts, cumulative sums, padding or windows are along other dims."""
+    """Passes a split dim if slices, sorts, sums, padding or windows are along other dims."""
     dim = agree(dims)
     params = equation.params
     num_parts = len(equation.outvars)
@@ -261,7 +259,7 @@ class Walk(Generic[Fact, Result]):
 
 
 def _num_sliced(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
-    # The operands or results of a scan that its body gets or returns slice by slice.
+    # Counts the operands or results of a scan that its body takes or returns slice by slice.
     return sum(map(operator.ne, map(shape_of, outside), map(shape_of, inside)))
 
 

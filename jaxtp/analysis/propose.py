@@ -43,7 +43,7 @@ from jaxtp.parallelize.styles import (
     Style,
 )
 
-_RESULT = ""  # Replaces an argument's name, for the result of a module
+_RESULT = ""  # Stands for the result of a module, in place of an argument's name
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def propose_plan(
 
 
 def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    # Returns notes about what tp does not divide; fails if the model's code does not accept the
-    # plan.
+    # Returns notes about work and parameters that tp does not divide; fails if the model's code
+    # does not accept the plan.
     mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
         model = parallelize(abstract_model(call.model), plan, mesh=mesh)

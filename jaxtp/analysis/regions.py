@@ -27,7 +27,7 @@ class Region:
 
     columns: Columns
     rows: frozenset[str]
-    # Whether the output of the columns is also an output of the model, or goes into the loss
+    # Whether the output of the columns is an output of the model, or goes into the loss
     reaches_output: bool
     # Bytes each device sends between the layers, and for split outputs of the model
     inner_bytes: float
@@ -126,8 +126,8 @@ def _region(traced: TracedModel, dataflow: Dataflow, columns: Columns) -> Region
             continue
         reaches_output = True
         size = array_bytes(aval)
-        # Outputs are gathered; there are three all-reduces of a softmax cross-entropy if no row
-        # layer reads it.
+        # An output is gathered. Without row layers it is a softmax cross-entropy's logits, which
+        # need three all-reduces instead.
         if rows:
             inner += dataflow.over_tp(ALL_GATHER, size)
         else:
@@ -185,7 +185,7 @@ def _best(regions: tuple[Region, ...]) -> list[Region]:
     components = _components(regions)
     if len(components) > 1:
         return list(chain.from_iterable(map(_best, components)))
-    # Of the region with the most conflicts, tries to take it, and to leave it out.
+    # Tries both to take the region with the most conflicts, and to leave it out.
     first = max(regions, key=lambda region: sum(map(region.conflicts, regions)))
     without = tuple(region for region in regions if region != first)
     compatible = tuple(region for region in without if not first.conflicts(region))

@@ -41,10 +41,9 @@ AMOUNTS = (
     "copied_bytes",
     "unknown",
 )
-"""On one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for
-8 bits, twice for 32); bytes of operands and results of kernels with products, of all others, and of
-the others that only copy, transpose or convert; products in kernels that do not tell their
-FLOPs."""
+"""On one device: kernels that run; FLOPs of products, and the 16-bit FLOPs that take as long (half
+for 8 bits, twice for 32); bytes of operands and results of kernels with products, of other kernels,
+and of those other kernels that only copy, transpose or convert; products of unknown FLOPs."""
 Part = dict[str, float]
 COLLECTIVES = "collectives"
 OTHER = "other"
@@ -64,8 +63,8 @@ class Scheduled(Collective):
     """All collectives of a step of one kind and group: their bytes, and what overlaps them."""
 
     count: int  # operations in a step; one may move several arrays
-    overlapped: int  # operations that have something computed between their start and their done
-    computing: int  # operations that compute between start and done, over all of them in a step
+    overlapped: int  # operations with computation between their start and done
+    computing: int  # computing operations between start and done, in all of a step
     hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
     def record(self) -> dict[str, object]:
@@ -76,7 +75,7 @@ class Scheduled(Collective):
 def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
     """Returns the collectives of a compiled program by kind, axes and size of the group.
 
-    The first has most bytes.
+    The collective with the most bytes is first.
 
     Args:
       text: from `jax.stages.Compiled.as_text()`.
@@ -180,7 +179,7 @@ def read_parts(text: str) -> dict[str, Part]:
 
 
 def part_of(*names: str) -> str:
-    """Returns the part by names of operations."""
+    """Returns the part of a kernel with operations of these names."""
     for name in names:
         for part, pattern in PARTS.items():
             if re.search(pattern, name):
@@ -233,7 +232,7 @@ def _only_moves(instruction: Instruction, module: Module) -> bool:
 
 
 def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module) -> float:
-    # Bytes read and written; of what is sliced or updated in place, the slice.
+    # Bytes read and written. Of an array that is sliced or updated in place, only the slice counts.
     sizes = list(map(hlo.type_bytes, hlo.operand_types(around, kernel)))
     if kernel.opcode == "fusion":
         fused = module[kernel.callees[0]]

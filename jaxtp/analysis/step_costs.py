@@ -1,8 +1,8 @@
 """Costs of a decoder's step on one device: sums over its layers.
 
-A branch without formulas (`layer_costs.py`) is traced, in a second, not a millisecond. Its
-collectives are exact, and the products that XLA (not a kernel) computes; its memory estimate
-assumes residuals divided evenly over all devices.
+A branch without formulas (`layer_costs.py`) is traced, which takes a second instead of a
+millisecond. Its collectives are exact, and so are the products outside of kernels. The estimate of
+its memory assumes that residuals are divided evenly over all devices.
 """
 
 import math
@@ -121,17 +121,17 @@ class StepCosts:
     itemsize: int  # bytes of an element of the compute dtype
     param_itemsize: int  # bytes of an element of the trained parameters' dtype
     saved: int  # bytes that all blocks save for the backward pass
-    copied: int  # bytes of their copies before it
+    copied: int  # bytes of the copies of `saved` before the backward pass
     working: int  # bytes of activations that the backward pass of the largest branch works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
     # Bytes of the head, of the logits of a chunk, and of its share of the head's gradient
     loss: int
     # Bytes of the head's gradient before it is reduced, which is after the blocks' backward passes
     head: int
-    cached: int  # bytes that all blocks remember of the tokens of all rows
+    cached: int  # bytes of the KV caches and states of all blocks, for all rows
     adapters: int  # elements of all adapters
-    # Elements of a device's weights that none of its tokens uses: experts that none chose, on
-    # average
+    # Elements of a device's weights that none of its tokens uses, on average: weights of experts
+    # that no token chooses
     unused: float
     # Matrix products of the optimizer's rule, in the parameters' dtype
     update: tuple[Product, ...] = ()
@@ -369,7 +369,7 @@ def active_parameters(config: ModelConfig, parameters: int) -> int:
 
 
 def describe_active(config: ModelConfig, parameters: int) -> str:
-    """Returns a suffix with the active parameters; empty if all are active."""
+    """Returns a suffix that states the active parameters; empty if all are active."""
     active = active_parameters(config, parameters)
     return "" if active == parameters else f", {active:,} active for each token"
 
@@ -581,9 +581,9 @@ def _program_costs(
     work: Workload,
     copied: Callable[..., object] | None = None,
 ) -> Iterator[Bytes | CollectiveCost | Product]:
-    """Yields the costs of `forward(inputs, constants)` and of the gradient by its inputs.
+    """Yields the costs of `forward(inputs, constants)`, and of its gradient.
 
-    The gradient may be by copies of the inputs.
+    The gradient is with respect to the inputs, or to their copies by `copied`.
     """
 
     def vjp(policy: RematPolicy, inputs: object, constants: object) -> Any:
@@ -626,7 +626,7 @@ class _Device(AbstractDevice):
 
 @contextmanager
 def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator[None]:
-    # The kernels follow the mesh's device. Without one they would ask JAX for its devices, which
+    # Kernels are chosen by the mesh's device. Without a device, layers would ask JAX for one, which
     # starts its backend.
     name, _, capability = (platform or "cpu").partition(" ")
     device = _Device(

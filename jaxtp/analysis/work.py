@@ -1,6 +1,4 @@
-"""Counts matrix products, collectives and residuals of a traced forward and backward pass.
-
-The counts are of one device.
+"""Counts one device's matrix products, collectives and residuals in a traced step.
 
 Shapes are local inside `shard_map`, and global elsewhere. Global arrays are assumed to be split
 over dp, fsdp and cp. The output of a column layer stays split over tp as far as the rules of
@@ -37,7 +35,7 @@ from jaxtp.mesh import TOKENS, TP, axes_of, parts
 from jaxtp.parallelize.layouts import dim_over
 
 Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
-# Scope in which `jax.checkpoint` puts what it computes again
+# Scope of operations that `jax.checkpoint` computes again
 _RECOMPUTATION = "rematted_computation"
 
 
@@ -69,9 +67,9 @@ class _Split:
 
 
 def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
-    """Returns a function that returns the residuals and the gradient of an objective.
+    """Returns a function that returns an objective's residuals and gradient.
 
-    The gradient is by its first argument.
+    The gradient is with respect to the first argument.
     """
 
     def compute(params: object, *inputs: object) -> tuple[list[Array], Any]:

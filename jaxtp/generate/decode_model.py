@@ -191,7 +191,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         decoder = model if plain == config else create_decoder(plain, rngs=nnx.Rngs(0))
         return DecodeModel(decoder, decoder.in_order())
 
-    # A mesh in context would not take a stack's specs.
+    # Under a mesh, the specs of stacks would be refused.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         graph, abstract = nnx.split(nnx.eval_shape(unstacked))
 
@@ -238,7 +238,7 @@ def decode_weights(
         names = [path]
         if stack is not None:
             names = [general.replace(BLOCKS, f"{BLOCKS}.{number}", 1) for number in layers[stack]]
-        # A user's second head
+        # A parameter that decoding does not use, such as a user's second head
         if names[0] not in targets:
             continue
         old = [targets[name].get_raw_value() for name in names]
@@ -269,7 +269,7 @@ def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:
 
 
 SharedHeads = tuple[tuple[int, int, int], ...]
-"""Each dim with heads that devices share, the number of heads, and the devices of each."""
+"""The dims with heads that devices share, each with the number of heads and of devices per head."""
 
 
 def _shared(variable: Variable, tp: int) -> SharedHeads:

@@ -365,7 +365,7 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
         if "max_window_layers" in names and first:
             raise HFError(
                 f"max_window_layers = {quote(first)} and use_sliding_window = True: some versions "
-                "of transformers have a window to the layers from this number on, others to all "
+                "of transformers give a window to the layers from this number on, others to all "
                 "layers; set max_window_layers to 0 for a window in all layers, or "
                 "use_sliding_window to false for none"
             )
@@ -436,7 +436,7 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
             f"_sliding_window_pattern = {quote(hidden)} without layer_types: add them, one for "
             "each layer"
         )
-    # Local and global.
+    # L is a layer with a window (local), G one without (global).
     if isinstance(period, str) and period and set(period) <= {"L", "G"}:
         return [period[i % len(period)] == "L" and i < count - 1 for i in range(count)]
     period = whole("sliding_window_pattern", family.window_period if period is None else period)
@@ -626,7 +626,7 @@ def _read_rope(
     theta = _read_theta(parameters, attributes, family, default_theta)
     read = _read_rope_attributes(family, parameters, attributes, fields)
     if "proportional" in family.rope_kinds and kind != "proportional":
-        # As in transformers:
+        # In transformers, the other kinds ignore the fraction.
         read["rotary_fraction"] = 1.0
     fraction = read.get("rotary_fraction", 1.0)
     if fraction > 1:
@@ -760,7 +760,7 @@ def _rope_parameters(attributes: Attributes) -> Attributes:
             present.append(value)
     if not present:
         return {}
-    # Only one of them may have the base.
+    # The base may be in only one of them.
     if {**present[0], "rope_theta": None} != {**present[-1], "rope_theta": None}:
         raise HFError(
             "rope_parameters and rope_scaling contradict each other; remove the wrong one"
@@ -844,7 +844,7 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
         written |= write_fields(list(filter(_is_outside, family.rope_attributes)), vars(full))
     max_positions = {}
     if _ORIGINAL in parameters:
-        # transformers also requires this attribute.
+        # transformers requires both attributes.
         max_positions = {_MAX_POSITIONS: math.ceil(scaling.original_length * scaling.factor)}
     if scaling.kind == "longrope":
         # Before transformers 5, the factor was max / original positions.

@@ -128,9 +128,9 @@ def family_of(attributes: Attributes, source: str) -> Family:
 
 
 def check_adaptable(attributes: Attributes) -> None:
-    """Raises `HFError` for a layout of heads that PEFT's adapters do not have.
+    """Raises `HFError` for a layout of heads that differs from the layout in PEFT's adapters.
 
-    Adapters of the `model_type` have the usual layout.
+    Adapters of a `model_type` have its usual layout.
     """
     if text_attributes(attributes).get("rope_interleave") is False:
         raise HFError(
@@ -239,7 +239,7 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    """Returns the architecture.
+    """Returns the architecture's settings.
 
     Settings that differ by layer are lists; dense layers have the experts' defaults.
     """
@@ -279,8 +279,8 @@ def _first_that_fits(config: ModelConfig, families: Iterable[Family]) -> Family:
             return family
         except HFError as error:
             reasons.append(f"  {error}")
-    # A family that needs experts refuses its attributes for a model without, before it can compare
-    # settings.
+    # Reasons with different settings come first. A family that needs experts refuses a model
+    # without them before it compares any settings.
     reasons.sort(key=lambda reason: (" -> " not in reason, reason.count("; ")))
     raise HFError("\n".join(("no family can represent this model:", *reasons[:_NEAREST])))
 

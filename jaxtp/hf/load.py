@@ -50,7 +50,7 @@ from jaxtp.models.decoder import Decoder, abstract_decoder
 Progress = Callable[[int, int], None]
 """A function that is called with the bytes read or written so far, and in total."""
 
-# Width of the tiles that `_copy` copies: a tile of two arrays fits a core's cache.
+# Width of the tiles that `_copy` copies; a tile of two arrays fits into a core's cache
 _TILE = 64
 # Alignment in bytes that XLA needs to use a CPU array without a copy
 _ALIGNMENT = 64
@@ -250,7 +250,7 @@ class _Arrays:
         if index is None:
             self.arrays[path] = placed
             return
-        # Wait for each layer; otherwise queued layers pile up in memory.
+        # Waits for each layer; otherwise queued layers would pile up in memory.
         self.arrays[path] = jax.block_until_ready(
             _with_layer(self.arrays[path], placed, np.int32(index))
         )

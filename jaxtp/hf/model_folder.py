@@ -1,10 +1,8 @@
-"""Reads an untrusted Hugging Face folder.
+"""Reads an untrusted Hugging Face folder: config.json, and safetensors in one or several files.
 
-It has config.json, and safetensors in one file or several with an index.
-
-Nothing in it is executed; pickles are never opened. Weights may be links to any file, since they
-are parsed only as safetensors. Other files may be copied or printed: they must be in the folder or
-the hub's cache (`models--.../blobs/`).
+Nothing in the folder is executed, and pickles are never opened. Weights may be links to any file,
+since they are parsed only as safetensors. Other files may be copied or printed, so they must be in
+the folder or the hub's cache (`models--.../blobs/`).
 """
 
 import os
@@ -93,7 +91,7 @@ def join_problems(problems: list[str]) -> str:
 
 
 def join_names(names: Sequence[str], max_listed: int) -> str:
-    """Returns the first names, and the number of the other names."""
+    """Returns the first names, and the number of other names."""
     more = f" and {len(names) - max_listed} more" if len(names) > max_listed else ""
     return ", ".join(truncate(name, 200) for name in names[:max_listed]) + more
 
@@ -200,7 +198,7 @@ def without_wrappers(
             )
         unwrapped[bare] = replace(tensor, name=bare)
     return unwrapped, [
-        f"{wrappers} in the names of tensors is left out: a wrapper of PyTorch added it"
+        f"{wrappers} in the names of tensors is removed: a wrapper of PyTorch added it"
     ]
 
 

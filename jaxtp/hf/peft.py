@@ -72,7 +72,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 MODULES = "model.language_model."
-"""Beginning of every name, and of the text modules of a multimodal model."""
+"""Beginnings of every tensor's name, and of the text modules of a multimodal model."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _KNOWN = """
     peft_type r lora_alpha use_rslora lora_dropout bias target_modules exclude_modules
@@ -517,7 +517,7 @@ def _stored_modules(
             continue
         b = stored[_tensor_name(stems[name], "B")]
         *_, inputs, outputs = kernels[0].ordered_shape
-        # Of square kernels, only the version tells.
+        # For square kernels, only the version tells.
         exchanged = (
             _is_stacked(kernels[0])
             and kernels[0].transposed
@@ -725,10 +725,7 @@ def _check_names(
     adapted: Collection[str],
     made_for: str,
 ) -> None:
-    """Compares the adapted modules with the lists in the configuration.
-
-    It does not if a regular expression chooses them.
-    """
+    """Compares the adapted modules with the configuration, unless it has regular expressions."""
     parameters = _names("target_parameters", attributes)
     unknown = sorted(parameters.difference(*map(_suffixes, stems)))
     if unknown:

@@ -233,7 +233,7 @@ def _recorded(info: Mapping[str, Any], section: str, key: str) -> str | None:
 
 
 def _word_of(name: str | None) -> str:
-    # A command cannot import what a notebook or a function has: its code has to be in a file.
+    # A command cannot import code from a notebook or a function; it must be in a file.
     module, _, attribute = (name or "").rpartition(":")
     if module == "__main__":
         return f"FILE.py:{attribute}"
@@ -313,7 +313,7 @@ def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
     An array in bfloat16 with the same values has the same checksum.
     """
     sums = dict[str, str]()
-    # One array in float32 at a time.
+    # Only one array at a time is in float32.
     for name, array in to_logical(weights, mesh).items():
         sums |= Sums({name: array.astype(jnp.float32)}).checksums()
     return sums
@@ -336,8 +336,8 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
 def copy_hf_files(source: Path, run: Path) -> None:
     """Copies config.json and tokenizer files to a run, unless the run has them.
 
-    Copies all or none; raises `HFError`. If the source holds more than a text model, an export
-    needs its folder, which `ORIGIN` names.
+    Copies all files or none; raises `HFError`. If the source has more than a text model, an export
+    needs the source, so `ORIGIN` records it.
     """
     if (run / HF_FILES).exists():
         return

@@ -216,9 +216,9 @@ def stream_weights(
 ) -> Iterator[tuple[str, Block]]:
     """Yields the names and tensors that `save_hf` writes, with any adapters merged.
 
-    For an engine that follows a model in training. Every process must iterate to the end, and gets
-    every tensor, as an engine that is split over hosts needs it. The host, and each device, holds
-    one tensor more, or one layer's kernel of all experts.
+    This is for an inference engine that follows a model in training. Every process must iterate to
+    the end, and gets every tensor, because an engine may be split over hosts. The host, and each
+    device, holds one additional tensor, or one layer's kernel of all experts.
 
     Args:
       dtype, family, experts: see `SaveOptions`.
@@ -358,7 +358,7 @@ def _gather(
 ) -> Block:
     array = variable[...]
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    # A copy: an array keeps what NumPy read of it.
+    # A copy, because a JAX array keeps the NumPy array that was read from it.
     array = array.copy() if index is None else _layer(array, np.int32(index), factors, dtype)
     if not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
@@ -388,10 +388,7 @@ def _total_bytes(tensors: Tensors, dtype: DType) -> int:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder.
-
-    It is renamed to `path` (new or empty) on success and deleted on failure.
-    """
+    """Yields a temporary folder, which becomes `path` (new or empty) unless there is an error."""
     partial_folder = None
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):

@@ -65,10 +65,10 @@ class TensorPart:
     stored: tuple[int, ...] | None = None
     """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
     head: int | None = None
-    """Number of the only head in the tensor; None if it holds all heads, or the parameter has
+    """Number of the tensor's only head; None if the tensor holds all heads, or the parameter has
     none."""
     float32: bool | None = False
-    """Float32 in the file, whatever the dtype of the other tensors; None: in some files."""
+    """Whether it is float32 in a file with another dtype; None: in some files."""
     inner: int = 0
     """Start of the part along the second to last dim in jaxtp's order."""
     experts_last: bool = False

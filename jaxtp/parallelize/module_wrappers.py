@@ -18,16 +18,16 @@ Model = TypeVar("Model", bound=nnx.Module)
 METHODS = ("__call__", "attend")  # `attend` of an embedding is a tied head
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
-"""Containers of modules: never called, but the attribute that holds one is part of a module's
-path."""
+"""Containers of modules. They are never called, but the attribute that holds a container is part of
+a module's path."""
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """Returns each module once by its dotted path, outermost first; the model has the empty path.
 
     Raises:
-      UserError: two modules have the same path, or a path seems to be inside of another because a
-        key has a dot.
+      UserError: two modules have the same path, or a module seems to be inside of another module,
+        because a key has a dot.
     """
     outermost_first = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     modules = by_dotted_path(outermost_first)
@@ -38,7 +38,7 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
         for outer in sorted(seem_around - around):
             if outer in modules and not isinstance(modules[outer], nnx.List | nnx.Dict):
                 raise UserError(
-                    f"the module at the keys {list(keys)} is not inside of {outer!r}, and its "
+                    f"the module at the keys {list(keys)} is not inside of {outer!r}, although its "
                     "dotted path says so; rename the key that has a dot"
                 )
     return modules
@@ -47,7 +47,7 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
 def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
     """Replaces each module's methods, in place.
 
-    The new ones are `wrap(path, name, method, module, *args, **kwargs)`.
+    A new method calls `wrap(path, name, method, module, *args, **kwargs)`.
     """
     for path, module in modules_of(model).items():
         wraps = {}
@@ -60,10 +60,7 @@ def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
 
 
 def subclass(cls: type, wraps: Mapping[str, Callable[..., Any]], **members: object) -> type:
-    """Returns a subclass in which `wraps` replace methods.
-
-    `wraps[name](method, module, *args, **kwargs)` replaces the method `name`.
-    """
+    """Returns a subclass whose method `name` is `wraps[name](method, module, *args, **kwargs)`."""
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods = {name: _wrapped(getattr(cls, name), wrap) for name, wrap in wraps.items()}
     members["_jaxtp_original"] = getattr(cls, "_jaxtp_original", cls)

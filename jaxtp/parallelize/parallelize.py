@@ -107,7 +107,7 @@ def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Sty
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
-        # A function that builds a model is traced, and a trace knows only the abstract mesh.
+        # In a trace, such as the trace of a function that builds a model, the mesh is abstract.
         with suppress(ValueError):
             concrete = jax.sharding.get_mesh()
             if not concrete.empty:
@@ -142,7 +142,7 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: b
 
 
 def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np.dtype[Any]]]:
-    # Yields modules with the dtype that a `Compute` gives them, a later one last.
+    # Yields modules with the dtypes of `Compute` entries, in the order of the plan.
     for pattern, entry in plan.items():
         if not isinstance(entry, Compute):
             continue

@@ -64,7 +64,7 @@ def assign_styles(
 ) -> list[tuple[str, Style | None]]:
     """Returns each module's pattern and style; `""` and None if no pattern matches.
 
-    `modules` has all paths of each module; `parameters` are for messages.
+    `modules` has all paths of each module; `parameters` are paths for messages.
 
     Raises:
       PlanError: a pattern matches nothing, two match one module, or a value is not a style.

@@ -1,6 +1,6 @@
 """Runs parallel modules: each gets a subclass for its style.
 
-The subclass runs the original code if no mesh is in context.
+The subclass runs the original code if there is no mesh in context.
 
 A stock module's method runs on shards: a copy of the module with this device's parameters and sizes
 runs Flax's code. The split letter (`stock.py`) decides the communication: if the result has the
@@ -290,8 +290,8 @@ def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> Leadin
 def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> bool:
     if isinstance(role.style, Colwise | Rowwise):
         return True
-    # Rows without a sequence are replicated over cp. The compiler splits products whose specs the
-    # model declares.
+    # Rows without a sequence are replicated over cp. If the model declares specs over other axes,
+    # the compiler splits the product.
     shape = _shape_of(x)
     divides = bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
     for parameter in parameters_of(module, dims).values():
@@ -526,7 +526,7 @@ def _broadcastable(plan: _CallPlan, weight: Array, letters: str, y: Array) -> Ar
 
 
 def _masked_lookup(method: Callable[..., Array], local: Any, ids: Array, vocabulary: int) -> Array:
-    """Looks up ids in this device's rows; ids of other rows give zeros.
+    """Looks up ids in this device's rows; the result is zero for ids in other devices' rows.
 
     Invalid ids behave as in Flax.
     """

@@ -1,8 +1,8 @@
 """Validates a plan, and decides how each module runs and stores its parameters. Changes nothing.
 
 Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. Inside
-it, modules that mix positions, or have no sequence, run on global arrays with gathered weights,
-replicated over cp.
+such a module, submodules that mix positions or have no sequence run on global arrays, with gathered
+weights, replicated over cp.
 """
 
 import inspect
@@ -48,10 +48,7 @@ class ModulePlan:
 def validate_plan(
     modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
 ) -> list[ModulePlan]:
-    """Returns each module's role and its parameters' specs.
-
-    A PlanError says why the plan does not fit.
-    """
+    """Returns each module's role and its parameters' specs; a PlanError says what does not fit."""
     _check_axes(modules)
     parameters = dict(_all_parameters(modules))
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)

@@ -59,7 +59,7 @@ def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[
 
 
 def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: ModelSource) -> Input:
-    if not (folder / MANIFEST).exists() and folder.is_file():
+    if folder.is_file():
         raise InputError(
             f"--data {folder} is a file: read it by --text {folder}, or make a dataset by "
             "jaxtp prepare"
