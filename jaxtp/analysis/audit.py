@@ -26,7 +26,7 @@ from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import BriefError
 from jaxtp.layers.parameter import is_variable
-from jaxtp.mesh import REPLICAS, TP, mesh_sizes, parts
+from jaxtp.mesh import REPLICAS, TP, Sizes, mesh_sizes, parts
 from jaxtp.parallelize.layouts import dim_over
 
 Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
@@ -99,7 +99,7 @@ class Audit:
     written: Counter[Collective]  # collectives that the program asks for, and how often each runs
     realised: Counter[Collective]  # collectives after partitioning
     budget: Budget | None  # bytes that the modules may send
-    sizes: Mapping[str, int]  # devices along each axis of the mesh
+    sizes: Sizes  # devices along each axis of the mesh
     # Modules that are written on global arrays: the compiler chooses their collectives
     global_view: tuple[str, ...]
     # Modules whose loops may have unknown trip counts; one iteration is counted

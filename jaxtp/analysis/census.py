@@ -7,7 +7,7 @@ counts; they are an error unless the caller allows them by name. `hlo.py` counts
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, Literal
 
@@ -19,7 +19,7 @@ from jax.extend.core import Literal as Constant
 
 from jaxtp.analysis.collective import PRIMITIVES, Collective
 from jaxtp.layers.experts import RARELY
-from jaxtp.mesh import parts
+from jaxtp.mesh import Sizes, parts
 
 Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two
 
@@ -33,7 +33,7 @@ A_TURN: Final = "a turn"
 _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
 
 
-def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
+def count_collectives(jaxpr: Any, mesh_sizes: Sizes) -> Counter[Collective]:
     """Counts collectives in a closed jaxpr, except in groups of one device.
 
     `Collective.counted` marks inexact counts; `mesh_sizes` is in the mesh's order.
@@ -107,7 +107,7 @@ def _as_sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _axes(equation: JaxprEqn, sizes: Sizes) -> tuple[str, ...]:
     if equation.primitive.name in _MOVES_NOTHING:
         return ()
     names = equation.params.get("axes", equation.params.get("axis_name", ()))

@@ -23,6 +23,7 @@ from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
 from jaxtp.analysis.propagation_rules import (
     REDUCTIONS,
     Blocked,
+    Dims,
     Walk,
     agree,
     pass_through,
@@ -241,7 +242,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         summed = merged.summed
         has_grad = merged.has_grad and equation.primitive.name != "stop_gradient"
         source = _broadcast_source(equation, facts)
-        dims: Sequence[int | None] = [None] * len(equation.outvars)
+        dims: Dims = [None] * len(equation.outvars)
         if columns:
             dims = self.pass_operation(equation, facts, columns, times)
         if self.reduces(equation) and set(dims) <= {None}:
@@ -259,7 +260,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
 
     def pass_operation(
         self, equation: JaxprEqn, infos: list[ArrayInfo], columns: Columns, times: int
-    ) -> Sequence[int | None]:
+    ) -> Dims:
         name = equation.primitive.name
         tp = self.result.tp
         try:

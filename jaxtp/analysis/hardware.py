@@ -13,7 +13,7 @@ with units and ranges as in `RANGES`:
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
 from jaxtp.layers.kernels.select import CAPABILITIES, MIN_CAPABILITY, matmul_problem
-from jaxtp.mesh import AXES, parts
+from jaxtp.mesh import AXES, Sizes, parts
 
 GB = 1e9
 GIB = 2**30
@@ -311,7 +311,7 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
         )
 
 
-def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+def inside_domain(hardware: Hardware, sizes: Sizes, axes: Iterable[str]) -> int:
     """Returns how many devices of a ring over `axes` share a domain.
 
     The last axes join neighbors.

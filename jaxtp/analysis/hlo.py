@@ -27,7 +27,7 @@ from jaxtp.analysis.census import (
 from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
 from jaxtp.layers.float8 import FLOAT8
-from jaxtp.mesh import parts
+from jaxtp.mesh import Sizes, parts
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -100,8 +100,10 @@ class Instruction:
         return match[match.lastgroup or 0] if match else None
 
 
-Module = Mapping[str, Sequence[Instruction]]
-"""Instructions by computation; in the text of a compiled program, in the order of its schedule."""
+Computation = Sequence[Instruction]
+"""The instructions of a computation; in a compiled program, in the order of its schedule."""
+Module = Mapping[str, Computation]
+"""Computations by name."""
 
 
 @lru_cache(maxsize=1)  # a program is read several times
@@ -125,7 +127,7 @@ def parse_module(text: str) -> tuple[Module, str]:
     return module, entry
 
 
-def root_of(computation: Sequence[Instruction]) -> Instruction | None:
+def root_of(computation: Computation) -> Instruction | None:
     """Returns the computation's root."""
     for instruction in computation:
         if instruction.root:
@@ -133,7 +135,7 @@ def root_of(computation: Sequence[Instruction]) -> Instruction | None:
     return None
 
 
-def named(computation: Sequence[Instruction], name: str) -> Instruction | None:
+def named(computation: Computation, name: str) -> Instruction | None:
     """Returns the instruction with that name."""
     for instruction in computation:
         if instruction.name == name:
@@ -167,7 +169,7 @@ def _table(text: str, name: str, pattern: str) -> dict[str, tuple[str, str]]:
     return {row: (first, second) for row, first, second in rows}
 
 
-def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
+def count_collectives_in_hlo(text: str, mesh_sizes: Sizes) -> Counter[Collective]:
     """Counts the collectives of an HLO module, except in groups of one device.
 
     `Collective.counted` marks inexact counts.
@@ -248,9 +250,7 @@ def read_float8(text: str) -> tuple[int, Counter[str]]:
     return num_in_float8, others_by_layer
 
 
-def _source(
-    instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]
-) -> str:
+def _source(instruction: Instruction, computation: Computation, frames: Mapping[int, str]) -> str:
     # If the partitioner left no line, takes the line of an instruction that reads the result.
     name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
     readers = (reader.text for reader in computation if name.search(reader.text))
@@ -284,7 +284,7 @@ def walk(
                 yield from walk(module, callee, inner, times, meaning)
 
 
-def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
+def _trip_count(module: Module, around: Computation, loop: Instruction) -> int | None:
     """Returns the iterations of a `while` in `around`; None if unknown.
 
     Reads the compiler's note or, without a note, the loop's condition.
@@ -313,9 +313,7 @@ def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction
     return turns(first, limit, _constant(body, after.operands[1]))
 
 
-def _resolve(
-    computation: Sequence[Instruction], operand: Operand
-) -> tuple[Instruction | None, int | None]:
+def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction | None, int | None]:
     # The instruction behind copies, and the part of its tuple.
     maker = named(computation, operand[0])
     if maker and maker.opcode == "copy":
@@ -325,12 +323,12 @@ def _resolve(
     return maker, operand[1]
 
 
-def _part(computation: Sequence[Instruction], operand: Operand) -> int | None:
+def _part(computation: Computation, operand: Operand) -> int | None:
     maker, part = _resolve(computation, operand)
     return part if maker and maker.opcode == "parameter" else None
 
 
-def _constant(computation: Sequence[Instruction], operand: Operand) -> int | None:
+def _constant(computation: Computation, operand: Operand) -> int | None:
     maker, _ = _resolve(computation, operand)
     if maker and maker.opcode == "constant" and maker.type.startswith(("s32[]", "s64[]")):
         number = re.match(r"-?\d+(?=\))", maker.text)
@@ -357,7 +355,7 @@ def type_bytes(type_: str) -> float:
     return total
 
 
-def operand_types(computation: Sequence[Instruction], reader: Instruction) -> list[str]:
+def operand_types(computation: Computation, reader: Instruction) -> list[str]:
     """Returns the type of each array that an instruction reads, as in `bf16[8,4]`."""
     types = {instruction.name: instruction.type for instruction in computation}
     arrays: list[str] = []
@@ -367,7 +365,7 @@ def operand_types(computation: Sequence[Instruction], reader: Instruction) -> li
     return arrays
 
 
-def product_flops(computation: Sequence[Instruction], product: Instruction) -> int | None:
+def product_flops(computation: Computation, product: Instruction) -> int | None:
     """Returns the FLOPs of an instruction for which `is_product` holds.
 
     Returns None if neither the shapes nor the name of the kernel determine them.
@@ -389,9 +387,7 @@ def product_flops(computation: Sequence[Instruction], product: Instruction) -> i
     return products and 2 * math.prod(products)
 
 
-def collectives_of(
-    instruction: Instruction, scope: str, sizes: Mapping[str, int]
-) -> Iterator[Collective]:
+def collectives_of(instruction: Instruction, scope: str, sizes: Sizes) -> Iterator[Collective]:
     """Yields the messages of a collective instruction, one per array.
 
     Args:
@@ -419,7 +415,7 @@ def _numpy_dtype(dtype: str) -> str:
     return _DTYPES.get(dtype, name)
 
 
-def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
+def _partitions(text: str, sizes: Sizes) -> np.ndarray:
     # Ids of devices that exchange messages, one group per row: the first group (the others are
     # shifted copies of it), or all pairs of a permutation.
     if axes := re.search(

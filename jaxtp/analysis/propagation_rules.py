@@ -16,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxtp.analysis.census import needed_equations
 
 Dims = Sequence[int | None]
-Rule = Callable[[JaxprEqn, Dims], list[int | None]]
+Rule = Callable[[JaxprEqn, Dims], Dims]
 Fact = TypeVar("Fact")
 Result = TypeVar("Result")
 
@@ -35,7 +35,7 @@ class Blocked(Exception):  # noqa: N818  # an outcome, not an error
     """A split dim does not pass; the message continues `its output`."""
 
 
-def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def pass_through(equation: JaxprEqn, dims: Dims) -> Dims:
     """Returns the results' split dims, or raises `Blocked`.
 
     The equation has a split operand, and no inner jaxpr.
@@ -70,7 +70,7 @@ def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
     )
 
 
-def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _drop_dims(equation: JaxprEqn, dims: Dims) -> Dims:
     """Passes a split dim that is not itself reduced or squeezed."""
     dim = agree(dims)
     params = equation.params
@@ -80,11 +80,11 @@ def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     return [dim - sum(other < dim for other in removed)] * len(equation.outvars)
 
 
-def _broadcast(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _broadcast(equation: JaxprEqn, dims: Dims) -> Dims:
     return [equation.params["broadcast_dimensions"][agree(dims[:1])]]
 
 
-def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _reshape(equation: JaxprEqn, dims: Dims) -> Dims:
     """Passes a split dim that is outermost among the dims that it becomes or is merged with."""
     dim = agree(dims[:1])
     before = shape_of(equation.invars[0])
@@ -101,7 +101,7 @@ def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     )
 
 
-def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _along_other_dims(equation: JaxprEqn, dims: Dims) -> Dims:
     """Passes a split dim if slices, sorts, sums, padding or windows are along other dims."""
     dim = agree(dims)
     params = equation.params
@@ -121,7 +121,7 @@ def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     )
 
 
-def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _gather(equation: JaxprEqn, dims: Dims) -> Dims:
     dim = agree(dims)
     numbers = equation.params["dimension_numbers"]
     shape = shape_of(equation.invars[0])
@@ -131,7 +131,7 @@ def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     return [numbers.offset_dims[dim - sum(other < dim for other in removed)]]
 
 
-def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _dot(equation: JaxprEqn, dims: Dims) -> Dims:
     contracted, batch = equation.params["dimension_numbers"]
     results = []
     first = len(batch[0])  # result dim of the operand's first dim that is neither

@@ -7,14 +7,16 @@ operands and writes its results once.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from jaxtp.analysis import hlo
 from jaxtp.analysis.collective import Axes, Collective
-from jaxtp.analysis.hlo import KINDS, Instruction, Module, walk
+from jaxtp.analysis.hlo import KINDS, Computation, Instruction, Module, walk
+from jaxtp.analysis.tables import Record
+from jaxtp.mesh import Sizes
 
 START = "-start"
 _NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
@@ -67,12 +69,12 @@ class Scheduled(Collective):
     computing: int  # computing operations between start and done, in all of a step
     hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns the numbers as plain values."""
         return {name: getattr(self, name) for name in ("kind", "axes", "group", *_NUMBERS)}
 
 
-def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
+def read_schedule(text: str, sizes: Sizes) -> tuple[Scheduled, ...]:
     """Returns the collectives of a compiled program by kind, axes and size of the group.
 
     The collective with the most bytes is first.
@@ -134,7 +136,7 @@ def _result_of_start(type_: str) -> str:
     return " ".join(arrays[len(arrays) // 2 :])
 
 
-def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[Instruction]:
+def _beside(start: Instruction, computation: Computation) -> Computation:
     # The instructions between start and done; none for a synchronous collective.
     if not start.opcode.endswith(START):
         return ()
@@ -231,7 +233,7 @@ def _only_moves(instruction: Instruction, module: Module) -> bool:
     return instruction.opcode in _MOVES or scalar
 
 
-def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module) -> float:
+def _traffic(kernel: Instruction, around: Computation, module: Module) -> float:
     # Bytes read and written. Of an array that is sliced or updated in place, only the slice counts.
     sizes = list(map(hlo.type_bytes, hlo.operand_types(around, kernel)))
     if kernel.opcode == "fusion":
@@ -244,7 +246,7 @@ def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module)
     return written + (written if kernel.opcode in _SLICES else sum(sizes))
 
 
-def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Module) -> float:
+def _read(fused: Computation, parameter: int, size: float, module: Module) -> float:
     # Bytes that a fusion reads of a parameter of that size.
     names: set[str] = set()
     total = 0.0
@@ -266,7 +268,7 @@ def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Mod
     return min(total, size)
 
 
-def _written(fused: Sequence[Instruction], result: Instruction | None) -> float:
+def _written(fused: Computation, result: Instruction | None) -> float:
     if result is None or result.opcode == "parameter":
         return 0.0
     operands = [hlo.named(fused, name) for name, _ in result.operands]

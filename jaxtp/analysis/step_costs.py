@@ -36,6 +36,7 @@ from jaxtp.analysis.layer_costs import (
     Bytes,
     CollectiveCost,
     Cost,
+    Costs,
     Product,
     Weight,
     Workload,
@@ -76,6 +77,7 @@ from jaxtp.mesh import (
     STORAGE,
     TOKENS,
     TP,
+    Sizes,
     abstract_mesh,
     batch_parts,
     mesh_shape,
@@ -152,7 +154,7 @@ class StepCosts:
 
 def step_costs(
     config: ModelConfig,
-    mesh: Mapping[str, int],
+    mesh: Sizes,
     *,
     batch_size: int,
     sequence_length: int,
@@ -253,7 +255,7 @@ def _has_formulas(block: DecoderBlock) -> bool:
     return all(has_formulas(branch) for _, branch, *_ in block.branches())
 
 
-def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
+def block_costs(block: DecoderBlock, work: Workload) -> Costs:
     """Yields the costs of branches, norms, residual sums and saved input."""
     config = block.config
     compute = itemsize(config.precision.compute)
@@ -288,7 +290,7 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
         yield Bytes("elementwise", 3 * size, "norm")
 
 
-def _within(branch_name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
+def _within(branch_name: str, costs: Iterable[Cost]) -> Costs:
     """Adds the branch's name to its costs, and adds up its workspace."""
     workspace = 0.0
     for cost in costs:
@@ -309,7 +311,7 @@ def _unstacked(branch: Branch) -> Branch:
     )
 
 
-def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
+def decoder_costs(model: Decoder, work: Workload) -> Costs:
     """Yields the costs of embedding, final norm, head and loss."""
     config = model.config
     yield from embedding_costs(model.embedding, work)
@@ -325,7 +327,7 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
         yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (experts + 4))
 
 
-def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
+def loss_costs(config: ModelConfig, work: Workload) -> Costs:
     """Yields the costs of head and loss.
 
     Over tp they are a column layer's input, and three floats per token.
@@ -394,7 +396,7 @@ def _loaded(costs: Iterable[Cost], work: Workload) -> float:
     return loaded + largest_reduced
 
 
-def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
+def describe_padding(config: ModelConfig, mesh: Sizes) -> str | None:
     """Describes the padding over tp and its cost, with a warning if large."""
     tp = mesh[TP]
     padded = padded_sizes(config, tp)
@@ -453,7 +455,7 @@ def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
 
 
 @branch_costs.register
-def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator[Cost]:
+def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
     """Yields the costs of Gated DeltaNet.
 
     The projections have formulas; the computation between them is traced.
@@ -540,7 +542,7 @@ def _repeated(cost: Bytes | CollectiveCost | Product, times: int) -> Cost:
 
 def traced_costs(
     branch: Branch, work: Workload, features: int, precision: Precision, *, read: bool
-) -> Iterator[Cost]:
+) -> Costs:
     """Yields the costs of a branch.
 
     Args:
@@ -625,7 +627,7 @@ class _Device(AbstractDevice):
 
 
 @contextmanager
-def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator[None]:
+def _abstract(sizes: Sizes, platform: str | None = None) -> Iterator[None]:
     # Kernels are chosen by the mesh's device. Without a device, layers would ask JAX for one, which
     # starts its backend.
     name, _, capability = (platform or "cpu").partition(" ")

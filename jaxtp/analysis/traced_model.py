@@ -18,12 +18,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_shape, mesh_sizes
+from jaxtp.mesh import AXES, MeshError, Sizes, check_sizes, describe_mesh, mesh_shape, mesh_sizes
 from jaxtp.parallelize.module_wrappers import modules_of, with_calls
-from jaxtp.parallelize.parallelize import abstract_model
+from jaxtp.parallelize.parallelize import Build, abstract_model
 from jaxtp.parallelize.plan import PlanError
 
-MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
+MeshLike = Mesh | AbstractMesh | Sizes | None  # None: the mesh in context
 Forward = Callable[..., object]  # of a model and its inputs
 # A function of a model's state and the arrays among its inputs
 StateFunction = Callable[[nnx.State, list[Any]], Any]
@@ -43,7 +43,7 @@ class ModelCall:
     @classmethod
     def of(
         cls,
-        model: nnx.Module | Callable[[], nnx.Module],
+        model: nnx.Module | Build,
         inputs: tuple[object, ...],
         call: Forward | None,
     ) -> "ModelCall":

@@ -6,7 +6,7 @@ over dp, fsdp and cp. The output of a column layer stays split over tp as far as
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -31,7 +31,7 @@ from jaxtp.analysis.census import (
 from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
 from jaxtp.layers.parameter import is_variable, spec_of
-from jaxtp.mesh import TOKENS, TP, axes_of, parts
+from jaxtp.mesh import TOKENS, TP, Sizes, axes_of, parts
 from jaxtp.parallelize.layouts import dim_over
 
 Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
@@ -79,9 +79,7 @@ def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
     return compute
 
 
-def work_of(
-    objective: Objective, sizes: Mapping[str, int], params: object, *inputs: object
-) -> Work:
+def work_of(objective: Objective, sizes: Sizes, params: object, *inputs: object) -> Work:
     """Returns the work of an objective and its gradient.
 
     Traces them under the mesh in context, whose axes have these `sizes`.
@@ -98,7 +96,7 @@ def work_of(
 
 
 def count_work(
-    jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: object
+    jaxpr: ClosedJaxpr, sizes: Sizes, inputs: object
 ) -> tuple[list[Product], list[float]]:
     """Returns the products of a closed jaxpr, and the bytes of each result.
 
@@ -117,7 +115,7 @@ def count_work(
 
 
 class _Counter(Walk[_Split, list[Product]]):
-    def __init__(self, sizes: Mapping[str, int]):
+    def __init__(self, sizes: Sizes):
         super().__init__(_Split(None, parts(sizes, TOKENS)), list)
         self.sizes = sizes
         self.recomputing = False

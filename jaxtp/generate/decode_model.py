@@ -34,7 +34,19 @@ from jaxtp.hf.tensor_map import split_path
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import PARAMETERS, DType, is_variable, padding_of, spec_of
-from jaxtp.mesh import AXES, CP, DP, FSDP, TP, axes_of, batch_parts, make_mesh, mesh_sizes, parts
+from jaxtp.mesh import (
+    AXES,
+    CP,
+    DP,
+    FSDP,
+    TP,
+    Sizes,
+    axes_of,
+    batch_parts,
+    make_mesh,
+    mesh_sizes,
+    parts,
+)
 from jaxtp.models.config import BLOCKS
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
 
@@ -121,7 +133,7 @@ class StackedDecodeModel(DecodeModel):
         return self.norm(x_BTD), updated
 
 
-def decode_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+def decode_sizes(sizes: Sizes) -> dict[str, int]:
     """Returns the mesh sizes with fsdp moved to dp."""
     return {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
 
@@ -134,7 +146,7 @@ def decode_mesh(mesh: Mesh) -> Mesh:
     )
 
 
-def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
+def weight_bytes(model: Decoder, sizes: Sizes) -> int:
     """Returns the decode model's weight bytes per device."""
     sizes = {**decode_sizes(sizes), CP: 1}
     itemsize = jnp.dtype(model.config.precision.compute).itemsize

@@ -21,7 +21,17 @@ from jaxtp.hf.families.family import (
     LayerType,
     names_of,
 )
-from jaxtp.hf.model_folder import READ, Attributes, HFError, choice, positive, quote, switch, whole
+from jaxtp.hf.model_folder import (
+    READ,
+    Attributes,
+    HFError,
+    MutableAttributes,
+    choice,
+    positive,
+    quote,
+    switch,
+    whole,
+)
 from jaxtp.layers.rope import UNSCALED, RopeScaling
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.block_rules import rope_problems
@@ -165,11 +175,11 @@ def _read_type(
     return {**settings, **family.always_by_type.get(layer_type, {})}
 
 
-def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
+def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
     """Returns the family's `layer_attributes`, and its attributes `by_type`."""
     names = family.layer_attributes
     layers = list(config.layers())
-    written: dict[str, object] = {}
+    written: MutableAttributes = {}
     if "head_dim" in names:
         written["head_dim"] = config.head_dim
     if names & {"sliding_window", _TYPES}:
@@ -245,12 +255,12 @@ def _power(name: str, base: float, exponent: float) -> float:
         raise HFError(f"{name} = {base}: to the power of {exponent:g} it is too large") from None
 
 
-def write_fields(attributes: Sequence[Attribute], fields: Settings) -> dict[str, object]:
+def write_fields(attributes: Sequence[Attribute], fields: Settings) -> MutableAttributes:
     """Returns the values of the attributes that have these fields, by name.
 
     Of attributes with the same name, the first decides.
     """
-    written: dict[str, object] = {}
+    written: MutableAttributes = {}
     for attribute in reversed(attributes):
         value = None if attribute.field is None else fields[attribute.field]
         if isinstance(attribute.kind, Mapping):
@@ -446,7 +456,7 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
     return [*windows[:-1], windows[-1] and not family.last_is_global]
 
 
-def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
+def _write_windows(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     names = family.layer_attributes
     types = [_FULL if layer.sliding_window is None else _SLIDING for layer in layers]
     window = None
@@ -458,7 +468,7 @@ def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
     can_be_null = (
         family.window_can_be_null or "layer_types" not in names or "use_sliding_window" in names
     )
-    written: dict[str, object] = {"sliding_window": window}
+    written: MutableAttributes = {"sliding_window": window}
     if window is None and not can_be_null:
         written["sliding_window"] = family.default_window
     if "use_sliding_window" in names:
@@ -508,7 +518,7 @@ def _read_rotated(attributes: Attributes, family: Family, windows: Sequence[bool
     return list(map(bool, listed[:count]))
 
 
-def _write_rotated(layers: Sequence[BlockConfig]) -> dict[str, object]:
+def _write_rotated(layers: Sequence[BlockConfig]) -> MutableAttributes:
     thetas = [layer.rope_theta or 0 for layer in layers]
     return {
         "no_rope_layers": [int(theta > 0) for theta in thetas],
@@ -536,10 +546,10 @@ def _check_multiple(values: int, keys: int) -> None:
         )
 
 
-def _write_linear(layers: Sequence[BlockConfig]) -> dict[str, object]:
+def _write_linear(layers: Sequence[BlockConfig]) -> MutableAttributes:
     linear = [bool(layer.delta_value_heads) for layer in layers]
     types = [_LINEAR if is_linear else _FULL for is_linear in linear]
-    written: dict[str, object] = {"layer_types": types}
+    written: MutableAttributes = {"layer_types": types}
     # Some programs read only the interval.
     period = _period(linear)
     if period is not None:
@@ -591,7 +601,7 @@ def _layer_number(attributes: Attributes, name: str, default: int) -> int:
     return value
 
 
-def _write_sparse(has_experts: Sequence[bool]) -> dict[str, object]:
+def _write_sparse(has_experts: Sequence[bool]) -> MutableAttributes:
     count = len(has_experts)
     sparse = [i for i in range(count) if has_experts[i]]
     first = min(sparse, default=count)
@@ -827,7 +837,7 @@ def _mscale(name: str, scale: object, factor: float) -> float:
     return 0.1 * positive(name, scale) * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
+def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     """Returns rotary embeddings in the older format, which every version of transformers reads.
 
     If only the newer format can express the scaling, it is returned in that format.
@@ -839,7 +849,7 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
     local_theta = sliding.rope_theta or family.rope_theta
     scaling = full.rope_scaling
     parameters = _scaling_parameters(full, family)
-    written: dict[str, object] = {family.rope_theta_name: theta, "rope_scaling": parameters or None}
+    written: MutableAttributes = {family.rope_theta_name: theta, "rope_scaling": parameters or None}
     if not family.rope_by_type or full == sliding:
         written |= write_fields(list(filter(_is_outside, family.rope_attributes)), vars(full))
     max_positions = {}
@@ -873,7 +883,7 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
     return {"rope_parameters": nested, **max_positions}
 
 
-def _nested_parameters(layer: BlockConfig, family: Family) -> dict[str, object]:
+def _nested_parameters(layer: BlockConfig, family: Family) -> MutableAttributes:
     return {
         "rope_type": "default",
         **_scaling_parameters(layer, family),
@@ -887,12 +897,12 @@ def _is_outside(attribute: Attribute) -> bool:
     return attribute.field == "rotary_fraction"
 
 
-def _scaling_parameters(layer: BlockConfig, family: Family) -> dict[str, object]:
+def _scaling_parameters(layer: BlockConfig, family: Family) -> MutableAttributes:
     scaling = layer.rope_scaling
     if scaling.kind == "none":
         return {}
     values = {**vars(scaling), _ORIGINAL: scaling.original_length}
-    written: dict[str, object] = {}
+    written: MutableAttributes = {}
     for name in _SCALINGS[scaling.kind]:
         if values[name] is not None:
             written[name] = list(values[name]) if name in _LISTS else values[name]

@@ -30,6 +30,7 @@ from jaxtp.hf.model_folder import (
     Attributes,
     Folder,
     HFError,
+    MutableAttributes,
     join_problems,
     open_folder,
     prefix_errors,
@@ -191,7 +192,7 @@ def open_whole(path: Path, config: ModelConfig) -> Whole:
 def changed_config(whole: Whole, dtype: DType, max_positions: object) -> dict[str, Any]:
     """Returns the config.json of `whole` for another dtype of the text tensors, or longer texts."""
     text = text_attributes(whole.folder.attributes)
-    changes = dict[str, object]()
+    changes = MutableAttributes()
     if dtype != dtype_of(whole.folder):
         changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
     if max_positions is not None and max_positions != text.get(MAX_POSITIONS):
@@ -201,7 +202,7 @@ def changed_config(whole: Whole, dtype: DType, max_positions: object) -> dict[st
     return whole.attributes(changes)
 
 
-def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
+def write_attributes(config: ModelConfig, family: Family, dtype: str) -> MutableAttributes:
     """Returns config.json attributes that every transformers version reads.
 
     Raises if the family lacks such models.

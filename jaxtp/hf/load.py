@@ -28,7 +28,7 @@ from jaxtp.config.entry import say
 from jaxtp.config.hints import closest
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
-from jaxtp.hf.safetensors import Block, StoredTensor, StoredTensors
+from jaxtp.hf.safetensors import Block, Shape, StoredTensor, StoredTensors
 from jaxtp.hf.tensor_map import (
     HEAD,
     TABLE,
@@ -388,7 +388,7 @@ def _slice_in_file(part: TensorPart, bounds: _Bounds, block: Block) -> _Slice:
     return _Slice(block, in_file, columns)
 
 
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
+def _bounds(index: tuple[slice, ...] | None, shape: Shape) -> _Bounds:
     whole = (slice(None),) * len(shape)
     return tuple(
         (dim.indices(size)[0], dim.indices(size)[1])
@@ -407,7 +407,7 @@ def _copy(target: Block, source: Block) -> None:
             target[tile] = source[tile]
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
+def _aligned_zeros(shape: Shape, dtype: np.dtype) -> Block:
     """Returns zeros that a CPU device uses without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)

@@ -40,6 +40,7 @@ _MAX_LISTED = 10
 """Maximum number of problems in a message."""
 Attributes = Mapping[str, object]
 """The JSON object in a configuration file."""
+MutableAttributes = dict[str, object]
 
 
 @dataclass(frozen=True)

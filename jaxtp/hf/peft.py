@@ -40,6 +40,7 @@ from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
     HFError,
+    MutableAttributes,
     explain_gguf,
     explain_pickle,
     join_problems,
@@ -285,7 +286,7 @@ def _on_host(function: Callable[..., Array], *arrays: Array) -> NDArray[np.bool_
 
 def _peft_config(
     config: ModelConfig, adapted: _Modules, *, are_short: bool, diagonal: bool
-) -> dict[str, object]:
+) -> MutableAttributes:
     lora = config.lora
     modules = list[str]()
     parameters = list[str]()
@@ -317,7 +318,7 @@ def _peft_config(
     rslora = lora.rslora and all(kernel.expert is None for kernel in first_kernels)
     # PEFT doubles both for a fused kernel.
     alpha = lora.alpha if rslora == lora.rslora else lora.scale * lora.rank
-    attributes: dict[str, object] = {
+    attributes: MutableAttributes = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": lora.rank,

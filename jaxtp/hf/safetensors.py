@@ -26,6 +26,7 @@ from jaxtp.config.reading import MAX_JSON, open_regular, parse_json, truncate
 from jaxtp.layers.parameter import DType
 
 Block = NDArray[Any]
+Shape = tuple[int, ...]
 
 FORMATS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Supported dtypes of weights, and their names in the format."""
@@ -80,7 +81,7 @@ class StoredTensor:
     file: Path
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     offset: int
     num_bytes: int
 
@@ -295,7 +296,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return _without_gaps(path, tensors, _LENGTH + length, size)
 
 
-Header = Mapping[str, tuple[str, tuple[int, ...]]]
+Header = Mapping[str, tuple[str, Shape]]
 """The format's dtype name and the shape of each tensor, in the order of their data."""
 
 

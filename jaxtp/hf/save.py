@@ -38,10 +38,11 @@ from jaxtp.hf.model_folder import (
     WEIGHTS,
     Attributes,
     HFError,
+    MutableAttributes,
     read_attributes,
     read_files,
 )
-from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, StoredTensors, write_file
+from jaxtp.hf.safetensors import FORMATS, Block, Shape, StoredTensor, StoredTensors, write_file
 from jaxtp.hf.tensor_map import (
     Columns,
     Parameters,
@@ -185,7 +186,7 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
 
 def _new_attributes(
     config: ModelConfig, family: Family, dtype: DType, options: ModelOptions
-) -> dict[str, object]:
+) -> MutableAttributes:
     """Returns a whole config.json for a model without a folder to copy from."""
     added = options.get("attributes") or {}
     # Without pad_token_id, transformers uses the family's default, which may exceed the model's
@@ -281,7 +282,7 @@ def write_folder(
         write_files(folder, {**other_files, **tokenizer_files})
 
 
-def _format_and_shape(tensor: Stored, dtype: DType) -> tuple[str, tuple[int, ...]]:
+def _format_and_shape(tensor: Stored, dtype: DType) -> tuple[str, Shape]:
     if isinstance(tensor, StoredTensor):
         return tensor.dtype, tensor.shape
     return FORMATS[_dtype_in_file(tensor[0], dtype)], tensor[0].stored_shape
@@ -461,7 +462,7 @@ def _shards(tensors: Tensors, dtype: DType, max_size: int | str) -> dict[str, Te
     }
 
 
-def copied_attributes(source: str | Path | None) -> dict[str, object]:
+def copied_attributes(source: str | Path | None) -> MutableAttributes:
     """Returns a folder's config.json attributes without effect on outputs, e.g. special tokens."""
     if source is None or not os.path.lexists(Path(source) / CONFIG):
         return {}

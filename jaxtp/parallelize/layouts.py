@@ -4,7 +4,7 @@ Layouts describe only tp. dp and fsdp always split dim 0, the batch; cp splits d
 inside `ContextParallel` modules.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jaxtp.collectives import axis_size, check_divides, constrain, device_view, enter_parallel
-from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, axes_of, parts
+from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, Sizes, axes_of, parts
 from jaxtp.parallelize.styles import Layout, Layouts, Replicate, Shard
 
+Shape = tuple[int, ...]
 LeadingAxes = tuple[tuple[str, ...], ...]
 """Axes that split the first dims of an activation: of no dim, of the batch, or of the batch and the
 sequence."""
@@ -42,7 +43,7 @@ def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) 
 
 
 def leading_axes(
-    shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool
+    shape: Shape, batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool
 ) -> LeadingAxes:
     """Returns the axes that split the first dims of an activation.
 
@@ -95,7 +96,7 @@ def stored_spec(
     parameter: nnx.Variable[Any],
     ndim: int,
     tp_dim: int | None,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     *,
     fsdp: bool,
 ) -> PartitionSpec:

@@ -14,6 +14,7 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.hints import by_dotted_path, dotted
 
 Model = TypeVar("Model", bound=nnx.Module)
+Method = Callable[..., Any]
 
 METHODS = ("__call__", "attend")  # `attend` of an embedding is a tied head
 
@@ -44,7 +45,7 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     return modules
 
 
-def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
+def with_calls(model: Model, wrap: Method) -> Model:
     """Replaces each module's methods, in place.
 
     A new method calls `wrap(path, name, method, module, *args, **kwargs)`.
@@ -59,7 +60,7 @@ def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
     return model
 
 
-def subclass(cls: type, wraps: Mapping[str, Callable[..., Any]], **members: object) -> type:
+def subclass(cls: type, wraps: Mapping[str, Method], **members: object) -> type:
     """Returns a subclass whose method `name` is `wraps[name](method, module, *args, **kwargs)`."""
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods = {name: _wrapped(getattr(cls, name), wrap) for name, wrap in wraps.items()}
@@ -90,7 +91,7 @@ def has_method(cls: type, name: str) -> bool:
     return any(name in vars(base) for base in cls.__mro__)
 
 
-def _wrapped(method: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(method: Method, wrap: Method) -> Method:
     @functools.wraps(method)
     def call(self: nnx.Module, /, *args: object, **kwargs: object) -> Any:
         return wrap(method, self, *args, **kwargs)

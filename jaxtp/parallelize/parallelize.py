@@ -8,7 +8,7 @@ plan on any other mesh.
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.python_object import signature_of
-from jaxtp.mesh import MeshError, check_axes, mesh_sizes
+from jaxtp.mesh import MeshError, Sizes, check_axes, mesh_sizes
 from jaxtp.parallelize.module_wrappers import (
     Model,
     ModuleInfo,
@@ -125,7 +125,7 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     return mesh
 
 
-def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> None:
+def _apply_plan(model: nnx.Module, plan: Plan, sizes: Sizes, fsdp: bool) -> None:
     by_dotted_path(nnx.to_flat_state(nnx.state(model)))  # refuses two variables with one path
     modules = find_modules(model)
     module_plans = validate_plan(modules, plan, sizes, fsdp=fsdp)

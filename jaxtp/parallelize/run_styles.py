@@ -42,6 +42,7 @@ from jaxtp.mesh import BATCH, CONTEXT, CP, STORAGE, TOKENS, TP, axes_of, current
 from jaxtp.parallelize.layouts import (
     Copies,
     LeadingAxes,
+    Shape,
     activation_spec,
     as_tuple,
     change_layout,
@@ -54,7 +55,13 @@ from jaxtp.parallelize.layouts import (
     split_dim,
     stored_spec,
 )
-from jaxtp.parallelize.module_wrappers import CONTAINERS, original_class, set_class, subclass
+from jaxtp.parallelize.module_wrappers import (
+    CONTAINERS,
+    Method,
+    original_class,
+    set_class,
+    subclass,
+)
 from jaxtp.parallelize.stock import ATTEND, Signature, parameters_of, signature
 from jaxtp.parallelize.styles import (
     Colwise,
@@ -103,7 +110,7 @@ def _class_for(cls: type, role: Role) -> type:
 def _call(
     cls: type,
     role: Role,
-    original: Callable[..., Any],
+    original: Method,
     module: nnx.Module,
     /,
     *args: object,
@@ -199,7 +206,7 @@ def _first_parameter(cls: type) -> inspect.Parameter:
 def _attend(
     cls: type,
     role: Role,
-    original: Callable[..., Any],
+    original: Method,
     module: nnx.Embed,
     /,
     query: object,
@@ -281,7 +288,7 @@ def _gather(value: object) -> Any:
     return jax.tree.unflatten(tree, gathered)
 
 
-def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> LeadingAxes:
+def _leading_axes(shape: Shape, dims: Signature, role: Role) -> LeadingAxes:
     """Returns the axes that split the first dims of a stock module's input and result."""
     context = role.context and len(shape) > 1 and dims.keeps_positions(len(shape))
     return leading_axes(shape, dims.batch_ndim or len(shape) + 1, 2, context=context)
@@ -301,7 +308,7 @@ def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> 
     return divides
 
 
-def _shape_of(x: Any) -> tuple[int, ...]:
+def _shape_of(x: Any) -> Shape:
     return x.shape if isinstance(x, Copies) else jnp.shape(x)
 
 

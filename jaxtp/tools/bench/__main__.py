@@ -41,7 +41,7 @@ from jaxtp.analysis.collective import (
 )
 from jaxtp.analysis.hardware import TABLE, Hardware, find, inside_domain, link_of, of_kind
 from jaxtp.analysis.step_costs import step_costs
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import Record, columns
 from jaxtp.collectives import (
     all_gather,
     all_reduce,
@@ -259,7 +259,7 @@ class Measured:
             text += f"{name}: {value:.3e}\n"
         return text
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns every number for JSON."""
         place = {
             "kind": self.kind,

@@ -15,7 +15,7 @@ import jax
 import tyro
 
 from jaxtp.analysis.hardware import parse, require_matmul
-from jaxtp.analysis.tables import gigabytes
+from jaxtp.analysis.tables import Record, gigabytes
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
@@ -200,7 +200,7 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
 
 def _search(
     options: EstimateConfig, config: TrainConfig, where: Target, model: Model
-) -> tuple[Setting, dict[str, object]]:
+) -> tuple[Setting, Record]:
     # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers
     # for --json.
     meshes: Sequence[Sizes] = parse_meshes(options.meshes, options.hardware, where.devices)
@@ -211,7 +211,7 @@ def _search(
     if not (options.as_configured or options.meshes):
         configured = _configured(config, where, model)
     best = results.settings[0]
-    alternatives = faster(results, model) if best.fits else list(remedies(results, model))
+    alternatives = faster(results) if best.fits else list(remedies(results))
     print(explained(results, configured, alternatives, options.price), flush=True)
     matmul = config.model.precision.matmul
     if matmul != "compute":
@@ -222,7 +222,7 @@ def _search(
             f"{matmul:<8}{gain:.2f} x as fast as --model.precision.matmul compute: modelled, not "
             "measured"
         )
-    numbers = record(config, where, model, results)
+    numbers = record(results)
     numbers["configured"] = None if configured is None else setting_record(configured)
     numbers["alternatives"] = [
         {"change": other.change, **setting_record(other.setting)} for other in alternatives
@@ -336,7 +336,7 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
 
 
 def _compile(
-    options: EstimateConfig, best: Setting, numbers: dict[str, object]
+    options: EstimateConfig, best: Setting, numbers: Record
 ) -> tuple[bool, Exception | None]:
     """Adds tiers 2 and 3 to the numbers.
 

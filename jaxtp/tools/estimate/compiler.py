@@ -43,7 +43,7 @@ from jaxtp.analysis.schedule import (
     read_schedule,
 )
 from jaxtp.analysis.step_costs import LOGIT_PASSES, StepCosts
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import Record, columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.data.loader import split
@@ -150,7 +150,7 @@ class Partitioned:
         for text in (*self.problems, *self.warnings, *self.notes):
             yield f"  {text}"
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns tier 2 for JSON."""
         return {
             "provenance": "compiled",
@@ -165,7 +165,7 @@ class Partitioned:
         }
 
 
-def _records(sent: Bytes) -> list[dict[str, object]]:
+def _records(sent: Bytes) -> list[Record]:
     return [{"kind": kind, "axes": axes, "bytes_sent": size} for (kind, axes), size in sent.items()]
 
 
@@ -444,7 +444,7 @@ class Compiled:
             rows.append((collective.kind, place, f"{collective.count:,}", size, *overlap))
         return columns(_COLLECTIVE_HEADER, rows)
 
-    def record(self, setting: Setting) -> dict[str, object]:
+    def record(self, setting: Setting) -> Record:
         """Returns tier 3 for JSON."""
         return {
             "provenance": "compiled",
@@ -678,7 +678,7 @@ def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
 
 
-def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> dict[str, object]:
+def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> Record:
     text = compiled.as_text() or ""
     flops = None
     kernels = dict[str, Part]()

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from jaxtp.analysis.collective import Traffic, bytes_by_axes, with_joined_axes
 from jaxtp.analysis.hardware import GB, RANGES, TABLE, parse
-from jaxtp.analysis.tables import between, columns
+from jaxtp.analysis.tables import Record, between, columns
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
@@ -188,7 +188,7 @@ class Estimate(Candidate):
         plan = [line.partition("\n")[0] for line in self.plan]
         return "\n".join([f"best    {describe_split(self.sizes)}: {memory} MB", *plan])
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns the estimate for JSON."""
         return {
             **self.sizes,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jaxtp.analysis.hardware import GB
 from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import StepCosts, costs_of
-from jaxtp.analysis.tables import columns, gigabytes
+from jaxtp.analysis.tables import Record, columns, gigabytes
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import decode_sizes
 from jaxtp.mesh import CP, TP, Sizes, batch_parts, describe_mesh
@@ -147,7 +147,7 @@ def table(generations: Sequence[Generation], length: int) -> str:
     return f"{title}\n{columns(header, lines)}\n{LEFT_OUT}"
 
 
-def record(generation: Generation) -> dict[str, object]:
+def record(generation: Generation) -> Record:
     """Returns a mesh for JSON."""
     return {
         **generation.sizes,

@@ -38,10 +38,11 @@ CHUNK = 128
 
 
 class Run(NamedTuple):
-    """A configuration and its target."""
+    """A configuration, its target, and the facts of its model."""
 
     config: TrainConfig
     where: Target
+    model: Model
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def changed(run: Run, flags: str) -> Run | None:
         on_cluster = target(where.hardware, where.devices, CLUSTER_SHARE)
         if on_cluster.room > where.room:
             where = on_cluster
-    other = Run(replace_nested(run.config, CHEAP[flags]), where)
+    other = Run(replace_nested(run.config, CHEAP[flags]), where, run.model)
     if _facts(other) == _facts(run):
         return None
     return other
@@ -99,17 +100,17 @@ def _facts(run: Run) -> tuple[object, ...]:
     return in_float32, kernels, multiplies_all(model, hardware.platform), chunk, run.where.room
 
 
-def faster(results: Search, model: Model) -> list[Alternative]:
+def faster(results: Search) -> list[Alternative]:
     """Returns the free changes that together speed up the best setting or free a GB, or none."""
     best = results.settings[0]
     used = []
-    run = Run(best.config, best.target)
+    run = Run(best.config, best.target, results.model)
     meshes = [setting.sizes for setting in results.settings]
     for flags in FREE:
         other = changed(run, flags)
         if other is None:
             continue
-        setting = search(*other, model, meshes, as_configured=results.as_configured).settings[0]
+        setting = search(*other, meshes, as_configured=results.as_configured).settings[0]
         ratio = best.time.expected / setting.time.expected
         frees = other.where == run.where and setting.spare - best.spare > GB and ratio > 1 / NEAR
         if setting.fits and (ratio > NEAR or frees):
@@ -121,42 +122,40 @@ def faster(results: Search, model: Model) -> list[Alternative]:
     return [Alternative(" ".join(used), best)]
 
 
-def remedies(results: Search, model: Model) -> Iterator[Alternative]:
+def remedies(results: Search) -> Iterator[Alternative]:
     """Yields changes that make the run fit, cheapest first.
 
     Costly changes add the cheap ones if needed.
     """
-    run = Run(results.settings[0].config, results.settings[0].target)
+    best = results.settings[0]
+    run = Run(best.config, best.target, results.model)
     changes = {flags: changed(run, flags) for flags in CHEAP}
-    single = ((flags, other, model) for flags, other in changes.items() if other)
-    cheap = list(_fitting(single))
+    cheap = list(_fitting((flags, other) for flags, other in changes.items() if other))
     together = _stacked(run)
     if not cheap:
-        cheap = _first((flags, other, model) for flags, other in together.items())
+        cheap = _first(together.items())
     yield from cheap
-    yield from _without_accumulation(run, model)
+    yield from _without_accumulation(run)
     yield from _shorter(run)
-    costly = _costly(run, model)
+    costly = _costly(run)
     if together and not (cheap or costly):
         flags, run = list(together.items())[-1]
-        costly = [
-            dataclasses.replace(other, change=f"{flags} {other.change}")
-            for other in _costly(run, model)
-        ]
+        for other in _costly(run):
+            costly.append(dataclasses.replace(other, change=f"{flags} {other.change}"))
     yield from costly
 
 
-def _costly(run: Run, model: Model) -> list[Alternative]:
-    return [*_other_training(run), *_more_devices(run, model)]
+def _costly(run: Run) -> list[Alternative]:
+    return [*_other_training(run), *_more_devices(run)]
 
 
-def _fitting(candidates: Iterable[tuple[str, Run, Model]]) -> Iterator[Alternative]:
-    for change, run, model in candidates:
-        if setting := _fits(run, model):
+def _fitting(candidates: Iterable[tuple[str, Run]]) -> Iterator[Alternative]:
+    for change, run in candidates:
+        if setting := _fits(run):
             yield Alternative(change, setting)
 
 
-def _first(candidates: Iterable[tuple[str, Run, Model]]) -> list[Alternative]:
+def _first(candidates: Iterable[tuple[str, Run]]) -> list[Alternative]:
     return list(itertools.islice(_fitting(candidates), 1))
 
 
@@ -172,7 +171,7 @@ def _stacked(run: Run) -> dict[str, Run]:
     return stacked
 
 
-def _without_accumulation(run: Run, model: Model) -> list[Alternative]:
+def _without_accumulation(run: Run) -> list[Alternative]:
     # The largest batch with one sequence on each device. Gradients are then not summed in a wider
     # dtype, and a mesh that does not divide the run's batch may fit.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
@@ -180,20 +179,20 @@ def _without_accumulation(run: Run, model: Model) -> list[Alternative]:
         if size >= run.config.data.global_batch_size:
             continue
         changes: Change = {"data.global_batch_size": size, "train.accumulation": 1}
-        smaller = Run(replace_nested(run.config, changes), run.where)
-        setting = _fits(smaller, model, [mesh for mesh in meshes if batch_parts(mesh) == size])
+        smaller = Run(replace_nested(run.config, changes), run.where, run.model)
+        setting = _fits(smaller, [mesh for mesh in meshes if batch_parts(mesh) == size])
         if setting:
             return [Alternative(flags_of(changes), setting, "a batch without accumulation")]
     return []
 
 
 def _shorter(run: Run) -> list[Alternative]:
-    def candidates() -> Iterator[tuple[str, Run, Model]]:
+    def candidates() -> Iterator[tuple[str, Run]]:
         length = run.config.data.sequence_length // 2
         while length >= SHORTEST:
             change: Change = {"data.sequence_length": length}
             config = replace_nested(run.config, change)
-            yield flags_of(change), Run(config, run.where), describe_model(config)
+            yield flags_of(change), Run(config, run.where, describe_model(config))
             length //= 2
 
     return _first(candidates())
@@ -220,29 +219,30 @@ def _other_training(run: Run) -> Iterator[Alternative]:
         config = replace_nested(run.config, change)
         if config == run.config:
             continue
-        if setting := _fits(Run(config, run.where), describe_model(config)):
+        if setting := _fits(Run(config, run.where, describe_model(config))):
             yield Alternative(flags_of(change), setting, note)
 
 
-def _more_devices(run: Run, model: Model) -> list[Alternative]:
-    def candidates() -> Iterator[tuple[str, Run, Model]]:
+def _more_devices(run: Run) -> list[Alternative]:
+    def candidates() -> Iterator[tuple[str, Run]]:
         where = run.where
         for _ in range(MAX_DOUBLINGS):
             where = dataclasses.replace(where, devices=2 * where.devices)
             if where.devices <= MAX_DEVICES:
-                yield f"{where.devices} x {where.hardware.name}", Run(run.config, where), model
+                larger = Run(run.config, where, run.model)
+                yield f"{where.devices} x {where.hardware.name}", larger
 
     return _first(candidates())
 
 
-def _fits(run: Run, model: Model, meshes: Sequence[Sizes] | None = None) -> Setting | None:
+def _fits(run: Run, meshes: Sequence[Sizes] | None = None) -> Setting | None:
     # A full search is slow, so first try only the settings that use the least memory. Search all
     # settings only if one of those fits with margin.
     if meshes is None:
         meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     configs, _ = runnable(run.config, meshes)
     lean_configs = itertools.chain.from_iterable(map(leanest, configs))
-    if not any(estimate(config, run.where, model).has_margin for config in lean_configs):
+    if not any(estimate(config, run.where, run.model).has_margin for config in lean_configs):
         return None
-    best = search(*run, model, [config.mesh.sizes for config in configs]).settings[0]
+    best = search(*run, [config.mesh.sizes for config in configs]).settings[0]
     return best if best.has_margin else None

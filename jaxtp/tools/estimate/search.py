@@ -258,6 +258,7 @@ class Search:
     all: Sequence[Setting]
     refused: Mapping[str, str]  # why the other meshes cannot run the configuration, by mesh
     as_configured: bool  # remat and accumulation are as configured
+    model: Model
 
 
 def search(
@@ -285,7 +286,7 @@ def search(
         best.append(_choose(on_mesh))
         settings += on_mesh
     best.sort(key=rank)
-    return Search(_simplest_first(best), settings, refused, as_configured)
+    return Search(_simplest_first(best), settings, refused, as_configured, model)
 
 
 def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:

@@ -11,7 +11,7 @@ import jaxtp
 from jaxtp.analysis.collective import Collective, with_joined_axes
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
-from jaxtp.analysis.tables import between, columns, gigabytes
+from jaxtp.analysis.tables import Record, between, columns, gigabytes
 from jaxtp.distributed.allocator import advice
 from jaxtp.mesh import TP, mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
@@ -264,9 +264,12 @@ def device_hours(best: Setting) -> tuple[float, float]:
     return best.time.overlapped * steps, best.time.serial * steps
 
 
-def record(config: TrainConfig, where: Target, model: Model, results: Search) -> dict[str, object]:
+def record(results: Search) -> Record:
     """Returns the search for JSON; sizes in bytes, times in seconds."""
     best = results.settings[0]
+    config = best.config
+    where = best.target
+    model = results.model
     moves = EXACT if is_plain(config.model) else AT_MOST
     if not optimizers.is_modelled(config.optimizer):
         moves = f"{moves}, but for the update by {config.optimizer.name}"
@@ -280,10 +283,10 @@ def record(config: TrainConfig, where: Target, model: Model, results: Search) ->
         "parameters": model.parameters,
         "flops_per_token": model.flops_per_token,
         "loss": None if model.loss is None else dataclasses.asdict(model.loss),
-        "tokens": config.data.global_batch_size * config.data.sequence_length,
+        "tokens": best.tokens,
         "steps": config.train.steps,
         "save_host_bytes": save_bytes(
-            best.config, best.sizes, model.arrays, where.hosts["devices_per_host"]
+            config, best.sizes, model.arrays, where.hosts["devices_per_host"]
         ),
         "device_hours": list(device_hours(best)),
         "provenance": {
@@ -301,7 +304,7 @@ def record(config: TrainConfig, where: Target, model: Model, results: Search) ->
     }
 
 
-def setting_record(setting: Setting) -> dict[str, object]:
+def setting_record(setting: Setting) -> Record:
     """Returns a setting for JSON; `tokens_per_second` is at the expected time."""
     time = setting.time
     return {
@@ -332,7 +335,7 @@ def setting_record(setting: Setting) -> dict[str, object]:
     }
 
 
-def _collective_record(collective: Collective, times: float) -> dict[str, object]:
+def _collective_record(collective: Collective, times: float) -> Record:
     return {
         "module": collective.module,
         "kind": collective.kind,

@@ -29,7 +29,7 @@ from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.propose import merge_equal, replicate_input, undivided_parameters
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import Record, columns
 from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.config.hints import dotted
@@ -49,7 +49,7 @@ from jaxtp.mesh import (
 )
 from jaxtp.parallelize.layouts import as_tuple
 from jaxtp.parallelize.module_wrappers import original_class
-from jaxtp.parallelize.parallelize import original_model, parallelize
+from jaxtp.parallelize.parallelize import Build, original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import (
@@ -143,7 +143,7 @@ class Explanation:
         """Returns the bytes per device over each group of axes."""
         return bytes_by_axes(Counter(self.traffic) + Counter(self.added))
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns everything as JSON values."""
         return {
             "mesh": self.sizes,
@@ -159,7 +159,7 @@ class Explanation:
             "notes": list(self.notes),
         }
 
-    def _module_record(self, row: ModuleRow) -> dict[str, object]:
+    def _module_record(self, row: ModuleRow) -> Record:
         parameters = []
         for parameter in row.parameters:
             per_device = parameter.bytes(self.sizes)
@@ -175,7 +175,7 @@ class Explanation:
         return "\n\n".join(_sections(self))
 
 
-def _traffic_records(by: str, traffic: Traffic) -> Iterator[dict[str, object]]:
+def _traffic_records(by: str, traffic: Traffic) -> Iterator[Record]:
     for collective, count in traffic.items():
         yield {
             "module": _module_of(collective) or ROOT,
@@ -193,7 +193,7 @@ def _pass_of(collective: Collective) -> str:
 
 
 def explain(
-    model: nnx.Module | Callable[[], nnx.Module],
+    model: nnx.Module | Build,
     *inputs: object,
     plan: Plan | None = None,
     mesh: MeshLike = None,
@@ -250,7 +250,7 @@ def explain(
 
 
 def _parallelized(
-    model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, mesh: Mesh | AbstractMesh
+    model: nnx.Module | Build, plan: Plan | None, mesh: Mesh | AbstractMesh
 ) -> nnx.Module:
     original, plan_of_model, fsdp = original_model(model)
     if plan_of_model and plan:
@@ -290,7 +290,7 @@ def sum_of_outputs(outputs: object) -> jax.Array:
 
 
 def _compiler_collectives(
-    model: nnx.Module | Callable[[], nnx.Module],
+    model: nnx.Module | Build,
     plan: Plan | None,
     call: ModelCall,
     sizes: dict[str, int],

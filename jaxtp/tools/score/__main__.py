@@ -200,8 +200,8 @@ def _record(
     scored = {}
     for name, split_rows in rows.items():
         split = dataset.splits[name]
-        no_checksums = ({},) * len(split.shard_sizes)
-        scored[name] = Scored(split.identity, split_rows.identity, no_checksums)
+        shards = len(split.shard_sizes)
+        scored[name] = Scored(split.identity, split_rows.identity, ({},) * shards)
     return Record(
         format=1,
         model=source.name,
