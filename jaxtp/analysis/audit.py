@@ -20,10 +20,10 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.stages import Compiled
 
 from jaxtp.analysis.census import A_TURN, count_collectives
-from jaxtp.analysis.collective import Collective, Place, Traffic, bytes_by_place, sums
+from jaxtp.analysis.collective import Axes, Collective, Place, Traffic, bytes_by_place, sums
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import Cells, columns
 from jaxtp.config.entry import BriefError
 from jaxtp.layers.parameter import is_variable
 from jaxtp.mesh import REPLICAS, TP, Sizes, mesh_sizes, parts
@@ -49,7 +49,7 @@ class Holding:
     itemsize: int
     declared: PartitionSpec | None
     # Mesh axes of more than one device along which the compiled step holds copies
-    replicated_over: tuple[str, ...]
+    replicated_over: Axes
 
     @property
     def bytes(self) -> int:
@@ -62,7 +62,7 @@ class Holding:
         return math.prod(self.shard) * self.itemsize
 
     @property
-    def unintended(self) -> tuple[str, ...]:
+    def unintended(self) -> Axes:
         """Replicated axes that its spec names; all replicated axes if it declares no spec."""
         declared = self.declared
         if declared is None:
@@ -361,7 +361,7 @@ def _describe(collective: Collective) -> str:
     return text
 
 
-def _traffic_rows(asked_by: str, traffic: Traffic) -> Iterator[tuple[str, ...]]:
+def _traffic_rows(asked_by: str, traffic: Traffic) -> Iterator[Cells]:
     totals = sums(traffic, attrgetter("module", "kind", "axes", "counted"))
     for (module, kind, axes, counted), (count, sent) in totals.items():
         times = f"{count:,} {counted}".strip()

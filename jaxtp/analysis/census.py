@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
 
-from jaxtp.analysis.collective import PRIMITIVES, Collective
+from jaxtp.analysis.collective import PRIMITIVES, Axes, Collective
 from jaxtp.layers.experts import RARELY
 from jaxtp.mesh import Sizes, parts
 
@@ -107,7 +107,7 @@ def _as_sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _axes(equation: JaxprEqn, sizes: Sizes) -> tuple[str, ...]:
+def _axes(equation: JaxprEqn, sizes: Sizes) -> Axes:
     if equation.primitive.name in _MOVES_NOTHING:
         return ()
     names = equation.params.get("axes", equation.params.get("axis_name", ()))

@@ -30,7 +30,7 @@ from jaxtp.analysis.propagation_rules import (
     shape_of,
 )
 from jaxtp.analysis.traced_model import Boundary, TracedModel, read_boundary
-from jaxtp.mesh import TP
+from jaxtp.mesh import TOKENS, TP, Sizes, parts
 from jaxtp.parallelize.stock import signature
 
 ROOT = "the model itself"  # Name in messages of the module whose path is empty
@@ -156,14 +156,12 @@ def parameter_bytes(module: nnx.Module) -> int:
     return sum(map(array_bytes, jax.tree.leaves(nnx.state(module, nnx.Param))))
 
 
-def find_dataflow(
-    traced: TracedModel, excluded: Iterable[str], *, tp: int, batch_shards: int
-) -> Dataflow:
+def find_dataflow(traced: TracedModel, excluded: Iterable[str], sizes: Sizes) -> Dataflow:
     """Follows the split output of every stock layer outside `excluded`.
 
     tp must divide every split dim.
     """
-    walk = _DataflowWalk(traced, frozenset(excluded), tp, batch_shards)
+    walk = _DataflowWalk(traced, frozenset(excluded), sizes)
     jaxpr = traced.jaxpr.jaxpr
     infos = [ArrayInfo(has_grad=is_param) for is_param in traced.is_param]
     infos += [ArrayInfo(batched=True) for _ in jaxpr.invars[len(infos) :]]
@@ -174,8 +172,8 @@ def find_dataflow(
 
 
 class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
-    def __init__(self, traced: TracedModel, excluded: Columns, tp: int, batch_shards: int):
-        super().__init__(ArrayInfo(), lambda: Dataflow(tp, batch_shards))
+    def __init__(self, traced: TracedModel, excluded: Columns, sizes: Sizes):
+        super().__init__(ArrayInfo(), lambda: Dataflow(sizes[TP], parts(sizes, TOKENS)))
         self.modules = traced.modules
         self.excluded = excluded
         self.path: list[str] = []

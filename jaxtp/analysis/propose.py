@@ -26,7 +26,7 @@ from jaxtp.analysis.traced_model import (
     trace_model,
 )
 from jaxtp.analysis.work import count_work, repeated_work
-from jaxtp.mesh import CP, TOKENS, TP, MeshError, Sizes, abstract_mesh, describe_mesh, parts
+from jaxtp.mesh import CP, TP, MeshError, Sizes, abstract_mesh, describe_mesh
 from jaxtp.parallelize.layouts import declared_spec, declared_specs, dim_over
 from jaxtp.parallelize.module_wrappers import find_modules
 from jaxtp.parallelize.parallelize import DECLARED, Build, abstract_model, parallelize
@@ -240,9 +240,7 @@ class PlanDraft:
 
 
 def _draft_plan(traced: TracedModel, sizes: Sizes) -> PlanDraft:
-    regions, dataflow, excluded = find_regions(
-        traced, tp=sizes[TP], batch_shards=parts(sizes, TOKENS)
-    )
+    regions, dataflow, excluded = find_regions(traced, sizes)
     draft = PlanDraft(traced, dataflow, regions, excluded, choose(regions))
     for path in dataflow.layers:
         region = draft.region(path)

@@ -18,6 +18,7 @@ from jaxtp.analysis.census import array_bytes
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.analysis.dataflow import Columns, Dataflow, find_dataflow, parameter_bytes
 from jaxtp.analysis.traced_model import TracedModel
+from jaxtp.mesh import Sizes
 from jaxtp.parallelize.stock import why_not_split
 
 
@@ -49,13 +50,13 @@ class Region:
 
 
 def find_regions(
-    traced: TracedModel, *, tp: int, batch_shards: int
+    traced: TracedModel, sizes: Sizes
 ) -> tuple[list[Region], Dataflow, dict[str, str]]:
     """Returns the regions, their dataflow, and why other layers cannot be column layers."""
-    dataflow = find_dataflow(traced, traced.modules, tp=tp, batch_shards=batch_shards)
+    dataflow = find_dataflow(traced, traced.modules, sizes)
     excluded = dict(_not_column_layers(traced, dataflow))
     while True:  # until every split output reaches row layers or the model's output
-        dataflow = find_dataflow(traced, excluded, tp=tp, batch_shards=batch_shards)
+        dataflow = find_dataflow(traced, excluded, sizes)
         column_sets = _column_sets(dataflow, excluded)
         regions = [_region(traced, dataflow, columns) for columns in column_sets]
         exclude = dataflow.blocked or dict(_layers_to_exclude(regions, dataflow))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+Cells = tuple[str, ...]  # of a row
 Record = dict[str, object]
 
 

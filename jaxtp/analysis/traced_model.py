@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.mesh import AXES, MeshError, Sizes, check_sizes, describe_mesh, mesh_shape, mesh_sizes
-from jaxtp.parallelize.module_wrappers import modules_of, with_calls
+from jaxtp.parallelize.module_wrappers import Method, modules_of, with_calls
 from jaxtp.parallelize.parallelize import Build, abstract_model
 from jaxtp.parallelize.plan import PlanError
 
@@ -74,7 +74,7 @@ class ModelCall:
         return cls(abstract_model(model), arrays, run)
 
     def functional(
-        self, model: nnx.Module, wrap: Callable[..., Any] | None = None
+        self, model: nnx.Module, wrap: Method | None = None
     ) -> tuple[StateFunction, nnx.State]:
         """Returns the call as a function of the state of `model`, and the state.
 
@@ -162,7 +162,7 @@ def read_boundary(equation: JaxprEqn) -> Boundary | None:
 def _marked_call(
     path: str,
     name: str,
-    method: Callable[..., Any],
+    method: Method,
     module: nnx.Module,
     /,
     *args: object,

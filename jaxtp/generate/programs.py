@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.decode_model import DecodeModel, has_states
+from jaxtp.generate.request import Ids
 from jaxtp.generate.sampling import GenerationSettings, propose, sample
 from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
-Ints = NDArray[np.int32] | Array
+Ints = Ids | Array
 
 # Maximum steps of one call
 MAX_STEPS = 32

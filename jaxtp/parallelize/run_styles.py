@@ -193,7 +193,7 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwar
 
     style = resolve_style(role.style, dims)
     plan = _plan_call(module, args[0], dims, role, style, _call_name(cls, role))
-    return _run_on_shards(plan, module, method, args[0])
+    return _run_on_shards(plan, method, args[0])
 
 
 @functools.cache
@@ -225,7 +225,7 @@ def _attend(
         style = ResolvedStyle("d", Shard(ATTEND.inputs["d"]), Replicate())
     attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
     plan = _plan_call(module, query, ATTEND, role, style, f"{_call_name(cls, role)}_attend")
-    return _run_on_shards(plan, module, attend, query)
+    return _run_on_shards(plan, attend, query)
 
 
 def _on_global_arrays(
@@ -358,6 +358,7 @@ class _CallPlan:
     """How a stock module's method runs on shards: specs, and what its body communicates."""
 
     name: str  # name in profiles and errors
+    module: Any
     dims: Signature
     style: ResolvedStyle
     has_copies: bool  # the input is `Copies`, and each device reads its own copy
@@ -412,6 +413,7 @@ def _plan_call(
     output_ndim = len(shape) + dims.more_dims
     return _CallPlan(
         name=name,
+        module=module,
         dims=dims,
         style=style,
         has_copies=has_copies,
@@ -424,17 +426,15 @@ def _plan_call(
     )
 
 
-def _run_on_shards(
-    plan: _CallPlan, module: nnx.Module, method: Callable[..., Array], x: Any
-) -> Array:
+def _run_on_shards(plan: _CallPlan, method: Callable[..., Array], x: Any) -> Array:
     """Returns a stock module's result, a global array.
 
     `method` is called with a module of the original class, and the input.
     """
     array = x.copies if plan.has_copies else jnp.asarray(x)
-    weights = [parameter[...] for parameter in parameters_of(module, plan.dims).values()]
+    weights = [parameter[...] for parameter in parameters_of(plan.module, plan.dims).values()]
     run = device_view(
-        functools.partial(_body, plan, module, method),
+        functools.partial(_body, plan, method),
         plan.name,
         in_specs=(plan.input_spec, *plan.weight_specs),
         out_specs=plan.output_spec,
@@ -446,9 +446,7 @@ def _run_on_shards(
     return constrain(y, plan.final_spec)
 
 
-def _body(
-    plan: _CallPlan, module: nnx.Module, method: Callable[..., Array], x: Array, *shards: Array
-) -> Array:
+def _body(plan: _CallPlan, method: Callable[..., Array], x: Array, *shards: Array) -> Array:
     style = plan.style
     if plan.has_copies:
         x = x[0]
@@ -458,10 +456,10 @@ def _body(
     for name, shard in zip(plan.stored_specs, shards, strict=True):
         weights[name] = shard
         if plan.gathers_in_body:
-            weights[name] = _load(plan, module, name, shard)
-    local = _local_module(plan, module, weights)
-    if plan.sums and isinstance(module, nnx.Embed) and not plan.dims.inputs:
-        y = _masked_lookup(method, local, x, module.num_embeddings)
+            weights[name] = _load(plan, name, shard)
+    local = _local_module(plan, weights)
+    if plan.sums and isinstance(plan.module, nnx.Embed) and not plan.dims.inputs:
+        y = _masked_lookup(method, local, x, plan.module.num_embeddings)
     else:
         y = method(local, x)
     if not plan.sums:
@@ -479,7 +477,8 @@ def _body(
     return y
 
 
-def _load(plan: _CallPlan, module: Any, name: str, shard: Array) -> Array:
+def _load(plan: _CallPlan, name: str, shard: Array) -> Array:
+    module = plan.module
     spec = plan.stored_specs[name]
     # Casts to the compute dtype before the gather, which then sends fewer bytes.
     casts = module.dtype is not None and module.promote_dtype is promote_dtype
@@ -495,10 +494,10 @@ def _load(plan: _CallPlan, module: Any, name: str, shard: Array) -> Array:
     return load_weight(shard, dtypes, layout_of_weight)
 
 
-def _local_module(plan: _CallPlan, module: nnx.Module, weights: Mapping[str, Array]) -> nnx.Module:
+def _local_module(plan: _CallPlan, weights: Mapping[str, Array]) -> nnx.Module:
     """Returns a copy of the module with this device's weights and sizes."""
-    local: Any = nnx.clone(module)
-    set_class(local, original_class(module))
+    local: Any = nnx.clone(plan.module)
+    set_class(local, original_class(plan.module))
     for name, weight in weights.items():
         if plan.is_added_last(name):
             setattr(local, name, nnx.data(None))

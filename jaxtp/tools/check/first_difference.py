@@ -6,7 +6,6 @@ gradient. A decoder runs block by block. Calls inside another transformation (`n
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,7 +24,7 @@ from jaxtp.layers.context import Sequences
 from jaxtp.mesh import mesh_of
 from jaxtp.models.decoder import Decoder, split_keys
 from jaxtp.parallelize.layouts import Copies
-from jaxtp.parallelize.module_wrappers import Model, set_class, subclass, with_calls
+from jaxtp.parallelize.module_wrappers import Method, Model, set_class, subclass, with_calls
 from jaxtp.tools.check.parity import Arrays, place, relative_error
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject
@@ -49,9 +48,7 @@ class _Recorder:
     trace: object = None
 
     def wrap(self, module: Model, prefix: str = "") -> Model:
-        def called(
-            path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object
-        ) -> Any:
+        def called(path: str, _: str, method: Method, /, *args: object, **kwargs: object) -> Any:
             if jax.sharding.get_abstract_mesh().manual_axes:
                 return method(*args, **kwargs)  # inside the `device_view` of another module
             name = ".".join(filter(None, (prefix, path))) or "the model"

@@ -246,10 +246,8 @@ MIB = 2**20
 # CUDA C++ Programming Guide, table of technical specifications per compute capability; NVIDIA's
 # architecture papers for the counts, caches and clocks.
 _GPUS = {
-    "a100-40": GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41),
-    "a100": GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41),
-    "h100": GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98),
-    "h200": GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98),
+    **dict.fromkeys(("a100-40", "a100"), GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41)),
+    **dict.fromkeys(("h100", "h200"), GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98)),
     "b200": GpuSpec(148, 128, 228 * KIB, 132_644_864, 1.965),
     "l40s": GpuSpec(142, 128, 100 * KIB, 96 * MIB, 2.52, threads=1536),
     "rtx4090": GpuSpec(128, 128, 100 * KIB, 72 * MIB, 2.52, threads=1536),

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from jaxtp.analysis.collective import Traffic, bytes_by_axes, with_joined_axes
 from jaxtp.analysis.hardware import GB, RANGES, TABLE, parse
-from jaxtp.analysis.tables import Record, between, columns
+from jaxtp.analysis.tables import Cells, Record, between, columns
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
@@ -167,7 +167,7 @@ class Estimate(Candidate):
         """Devices along each axis."""
         return mesh_sizes(self.blueprint.mesh)
 
-    def row(self) -> tuple[str, ...]:
+    def row(self) -> Cells:
         """Returns a line of the table."""
         return (
             describe_split(self.sizes),

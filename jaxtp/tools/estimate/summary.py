@@ -11,7 +11,7 @@ import jaxtp
 from jaxtp.analysis.collective import Collective, with_joined_axes
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
-from jaxtp.analysis.tables import Record, between, columns, gigabytes
+from jaxtp.analysis.tables import Cells, Record, between, columns, gigabytes
 from jaxtp.distributed.allocator import advice
 from jaxtp.mesh import TP, mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
@@ -110,7 +110,7 @@ def ranking(results: Search) -> str:
     return "\n".join([*lines, counts])
 
 
-def _row(setting: Setting) -> tuple[str, ...]:
+def _row(setting: Setting) -> Cells:
     low, high = setting.mfu_range
     spare = gigabytes(setting.spare) if setting.fits else "does not fit"
     if setting.fits and not setting.has_margin:

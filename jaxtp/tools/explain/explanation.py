@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,25 +18,24 @@ from jaxtp.analysis.audit import added_by_compiler
 from jaxtp.analysis.census import A_TURN, AT_MOST, count_collectives
 from jaxtp.analysis.collective import (
     ALL_REDUCE,
+    Axes,
     Collective,
     Traffic,
     bytes_by_axes,
     sums,
-    total_sent,
     with_joined_axes,
 )
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.propose import merge_equal, replicate_input, undivided_parameters
-from jaxtp.analysis.tables import Record, columns
+from jaxtp.analysis.tables import Cells, Record, columns
 from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.config.hints import dotted
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import (
     BATCH,
-    TOKENS,
     TP,
     Sizes,
     abstract_mesh,
@@ -48,7 +47,7 @@ from jaxtp.mesh import (
     parts,
 )
 from jaxtp.parallelize.layouts import as_tuple
-from jaxtp.parallelize.module_wrappers import original_class
+from jaxtp.parallelize.module_wrappers import Method, original_class
 from jaxtp.parallelize.parallelize import Build, original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.run_styles import role_of
@@ -81,7 +80,7 @@ class SplitParameter:
     shape: tuple[int, ...]
     dtype: str
     # Axes that split each dim; trailing whole dims may be missing
-    split: tuple[tuple[str, ...], ...]
+    split: tuple[Axes, ...]
 
     def bytes(self, sizes: Sizes) -> int:
         """Returns the bytes per device."""
@@ -139,7 +138,7 @@ class Explanation:
         """Returns the bytes per device over groups of axes that contain `axis`."""
         return sum(sent for axes, sent in self.sent_by_axes().items() if axis in axes)
 
-    def sent_by_axes(self) -> dict[tuple[str, ...], float]:
+    def sent_by_axes(self) -> dict[Axes, float]:
         """Returns the bytes per device over each group of axes."""
         return bytes_by_axes(Counter(self.traffic) + Counter(self.added))
 
@@ -184,7 +183,7 @@ def _traffic_records(by: str, traffic: Traffic) -> Iterator[Record]:
             "axes": list(collective.axes),
             "by": by,
             "count": count,
-            "bytes_sent": total_sent({collective: count}),
+            "bytes_sent": count * collective.bytes_sent,
         }
 
 
@@ -265,9 +264,7 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
     stack.
     """
 
-    def scoped(
-        path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object
-    ) -> Any:
+    def scoped(path: str, _: str, method: Method, /, *args: object, **kwargs: object) -> Any:
         with jax.named_scope(f"{_SCOPE}{path}"):
             return method(*args, **kwargs)
 
@@ -352,7 +349,7 @@ def _sections(explanation: Explanation) -> Iterator[str]:
     groups: dict[str, list[ModuleRow]] = {}
     for row in explanation.rows:
         groups.setdefault(patterns[row.path], []).append(row)
-    lines: list[tuple[str, ...]] = []
+    lines: list[Cells] = []
     for pattern, rows in groups.items():
         lines += _module_cells(pattern, rows, sizes)
     yield columns(_MODULE_HEADER, lines)
@@ -374,7 +371,7 @@ def _sections(explanation: Explanation) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator[tuple[str, ...]]:
+def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator[Cells]:
     row = rows[0]
     times = f" x {len(rows)}" if len(rows) > 1 else ""
     first = (f"{pattern or ROOT}{times}", row.kind, format_style(row.style) if row.style else "")
@@ -392,10 +389,8 @@ def _join_axes(axes: Iterable[str], sizes: Sizes) -> str:
     return "+".join(axis for axis in axes if sizes[axis] > 1)
 
 
-def _traffic_cells(
-    explanation: Explanation, by: str, traffic: Traffic
-) -> Iterator[tuple[str, ...]]:
-    def key(collective: Collective) -> tuple[str, ...]:
+def _traffic_cells(explanation: Explanation, by: str, traffic: Traffic) -> Iterator[Cells]:
+    def key(collective: Collective) -> Cells:
         path = _module_of(collective)
         return (
             explanation.patterns.get(path, path) or ROOT,
@@ -417,7 +412,7 @@ def _avoidable_communication(
     for path, style in styles.items():
         if isinstance(style, Colwise) and style.output_layouts is None:
             excluded.discard(path)
-    dataflow = find_dataflow(traced, excluded, tp=sizes[TP], batch_shards=parts(sizes, TOKENS))
+    dataflow = find_dataflow(traced, excluded, sizes)
     return [
         *_gathered_outputs(dataflow),
         *_whole_row_inputs(dataflow, styles),
