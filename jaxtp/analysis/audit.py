@@ -311,7 +311,8 @@ def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> 
     first = mesh.devices.flat[0]
     for dim, axis in enumerate(mesh.axis_names):
         # The devices along this axis, from the first.
-        line = np.moveaxis(mesh.devices, dim, 0).reshape(mesh.devices.shape[dim], -1)[:, 0]
+        axis_first = np.moveaxis(mesh.devices, dim, 0)
+        line = axis_first.reshape(len(axis_first), -1)[:, 0]
         if len(line) > 1 and indices[line[1]] == indices[first]:
             yield axis
 

@@ -425,7 +425,8 @@ def _partitions(text: str, sizes: Sizes) -> np.ndarray:
     ):
         return _named_group(*axes.groups())
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[:1]
+        groups, devices, dims, permutation = iota.groups()
+        return _iota(dims, permutation).reshape(int(groups), int(devices))[:1]
     if group := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return np.array([_integers(group[1])])
     if "replica_groups={}" in text:
@@ -438,7 +439,8 @@ def _partitions(text: str, sizes: Sizes) -> np.ndarray:
 def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> np.ndarray:
     # `mesh['dp'=2,'tp'=4] {'tp'}` begins with ids 0 to 3; an iota may permute the devices.
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    ids = _iota(dims or str(math.prod(sizes.values())), permutation).reshape(tuple(sizes.values()))
+    shape = tuple(sizes.values())
+    ids = _iota(dims or str(math.prod(shape)), permutation).reshape(shape)
     for axis, name in enumerate(sizes):
         if f"'{name}'" not in names:
             ids = ids.take([0], axis)

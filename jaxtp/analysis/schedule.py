@@ -99,7 +99,8 @@ def read_schedule(text: str, sizes: Sizes) -> tuple[Scheduled, ...]:
         beside = _beside(instruction, module[computation])
         computing = sum(other.opcode in _COMPUTES for other in beside)
         size: Any = times * sum(message.bytes for message in messages)
-        totals[messages[0].kind, messages[0].axes, messages[0].group].update(
+        first = messages[0]
+        totals[first.kind, first.axes, first.group].update(
             bytes=size,
             count=times,
             overlapped=times * (computing > 0),

@@ -603,7 +603,10 @@ def _program_costs(
     def residuals(policy: RematPolicy) -> float:
         trace = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))
         jaxpr = trace(*arguments).jaxpr
-        saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
+        saved: dict[int, Any] = {}
+        for variable in jaxpr.outvars:
+            if variable not in jaxpr.invars:
+                saved[id(variable)] = variable.aval
         return sum(map(array_bytes, saved.values())) / math.prod(work.sizes.values())
 
     with _abstract(work.sizes, work.platform):

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -168,8 +169,9 @@ def _marked_call(
     *args: object,
     **kwargs: object,
 ) -> Any:
-    args = tuple(_mark(value, Boundary(True, path, name, str(i))) for i, value in enumerate(args))
-    kwargs = {key: _mark(value, Boundary(True, path, name, key)) for key, value in kwargs.items()}
+    entry = partial(Boundary, True, path, name)
+    args = tuple(_mark(value, entry(str(i))) for i, value in enumerate(args))
+    kwargs = {key: _mark(value, entry(key)) for key, value in kwargs.items()}
     return _mark(method(module, *args, **kwargs), Boundary(False, path, name, "0"))
 
 

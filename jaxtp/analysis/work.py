@@ -215,7 +215,8 @@ def _flops(equation: JaxprEqn) -> float:
     if equation.primitive.name == "conv_general_dilated":
         kernel = shape_of(equation.invars[1])
         features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(shape_of(equation.outvars[0])) * (math.prod(kernel) // features)
+        num_results = math.prod(shape_of(equation.outvars[0]))
+        return 2.0 * num_results * (math.prod(kernel) // features)
     return 2.0 * math.prod(dot_products(equation) or (0,))
 
 

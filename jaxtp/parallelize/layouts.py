@@ -28,7 +28,8 @@ sequence."""
 
 def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:
     """Returns the spec of a global activation. tp is minor to cp in a dim that both split."""
-    dims: list[tuple[str, ...] | str | None] = [*leading, *(None,) * (ndim - len(leading))]
+    whole_dims = (None,) * (ndim - len(leading))
+    dims: list[tuple[str, ...] | str | None] = [*leading, *whole_dims]
     if not isinstance(layout, Shard):
         return PartitionSpec(*dims)
     if not -ndim <= layout.dim < ndim:

@@ -194,7 +194,8 @@ def _initialise_sharded(
     graph, state = nnx.split(abstract)
     shardings = tuple(jax.tree.leaves(_shardings(state, mesh)))
     arrays = jax.jit(partial(arrays_of, build), out_shardings=shardings)()
-    return cast(Model, nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays)))
+    sharded = jax.tree.unflatten(jax.tree.structure(state), arrays)
+    return cast(Model, nnx.merge(graph, sharded))
 
 
 def abstract_model(model: nnx.Module | Build) -> nnx.Module:

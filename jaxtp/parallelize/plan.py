@@ -156,7 +156,8 @@ def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
             if path not in patterns:
                 groups.setdefault(_without_numbers(path, replaced), []).append(path)
         for paths in groups.values():
-            if len(paths) > 1 and all(values[path] == values[paths[0]] for path in paths):
+            first = values[paths[0]]
+            if len(paths) > 1 and all(values[path] == first for path in paths):
                 pattern = _common_pattern(paths)
                 if {path for path in values if matches(pattern, path)} == {*paths}:
                     patterns |= dict.fromkeys(paths, pattern)

@@ -300,7 +300,8 @@ def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> 
     # Rows without a sequence are replicated over cp. If the model declares specs over other axes,
     # the compiler splits the product.
     shape = _shape_of(x)
-    divides = bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
+    has_batch = bool(_leading_axes(shape, dims, role))
+    divides = has_batch and shape[0] % axis_size(*BATCH) == 0
     for parameter in parameters_of(module, dims).values():
         for entry in declared_spec(parameter, parameter.ndim):
             if not set(axes_of(entry)) <= set(STORAGE):
@@ -541,5 +542,7 @@ def _masked_lookup(method: Callable[..., Array], local: Any, ids: Array, vocabul
     position = ids - axis_index(TP) * rows
     mine = (position >= 0) & (position < rows)
     exists = (ids >= 0) & (ids < vocabulary)
-    embeddings = method(local, jnp.where(mine, position, jnp.where(exists, 0, rows)))
+    # Ids in other devices' rows become 0, and invalid ids stay invalid.
+    other_position = jnp.where(exists, 0, rows)
+    embeddings = method(local, jnp.where(mine, position, other_position))
     return jnp.where((mine | ~exists)[..., None], embeddings, 0)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxtp.config.hints import nearest_multiples
+from jaxtp.config.hints import divisors, nearest_multiples
 from jaxtp.mesh import AXES, CP, TP, Sizes, axes_of, parts
 from jaxtp.parallelize.layouts import Shape, as_tuple, declared_spec, stored_spec
 from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, loads_shards, original_class
@@ -276,7 +276,7 @@ def _check_sizes(
     size = global_sizes[letter]
     attribute = next(name for name, letters in dims.attributes.items() if letter in letters)
     if size % tp:
-        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
+        fits = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= 2 * tp)
         raise PlanError(
             f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by "
             f"tp={tp}; nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
