@@ -195,95 +195,93 @@ _tpu = partial(
     _gpu, platform="tpu", network=3.1, reserved=0.0, latency=3e-6, hop=0.5e-6, network_hop=10e-6
 )
 
-TABLE = {
-    hardware.name: hardware
-    for hardware in (
-        _gpu(
-            "a100-40",
-            "NVIDIA A100-SXM4-40GB",
-            39.4,
-            312,
-            1555,
-            300,
-            network=25.0,
-            source=_DGX.format("A100 40GB"),
-        ),
-        _gpu(
-            "a100",
-            "NVIDIA A100-SXM4-80GB",
-            79.1,
-            312,
-            2039,
-            300,
-            network=25.0,
-            source=_DGX.format("A100 80GB"),
-        ),
-        _pcie("a100-pcie-40", "NVIDIA A100-PCIE-40GB", 39.4, 312, 1555, 32, network=12.5),
-        _pcie("a100-pcie", "NVIDIA A100 80GB PCIe", 79.1, 312, 1935, 32, network=12.5),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
-        _pcie("h100-pcie", "NVIDIA H100 PCIe", 79.1, 756.5, 2039, 64, network=25.0),
-        _pcie("h100-nvl", "NVIDIA H100 NVL", 93.1, 835.5, 3938, 64, network=25.0),
-        _gpu("h200", "NVIDIA H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
-        _pcie("h200-nvl", "NVIDIA H200 NVL", 139.8, 835.5, 4800, 64, network=25.0),
-        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, 989.4, 4000, 450, domain=1, source=_GH200),
-        _gpu("b200", "NVIDIA B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
-        _gpu("gb200", "NVIDIA GB200", 184.0, 2500, 8000, 900, domain=72, source=_GB200),
-        _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
-        _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
-        _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
-        _pcie(
-            "rtx4090",
-            "NVIDIA GeForce RTX 4090",
-            23.5,
-            165.2,
-            1008,
-            16,
-            network=1.6,
-            source=_RTX4090,
-        ),
-        _gpu(
-            "mi300x",
-            "AMD Instinct MI300X",
-            191.5,
-            1307.4,
-            5300,
-            448,
-            direct=True,
-            source=_MI300X,
-            **_RCCL,
-        ),
-        _tpu(
-            "v5e",
-            "TPU v5 lite, TPU v5e",
-            15.75,
-            197,
-            819,
-            90,
-            domain=256,
-            source=_CLOUD.format("v5e"),
-        ),
-        _tpu(
-            "v5p",
-            "TPU v5, TPU v5p",
-            95.74,
-            459,
-            2765,
-            180,
-            domain=8960,
-            source=_CLOUD.format("v5p"),
-        ),
-        _tpu(
-            "v6e",
-            "TPU v6 lite, TPU v6e",
-            31.25,
-            918,
-            1638,
-            180,
-            domain=256,
-            source=_CLOUD.format("v6e"),
-        ),
-    )
-}
+_ROWS = (
+    _gpu(
+        "a100-40",
+        "NVIDIA A100-SXM4-40GB",
+        39.4,
+        312,
+        1555,
+        300,
+        network=25.0,
+        source=_DGX.format("A100 40GB"),
+    ),
+    _gpu(
+        "a100",
+        "NVIDIA A100-SXM4-80GB",
+        79.1,
+        312,
+        2039,
+        300,
+        network=25.0,
+        source=_DGX.format("A100 80GB"),
+    ),
+    _pcie("a100-pcie-40", "NVIDIA A100-PCIE-40GB", 39.4, 312, 1555, 32, network=12.5),
+    _pcie("a100-pcie", "NVIDIA A100 80GB PCIe", 79.1, 312, 1935, 32, network=12.5),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
+    _pcie("h100-pcie", "NVIDIA H100 PCIe", 79.1, 756.5, 2039, 64, network=25.0),
+    _pcie("h100-nvl", "NVIDIA H100 NVL", 93.1, 835.5, 3938, 64, network=25.0),
+    _gpu("h200", "NVIDIA H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
+    _pcie("h200-nvl", "NVIDIA H200 NVL", 139.8, 835.5, 4800, 64, network=25.0),
+    _gpu("gh200", "NVIDIA GH200 480GB", 94.5, 989.4, 4000, 450, domain=1, source=_GH200),
+    _gpu("b200", "NVIDIA B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
+    _gpu("gb200", "NVIDIA GB200", 184.0, 2500, 8000, 900, domain=72, source=_GB200),
+    _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
+    _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
+    _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
+    _pcie(
+        "rtx4090",
+        "NVIDIA GeForce RTX 4090",
+        23.5,
+        165.2,
+        1008,
+        16,
+        network=1.6,
+        source=_RTX4090,
+    ),
+    _gpu(
+        "mi300x",
+        "AMD Instinct MI300X",
+        191.5,
+        1307.4,
+        5300,
+        448,
+        direct=True,
+        source=_MI300X,
+        **_RCCL,
+    ),
+    _tpu(
+        "v5e",
+        "TPU v5 lite, TPU v5e",
+        15.75,
+        197,
+        819,
+        90,
+        domain=256,
+        source=_CLOUD.format("v5e"),
+    ),
+    _tpu(
+        "v5p",
+        "TPU v5, TPU v5p",
+        95.74,
+        459,
+        2765,
+        180,
+        domain=8960,
+        source=_CLOUD.format("v5p"),
+    ),
+    _tpu(
+        "v6e",
+        "TPU v6 lite, TPU v6e",
+        31.25,
+        918,
+        1638,
+        180,
+        domain=256,
+        source=_CLOUD.format("v6e"),
+    ),
+)
+TABLE = {hardware.name: hardware for hardware in _ROWS}
 """Hardware by name. `memory` is the nominal size without the driver's share."""
 
 
@@ -394,8 +392,10 @@ def _uncounted(text: str) -> ConfigError:
     count = text[at + 1 :]
     if not _is_known(name):
         find(text)
-    problem = f"{count!r} is not a number of devices;" if count else "how many devices?"
-    return ConfigError(f"--hardware {text}: {problem} for example {name}x8")
+    problem = "how many devices? For example"
+    if count:
+        problem = f"{count!r} is not a number of devices; for example"
+    return ConfigError(f"--hardware {text}: {problem} {name}x8")
 
 
 def _is_known(name: str) -> bool:

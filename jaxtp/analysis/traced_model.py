@@ -108,7 +108,7 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
         )
     sizes = {**mesh_shape(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
-        raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; the axes are {', '.join(AXES)}")
+        raise MeshError(f"{', '.join(unknown)}: not a mesh axis; the axes are {', '.join(AXES)}")
     odd = [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]
     if odd:
         raise MeshError(f"{', '.join(odd)}: the size of a mesh axis is a whole number")

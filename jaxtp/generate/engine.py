@@ -403,7 +403,7 @@ def _require_decoder(model: object) -> None:
         if isinstance(model, type):
             name = f"the class {model.__name__}"
         raise GenerationError(
-            f"the model is {name}, which is no jaxtp.Decoder; only a decoder generates texts"
+            f"the model is {name}, which is not a jaxtp.Decoder; only a decoder generates texts"
         )
 
 

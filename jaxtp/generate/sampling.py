@@ -163,8 +163,8 @@ def propose(history: Array, last: Array, count: int) -> Array:
       history: the row `[S]`; any tokens after the last.
       last: position of the last token, at least 1.
     """
-    # Prompt lookup: proposes the tokens after the latest place that ends with the most of the last
-    # tokens. At the row's end the proposal repeats.
+    # Prompt lookup: finds the latest earlier place where the most of the last tokens occur, and
+    # proposes the tokens after it, again from that place at the row's end.
     places = score = jnp.arange(history.size)
     equal = places < last
     for back in range(_LOOKED_UP):

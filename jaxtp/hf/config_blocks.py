@@ -210,7 +210,7 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
 
 
 def name_in_file(attribute: Attribute, attributes: Attributes) -> str:
-    """Returns the attribute's name or its alias; raises if both are there and differ."""
+    """Returns the attribute's name or its alias; raises if both are present and differ."""
     name = attribute.name
     alias = attribute.alias
     if alias is None or alias not in attributes:

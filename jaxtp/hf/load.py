@@ -103,7 +103,7 @@ def import_config(
     if unknown:
         close = closest(unknown[0], vars(config))
         hint = f"; did you mean {close}?" if close else ""
-        raise HFError(f"{', '.join(unknown)}: no field of ModelConfig{hint}")
+        raise HFError(f"{', '.join(unknown)}: not a field of ModelConfig{hint}")
     if "lora" in overrides:
         raise HFError(
             "lora: load the model, then give it adapters: jaxtp.add_adapters(model, "

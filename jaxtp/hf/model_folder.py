@@ -194,7 +194,7 @@ def without_wrappers(
         if bare in unwrapped:
             same = [truncate(other, 200) for other in tensors if plain[other] == bare]
             raise HFError(
-                f"{tensor.file}: {' and '.join(same)} are the same tensor but for {wrappers}; "
+                f"{tensor.file}: {' and '.join(same)} are the same tensor except for {wrappers}; "
                 "remove one"
             )
         unwrapped[bare] = replace(tensor, name=bare)

@@ -136,8 +136,8 @@ def run_model_config(
     if is_decoder:
         return config
     raise CheckpointError(
-        f"{checkpoint} has a model of {config.build}, which is no jaxtp.Decoder, and commands that "
-        "generate, evaluate, score or export take only decoders; in Python, "
+        f"{checkpoint} has a model of {config.build}, which is not a jaxtp.Decoder, and "
+        "commands that generate, evaluate, score or export take only decoders; in Python, "
         f"{call_of_load(checkpoint, config.build)} returns it"
     )
 

@@ -214,9 +214,10 @@ def _plus(leaf: Array | Copies, zero: Array | None) -> Array | Copies:
 
 def _error(actual: list[Any], expected: list[Any]) -> float:
     """Returns the largest relative error; replicated kv heads, whose shapes differ, are skipped."""
-    errors = [
-        relative_error(a, e) for a, e in zip(actual, expected, strict=False) if a.shape == e.shape
-    ]
+    errors = []
+    for array, reference in zip(actual, expected, strict=False):
+        if array.shape == reference.shape:
+            errors.append(relative_error(array, reference))
     # `max` would ignore a NaN that is not the first.
     return float("inf") if np.isnan(errors).any() else max(errors, default=0.0)
 

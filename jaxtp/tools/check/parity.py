@@ -366,10 +366,9 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns a padded and sharded state from unpadded arrays."""
-    targets = abstract_logical(abstract, mesh)
-    placed = {
-        name: jax.device_put(arrays[name], target.sharding) for name, target in targets.items()
-    }
+    placed = {}
+    for name, target in abstract_logical(abstract, mesh).items():
+        placed[name] = jax.device_put(arrays[name], target.sharding)
     with jax.set_mesh(mesh):
         return from_logical(placed, abstract, mesh)
 

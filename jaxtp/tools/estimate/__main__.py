@@ -99,9 +99,9 @@ class EstimateConfig(foreign.OnHardware, TrainConfig):
 
     tier: Literal[1, 2, 3] = 1
     """Depth of the estimate: 1 computes it in seconds; 2 also compiles the best mesh for virtual
-    CPU devices; 3 also for the hardware. 2 compares what the program moves with the estimate. 3
-    needs no such hardware, but pip install 'jaxtp[estimate-gpu]', with cuDNN's attention
-    'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]'."""
+    CPU devices, and compares the program's communication with the estimate; 3 also compiles for the
+    hardware, which need not be present. 3 needs pip install 'jaxtp[estimate-gpu]', with cuDNN's
+    attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]'."""
 
     as_configured: Switch = False
     """Keep remat and accumulation as configured, instead of the fastest."""

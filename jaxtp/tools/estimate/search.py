@@ -362,10 +362,10 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
     def can_run(number: int) -> bool:
-        return any(
-            next(violations_on(config, sizes), None) is None
-            for sizes in meshes_to_try(config, number)
-        )
+        for sizes in meshes_to_try(config, number):
+            if next(violations_on(config, sizes), None) is None:
+                return True
+        return False
 
     problem = (
         f"none of the requested meshes can run this configuration; others of {devices:,} "
@@ -452,9 +452,8 @@ def _choices(config: TrainConfig, max_counts: int) -> Iterator[TrainConfig]:
 
 def is_plain(model: ModelConfig) -> bool:
     """Returns whether the formulas are exact, not upper bounds."""
-    plain = all(
-        not (block.attention_bias or block.attention_out_bias or block.mlp_bias)
-        and block.qk_norm == "none"
-        for block in model.block_kinds()
-    )
-    return plain and not (model.tie_embeddings or model.lora.rank)
+    for block in model.block_kinds():
+        has_bias = block.attention_bias or block.attention_out_bias or block.mlp_bias
+        if has_bias or block.qk_norm != "none":
+            return False
+    return not (model.tie_embeddings or model.lora.rank)

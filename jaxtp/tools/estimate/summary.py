@@ -272,7 +272,7 @@ def record(results: Search) -> Record:
     model = results.model
     moves = EXACT if is_plain(config.model) else AT_MOST
     if not optimizers.is_modelled(config.optimizer):
-        moves = f"{moves}, but for the update by {config.optimizer.name}"
+        moves = f"{moves}, except for the update by {config.optimizer.name}"
     return {
         "jaxtp": jaxtp.__version__,
         "jax": jax.__version__,

@@ -145,7 +145,7 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
             )
         return
     if not (config.data or config.text):
-        yield "name what to measure on by --data DIR, --text FILE, or --tasks NAME"
+        yield "give documents by --data DIR or --text FILE, or tasks by --tasks NAME"
     if config.split != "auto" and not config.data:
         yield f"--split {config.split} needs --data DIR"
     if config.field != TEXT_FIELD and not config.text:

@@ -68,7 +68,7 @@ Scores = Mapping[str, NDArray[np.generic]]  # Scores of a batch `[B, T, ...]`, b
 
 @dataclass(frozen=True)
 class Job:
-    """A command: folder, what to score, and its arguments."""
+    """The folder for the scores, the rows to score, and the command's arguments."""
 
     out: Path
     record: Record
