@@ -316,7 +316,7 @@ def _peft_config(
             counts[in_layer] = len(kernels)
     first_kernels = [kernels[0] for kernels in adapted.values()]
     rslora = lora.rslora and all(kernel.expert is None for kernel in first_kernels)
-    # PEFT doubles both for a fused kernel.
+    # PEFT doubles rank and alpha for a fused kernel, which keeps the scale only without rslora.
     alpha = lora.alpha if rslora == lora.rslora else lora.scale * lora.rank
     attributes: MutableAttributes = {
         "peft_type": "LORA",
