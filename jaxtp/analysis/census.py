@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
 
-from jaxtp.analysis.collective import PRIMITIVES, Axes, Collective
+from jaxtp.analysis.collective import PRIMITIVES, Axes, Collective, spanned
 from jaxtp.layers.experts import RARELY
 from jaxtp.mesh import Sizes, parts
 
@@ -44,15 +44,15 @@ def count_collectives(jaxpr: Any, mesh_sizes: Sizes) -> Counter[Collective]:
         groups = equation.params.get("axis_index_groups")
         group = len(groups[0]) if groups else parts(mesh_sizes, axes)
         kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
-        spanned = tuple(axis for axis in mesh_sizes if axis in axes and mesh_sizes[axis] > 1)
         if group == 1:
             continue
+        axes = spanned(axes, mesh_sizes)
         for pair in zip(equation.invars, equation.outvars, strict=False):
             largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
             shape = tuple(largest.shape)
             dtype = str(largest.dtype)
             size = message_bytes(shape, dtype)
-            counts[Collective(kind, spanned, group, size, scope, shape, dtype, counted)] += times
+            counts[Collective(kind, axes, group, size, scope, shape, dtype, counted)] += times
     return counts
 
 

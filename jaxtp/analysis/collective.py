@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from jaxtp.mesh import AXES
+from jaxtp.mesh import AXES, Sizes
 
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
@@ -94,6 +94,11 @@ class Collective:
 
 
 Traffic = Mapping[Collective, int]  # Collectives, and how often each runs in a step
+
+
+def spanned(axes: Axes, sizes: Sizes) -> Axes:
+    """Returns the axes of more than one device, in the mesh's order."""
+    return tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
 
 
 def total_sent(moved: Traffic) -> float:

@@ -30,7 +30,7 @@ from jaxtp.analysis.census import (
     equations,
     kernel_products,
 )
-from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
+from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place, spanned
 from jaxtp.analysis.layer_costs import (
     FLOAT32,
     Bytes,
@@ -421,8 +421,7 @@ def _traffic(costs: Iterable[LayersCost], work: Workload) -> dict[Collective, in
             message = run.collective
             if message.group == 1 or not run.count:
                 continue
-            axes = (axis for axis in work.sizes if axis in message.axes and work.sizes[axis] > 1)
-            message = replace(message, axes=tuple(axes))
+            message = replace(message, axes=spanned(message.axes, work.sizes))
             if run.once:
                 traffic[replace(message, bytes=layers * message.bytes)] += run.count
             else:

@@ -135,10 +135,15 @@ def _prefixes(path: str) -> list[str]:
 
 def format_style(style: Style) -> str:
     """Formats a style as Python code."""
-    names = [field.name for field in fields(style)]
-    changed = [field.name for field in fields(style) if getattr(style, field.name) != field.default]
-    arguments = [str(getattr(style, name)) for name in changed]
-    if changed != names[: len(changed)]:
+    names = []
+    changed = {}
+    for field in fields(style):
+        names.append(field.name)
+        value = getattr(style, field.name)
+        if value != field.default:
+            changed[field.name] = str(value)
+    arguments = list(changed.values())
+    if list(changed) != names[: len(changed)]:
         arguments = list(map("{}={}".format, changed, arguments))
     return f"{type(style).__name__}({', '.join(arguments)})"
 
