@@ -349,7 +349,9 @@ def _of_table(name: str, besides: str = "") -> Hardware:
         return TABLE[key]
     close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
-    raise ConfigError(f"hardware {name!r} is not known{hint} Known are {', '.join(TABLE)}{besides}")
+    raise ConfigError(
+        f"hardware {name!r} is not known{hint} The table has {', '.join(TABLE)}{besides}"
+    )
 
 
 def parse(text: str) -> tuple[Hardware, int]:

@@ -240,7 +240,8 @@ class Measured:
     def hardware_file(self) -> str:
         """Returns the measured fields as YAML; needs `hardware`."""
         lines = self.lines
-        missing = {message.axis for message in self.messages} - {line.axis for line in lines}
+        fitted = {line.axis for line in lines}
+        missing = {message.axis for message in self.messages} - fitted
         if missing:
             raise ConfigError(
                 f"--out: the times along {' and '.join(sorted(missing))} do not increase with the "
