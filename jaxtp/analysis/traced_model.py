@@ -53,7 +53,12 @@ class ModelCall:
         Arguments are as in `explain`.
         """
         leaves, tree = jax.tree.flatten(inputs)
-        array_indices = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        arrays = []
+        array_indices = []
+        for i, leaf in enumerate(leaves):
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+                arrays.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+                array_indices.append(i)
 
         def run(model: Any, arrays: list[Any]) -> object:
             filled_leaves = list(leaves)
@@ -71,7 +76,6 @@ class ModelCall:
                     f"axes are automatic: configure it without sharding of activations ({problem})"
                 ) from error
 
-        arrays = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in array_indices]
         return cls(abstract_model(model), arrays, run)
 
     def functional(
@@ -90,10 +94,6 @@ class ModelCall:
             return self.run(copy, arrays)
 
         return function, state
-
-
-def _is_array(value: object) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:

@@ -207,16 +207,16 @@ class Measured:
     def lines(self) -> list[Line]:
         """The fitted line of each axis whose times grow with the bytes."""
         by_axis = itertools.groupby(self.messages, key=lambda message: message.axis)
-        lines = [fit_line(list(messages)) for _, messages in by_axis]
-        return [line for line in lines if line is not None]
+        lines = (fit_line(list(messages)) for _, messages in by_axis)
+        return list(filter(None, lines))
 
     @property
     def matmul_efficiency(self) -> float | None:
         """The products' share of the peak, at the tp nearest to the mesh's; None if unknown."""
         if self.peak is None:
             return None
-        tp = min({product.tp for product in self.products}, key=lambda tp: abs(tp - self.sizes[TP]))
-        products = [product for product in self.products if product.tp == tp]
+        nearest = min(self.products, key=lambda product: abs(product.tp - self.sizes[TP]))
+        products = [product for product in self.products if product.tp == nearest.tp]
         flops = sum(product.flops for product in products)
         return flops / sum(product.seconds for product in products) / self.peak
 

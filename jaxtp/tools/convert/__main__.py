@@ -379,7 +379,8 @@ def _list_lines() -> Iterator[str]:
             f"{' or '.join(wrapper.text_types)}"
         )
     yield ""
-    yield from (f"{model_type:<20}refused: {reason}" for model_type, reason in REFUSED.items())
+    for model_type, reason in REFUSED.items():
+        yield f"{model_type:<20}refused: {reason}"
     yield ""
     yield (
         "All are compared with tiny random models of transformers 5.23, in float64. Published "

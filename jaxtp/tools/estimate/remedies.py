@@ -129,8 +129,11 @@ def remedies(results: Search) -> Iterator[Alternative]:
     """
     best = results.settings[0]
     run = Run(best.config, best.target, results.model)
-    changes = {flags: changed(run, flags) for flags in CHEAP}
-    cheap = list(_fitting((flags, other) for flags, other in changes.items() if other))
+    single = []
+    for flags in CHEAP:
+        if other := changed(run, flags):
+            single.append((flags, other))
+    cheap = list(_fitting(single))
     together = _stacked(run)
     if not cheap:
         cheap = _first(together.items())

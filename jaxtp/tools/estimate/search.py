@@ -235,10 +235,8 @@ class Setting(Candidate):
     def mfu_range(self) -> tuple[float, float]:
         """Model FLOPs utilization, relative to the dense bfloat16 peak."""
         peak = self.target.devices * self.target.hardware.flops
-        low, high = (
-            tokens * self.flops_per_token / peak for tokens in self.tokens_per_second_range
-        )
-        return low, high
+        slow, fast = self.tokens_per_second_range
+        return slow * self.flops_per_token / peak, fast * self.flops_per_token / peak
 
     @property
     def tokens(self) -> int:

@@ -186,7 +186,9 @@ def _proposed(setting: Setting, best: Setting, price: float | None) -> str:
 
 def _cost(setting: Setting, runs: float, price: float | None) -> str:
     """Formats the device hours of `runs` times the steps of a setting, and their price."""
-    low, high = (runs * hours for hours in device_hours(setting))
+    low, high = device_hours(setting)
+    low *= runs
+    high *= runs
     hours = f"{_range(low, high)} {setting.target.hardware.name} hours"
     return hours if price is None else f"{hours}; cost {_range(low * price, high * price)}"
 

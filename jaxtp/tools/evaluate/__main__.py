@@ -216,9 +216,9 @@ def _report(table: str, path: Path | None, record: Mapping[str, object]) -> None
 def _record(measured: Measured, by: Sequence[str]) -> Record:
     record: Record = {"all": measured.whole().numbers()}
     if "source" in by:
-        record["by_source"] = [
-            {"source": name, **part.numbers()} for name, part in measured.by_source().items()
-        ]
+        record["by_source"] = []
+        for name, part in measured.by_source().items():
+            record["by_source"].append({"source": name, **part.numbers()})
     if "length" in by:
         record["by_length"] = []
         for length, part in measured.by_length().items():
