@@ -131,8 +131,8 @@ def remedies(results: Search) -> Iterator[Alternative]:
     run = Run(best.config, best.target, results.model)
     single = []
     for flags in CHEAP:
-        if other := changed(run, flags):
-            single.append((flags, other))
+        if changed_run := changed(run, flags):
+            single.append((flags, changed_run))
     cheap = list(_fitting(single))
     together = _stacked(run)
     if not cheap:
