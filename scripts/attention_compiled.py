@@ -3,13 +3,13 @@
     python scripts/attention_compiled.py
 
 1. Attention of one layer, forward and backward, as on a device of Llama 3 8B at tp 8 (4 query
-   heads, 1 kv head of 128, bfloat16, one row); then with heads of gpt-oss, with sinks, and of
-   DeepSeek V3, whose values are narrower than keys. Columns: temporaries; the largest array, in
+   heads, 1 kv head of 128, bfloat16, one row); then with the heads of gpt-oss, with sinks, and of
+   DeepSeek V3, whose values are narrower than its keys. Columns: temporaries; the largest array, in
    elements per pair of positions (scores of 4 heads, T x T, would be 4); calls of Triton kernels;
    tensor-core instructions in the PTX of each kernel (forward, gradients of queries, gradients of
    keys).
-2. Each head width and dtype of the kernels, with documents, a window, a softcap and sinks: shared
-   memory of each. An H100 has 227 KB of it, an A100 163, an L40S 99.
+2. Shared memory of the kernels for each head width and dtype, with documents, a window, a softcap
+   and sinks. An H100 has 227 KB of shared memory, an A100 163 KB, an L40S 99 KB.
 3. As 1, with the sequence split over 8 devices in zigzag order: queries of two chunks, and all
    keys. The device index is a runtime value.
 

@@ -1,6 +1,4 @@
-"""Times the attention kernels that run on every platform.
-
-It times the forward pass, and forward with backward.
+"""Times the attention kernels that run on every platform: forward, and forward with backward.
 
     python scripts/attention_speed.py | tee scripts/results/attention_speed.txt
 

@@ -1,13 +1,11 @@
-"""Measures checkpoints beside plain Orbax.
-
-It measures time that training waits, throughput, and host memory of a restore.
+"""Compares checkpoints with plain Orbax: pause of the training, throughput, and host memory.
 
     python scripts/checkpoint_speed.py [--one-device] [--arrays 2000]
 
 The same run measures the disk: it writes a plain file of the state's size with fsync, drops it from
 the page cache if the system allows that, and reads it. Plain Orbax saves and restores the same
-arrays without checksums, by turns with jaxtp. Numbers are medians of `--repeats`; a ratio to Orbax
-is the median of the ratios of turns.
+arrays without checksums, in turns with jaxtp. Numbers are medians of `--repeats`; a ratio to Orbax
+is the median of the ratios in each turn. Host memory is the peak of a restore.
 """
 
 import argparse
@@ -85,7 +83,7 @@ def forget(folder: Path) -> None:
 
 
 def measure(megabytes: int, repeats: int, folder: Path) -> tuple[int, dict[str, list[float]]]:
-    """Returns the bytes of the state, and the seconds of each action in each turn but the first."""
+    """Returns the bytes of the state, and each action's seconds in all turns except the first."""
     blueprint = plan(megabytes)
 
     def ones(a):

@@ -1,10 +1,8 @@
-"""Measures communication, memory and FLOPs of the compiled training step.
-
-It compiles for virtual CPU devices, and runs nothing.
+"""Measures communication, memory and FLOPs of the training step, compiled for virtual CPU devices.
 
     python scripts/compiled_step.py
 
-It prints four tables for a Llama of 0.2 billion parameters:
+It runs nothing, and prints four tables for a Llama of 0.2 billion parameters:
 
 1. Bytes that a device sends in a step, by mesh axis, in the HLO after SPMD partitioning. Explicit
    layers (this package) are compared with the same modules under sharding constraints alone, as in

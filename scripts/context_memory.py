@@ -38,10 +38,7 @@ _ARRAY = re.compile(r"\b(?:f64|f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
 
 
 def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int]:
-    """Returns the bytes of a step's temporaries.
-
-    It also returns the number of arrays with two dims of positions.
-    """
+    """Returns a step's bytes of temporaries, and its number of arrays with two position dims."""
     config = from_yaml(TrainConfig, CONFIG)
     values = {
         "mesh": config.mesh.of_sizes(sizes),

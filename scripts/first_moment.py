@@ -1,6 +1,4 @@
-"""Trains the README's run with the first moment in float32 and in bfloat16.
-
-It compares their losses.
+"""Trains the README's run with the first moment in float32 and in bfloat16, and compares losses.
 
     python scripts/first_moment.py | tee scripts/results/first_moment.txt
 

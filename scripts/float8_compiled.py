@@ -1,23 +1,21 @@
-"""Compares the steps of Llama 3 in bfloat16 and with products in float8.
-
-They are compiled for H100s that need not be there.
+"""Compares the steps of Llama 3 in bfloat16 and with products in float8, compiled for absent H100s.
 
     pip install -e '.[estimate-gpu,estimate-cudnn]'
     python scripts/float8_compiled.py --dumps runs/float8_compiled | tee
     scripts/results/float8_compiled.txt
 
-Nothing is run. A compilation takes half a minute of one core; those in --dumps are read, not
-repeated.
+Nothing is run. A compilation takes half a minute of one core; programs that are in --dumps already
+are read instead.
 
-peak: GB that a device allocates. in float8: products with two such operands in the compiled
-program, of those that the setting asks for; XLA merges products of the same input where their
-kernels are gathered. others: the other products, by dtypes of operands. saved: GB that the scan
-over layers saves for the backward pass. copied: GB of all layers' kernels that the scan reads in
-another layout or dtype than they are stored in, in the forward and in the backward pass.
+peak: GB that a device allocates. in float8: the number of compiled products with two operands in
+float8, and the number that the setting asks for; XLA merges products of the same input if their
+kernels are gathered. others: the other products, by the dtypes of their operands. saved: GB that
+the scan over layers saves for the backward pass. copied: GB of all layers' kernels that the scan
+reads in another layout or dtype than the stored one, in the forward and in the backward pass.
 
-gathered: GB of all-gathers in a step, after SPMD partitioning. Backward, sequence parallelism
-gathers the gradient of a row layer's output in bfloat16, in which the gradient of its kernel is
-computed.
+gathered: GB of all-gathers in a step, after SPMD partitioning. In the backward pass, sequence
+parallelism gathers the gradient of a row layer's output in bfloat16, because the gradient of its
+kernel is computed in bfloat16.
 """
 
 import argparse
@@ -112,10 +110,7 @@ def compiled(config: TrainConfig, sizes: dict[str, int], folder: Path) -> Step:
 
 
 def others(text: str) -> Counter[str]:
-    """Counts products that are not in float8, by the dtypes of their operands.
-
-    Attention's do not count.
-    """
+    """Counts products outside attention that are not in float8, by the dtypes of their operands."""
     module, entry = parse_module(text)
     found: Counter[str] = Counter()
     for computation, instruction, scope, times, _ in walk(module, entry):
@@ -141,10 +136,7 @@ def gathered(text: str, sizes: dict[str, int]) -> Counter[tuple[str, bool]]:
 
 
 def stacks(text: str, layers: int) -> tuple[int, tuple[int, int]]:
-    """Returns the bytes of activations that the loop over layers stacks.
-
-    It also returns the bytes of kernels that it reads as copies.
-    """
+    """Returns the bytes that the loop over layers stacks, and the bytes of copied kernels."""
     module, entry = parse_module(text)
     saved = 0
     copied = [0, 0]

@@ -3,15 +3,15 @@
     python scripts/float8_curves.py --runs runs/float8_curves | tee
     scripts/results/float8_curves.txt
 
-Two models on the sources of Python's standard library, which the interpreter has: the README's run
-(400 steps), and one of 10 million parameters (300 steps). Runs in bfloat16 and in float8 differ in
-`precision.matmul` alone, with `matmul_least` 16 because both models are narrow. The same in float32
-is a control: how far other rounding alone, even finer, moves the loss of a short run. One CPU
-device each: float8 operands do not depend on the mesh.
+Two models are trained on the sources of Python's standard library: the README's run (400 steps),
+and a model of 10 million parameters (300 steps). Runs in bfloat16 and in float8 differ only in
+`precision.matmul`, with `matmul_least` 16 because both models are narrow. A run in float32 is the
+control: it shows how much other rounding, even finer, changes the loss of a short run. Each run has
+one CPU device, because float8 operands do not depend on the mesh.
 
-loss: mean over the last 20 steps that a run and the one in bfloat16 have; validation: on held-out
-files after the last step. Differences are relative to bfloat16. Runs in --runs are resumed, or read
-if they have ended.
+loss: mean over the last 20 steps that a run and the run in bfloat16 both have; validation: loss on
+held-out files after the last step. Differences are relative to bfloat16. Runs in --runs are
+resumed, or read if they have ended.
 """
 
 import argparse
@@ -95,10 +95,7 @@ def read(runs: Path, model: str, variant: str, seed: int) -> tuple[list[float], 
 
 
 def compare(runs: Path, seeds: int) -> tuple[str, bool]:
-    """Returns the table, and whether the mean differences of float8 are accepted.
-
-    It is of runs that have ended.
-    """
+    """Returns the table of finished runs, and whether float8's mean differences are accepted."""
     rows = []
     good = True
     for model in MODELS:

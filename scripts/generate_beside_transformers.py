@@ -1,6 +1,4 @@
-"""Compares the generation speed of jaxtp and transformers.
-
-Both run on the same CPU cores, or on a GPU that both see.
+"""Compares the generation speed of jaxtp and transformers on the same CPU cores, or on one GPU.
 
     python scripts/generate_beside_transformers.py --model DIR --transformers-python PATH
 
@@ -74,10 +72,7 @@ WORKERS = {"jaxtp": of_jaxtp, "transformers": of_transformers}
 
 
 def work(name: str, folder: str, dtype: str) -> None:
-    """Reads lines with prompts and a number of tokens from standard input.
-
-    Answers each with seconds and ids.
-    """
+    """Reads lines with prompts and a number of tokens from stdin; answers with seconds and ids."""
     answers = sys.stdout
     sys.stdout = sys.stderr
     generate = WORKERS[name](folder, dtype)

@@ -1,6 +1,4 @@
-"""Compares greedy tokens and their log-probabilities with transformers.
-
-It does so over batch sizes and meshes.
+"""Compares greedy tokens and log-probabilities with transformers, over batch sizes and meshes.
 
     python scripts/generate_parity.py --model DIR --transformers-python PATH
 

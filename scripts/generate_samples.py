@@ -1,6 +1,4 @@
-"""Compares reading a prompt once for all its samples with reading it for each.
-
-It also measures proposals.
+"""Compares reading a prompt once for all its samples with reading it for each; measures proposals.
 
     python scripts/generate_samples.py | tee scripts/results/generate_samples.txt
 
@@ -9,9 +7,9 @@ prompt. The model is a decoder with random weights. Seconds are medians of `--re
 token of each text, after one that compiles; FLOPs are 2 for each parameter of the layers and each
 token read. If the texts differ, the script fails.
 
-Proposals (`GenerationSettings.speculate`) take turns in the same way, for texts of 256 tokens. The
-greedy texts of random weights soon repeat; at temperature 1 no text does: the most that proposals
-gain and cost.
+Generation with and without proposals (`GenerationSettings.speculate`) takes turns in the same way,
+for texts of 256 tokens. Greedy texts of random weights soon repeat, which shows the maximum gain of
+proposals; at temperature 1 no text repeats, which shows their maximum cost.
 """
 
 import argparse

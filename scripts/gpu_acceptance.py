@@ -1,16 +1,15 @@
-"""Tests correctness of the package on one GPU, or all GPUs of a host.
-
-It also compares its speed with what the hardware allows.
+"""Tests the package on one GPU, or all GPUs of a host, and compares its speed with the hardware's.
 
     python scripts/gpu_acceptance.py --out runs/acceptance
 
-Rows of the table have the milliseconds measured, those at the peaks of the hardware, and the ratio.
-At the peaks: the FLOPs and bytes of a compiled program's kernels, or the bytes of weights and KV
-cache, one kernel after the other. Each part runs in its own process, so a failure affects no other
-part, and writes a log. `results.json` has the results. A part that has passed on these devices and
-versions is skipped; `--only` selects parts, and `--again` ignores earlier results. On CPUs all
-parts run at a small size, which tests the script and not the speed. The script names and omits
-parts that this machine cannot run (no second GPU, no torch).
+Rows of the table have the measured milliseconds, the milliseconds at the peaks of the hardware, and
+the ratio. At the peaks, a compiled program's kernels run one after the other, and each takes the
+time of its FLOPs or bytes; decoding takes the time of the bytes of weights and KV cache. Each part
+runs in its own process, so a failure affects no other part, and writes a log. `results.json` has
+the results. A part that has passed on these devices and versions is skipped; `--only` selects
+parts, and `--again` ignores earlier results. On CPUs all parts run at a small size, which tests the
+script and not the speed. The script names and omits parts that this machine cannot run (no second
+GPU, no torch).
 """
 
 import argparse
@@ -436,10 +435,7 @@ def settings_of(machine: Machine, case: Step) -> TrainConfig:
 
 
 def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
-    """Times a training step, and its parts in a profile.
-
-    Its kernels' times at the peaks of the hardware are given too.
-    """
+    """Times a training step and its parts; also gives the times at the hardware's peaks."""
     import jax
     from step_beside_plain import Plain, Runner, make_batch, plain_runner
 
@@ -553,10 +549,7 @@ def summed(events: list[Result], names: Mapping[str, str]) -> dict[str, float]:
 
 
 def decode(machine: Machine, out: Path, log: Path) -> Result:
-    """Times reading prompts and decoding with 8B.
-
-    Its FLOPs and its bytes at the peaks of the hardware are given too.
-    """
+    """Times reading prompts and decoding with 8B; also gives the times at the hardware's peaks."""
     import jax
     from flax import nnx
 
@@ -613,7 +606,7 @@ def ratios_of(script: str, pattern: str, log: Path, *words: str) -> Result:
 
 
 def start(machine: Machine, out: Path, log: Path) -> Result:
-    """Times the way to the first step and a tiny step, beside plain JAX's."""
+    """Compares the time to the first step, and of a tiny step, with plain JAX."""
     repeats = "2" if machine.is_small else "3"
     return ratios_of(
         "start_speed.py",
@@ -688,10 +681,7 @@ def torch_step(model: Mapping[str, Any], length: int, rows: int, checkpointing: 
 
 
 def several(machine: Machine, out: Path, log: Path) -> Result:
-    """Measures the bandwidth between devices, and steps beside the plain ones at each tp.
-
-    Steps are also measured with rings.
-    """
+    """Measures the bandwidth between devices, and steps, also with rings, beside plain ones."""
     if machine.count < 2:
         raise LeftOutError("there is one device")
     file = str(out / "hardware.yaml")
@@ -792,10 +782,7 @@ def row(name: str, result: Result) -> str:
 
 
 def earlier(file: Path, machine: Result) -> dict[str, Result]:
-    """Returns the earlier results of this machine.
-
-    There are none if the file is from another machine or damaged.
-    """
+    """Returns the earlier results of this machine; none if the file is another's or damaged."""
     try:
         kept = json.loads(file.read_text())
         if all(kept["machine"][name] == machine[name] for name in ("kind", "count", "versions")):

@@ -1,6 +1,4 @@
-"""Measures an import: bytes read, peak anonymous host memory, and time.
-
-Time is relative to safetensors' own loader.
+"""Measures an import: bytes read, peak anonymous host memory, and time relative to safetensors.
 
     pip install safetensors
     python scripts/import_speed.py

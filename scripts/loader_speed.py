@@ -7,7 +7,7 @@ is five times as large as the other. It times the batches of a training process 
 memory-mapped files, packing, shuffling and stacking. Memory is the growth of a separate process's
 anonymous memory; pages of mapped files do not count, because the operating system may drop them.
 
-`--documents` times the start instead, with a dataset of so many documents of the same lengths:
+`--documents` times the start instead, with a dataset of this many documents of such lengths:
 opening it, planning the rows, hashing the order of the samples, and the first batch, in separate
 processes after the imports. Its tokens are zeros in sparse files.
 """
@@ -96,7 +96,7 @@ def write_zeros(folder: Path, documents: int) -> None:
 
 
 def measure_start(folder: Path, length: int, packing: str) -> dict[str, float]:
-    """Returns the seconds of each part of a start, and of the processor in all."""
+    """Returns the seconds of each part of a start, and the total processor time."""
     times = [time.perf_counter()]
     processor = time.process_time()
     corpus = load_corpus(folder)

@@ -1,6 +1,6 @@
 """Changes one place of the core at a time, and looks for a test that fails.
 
-It answers how much the tests are worth:
+It measures what the tests notice:
 
     python -m pytest --cov jaxtp --cov-context test --cov-report= \
         -m "not journey and not slow and not cluster"

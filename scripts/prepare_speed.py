@@ -1,6 +1,4 @@
-"""Times `jaxtp prepare` on the standard library's sources and on a JSONL file.
-
-It also times reading the datasets.
+"""Times `jaxtp prepare` on the standard library's sources and a JSONL file, and reading the data.
 
     python scripts/prepare_speed.py
 

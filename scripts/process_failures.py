@@ -1,6 +1,4 @@
-"""Repeatedly ends one of a run's four processes.
-
-It compares the metrics with an uninterrupted run.
+"""Repeatedly ends one of a run's four processes, and compares metrics with an uninterrupted run.
 
     python scripts/process_failures.py
 

@@ -1,6 +1,6 @@
-"""Compares error and cost of jaxtp's rotary angles with float32 products.
+"""Compares the error and cost of jaxtp's rotary angles with float32 products.
 
-These are of positions and frequencies.
+The products are of positions and frequencies.
 
     python scripts/rope_error.py
 
@@ -30,9 +30,9 @@ def products(positions, frequencies):
 
 
 def largest_error(angles, length, theta):
-    """Returns the largest error over 20,000 positions below a length.
+    """Returns the largest error of sines and cosines over 20,000 positions below a length.
 
-    They include the last. It is from sines and cosines.
+    The last position is among them.
     """
     positions = np.append(np.random.default_rng(0).integers(0, length, 20_000), length - 1).astype(
         np.int32

@@ -1,15 +1,13 @@
-"""Measures what a command does before its first step.
-
-It also compares a step's cost with the devices' work.
+"""Measures what a command does before its first step, and a step's cost beside the devices' work.
 
     python scripts/start_speed.py --beside OTHER_CHECKOUT | tee scripts/results/start_speed.txt
 
 1. Imports, help and an estimate, each in a fresh process.
 2. From the start of a process to the end of step 1 of the default run, without and with a
-   compilation cache; "plain" plans the same state and compiles the same initialisation and step,
-   and does nothing else: it steps on zeros, reads no data, checks and evaluates nothing. Its
-   imports are the run's but for tensorboardX: the batch's shapes come from a module that imports
-   Grain, and Grain imports Orbax, which a trainer of pure JAX would not have.
+   compilation cache. "plain" plans the same state and compiles the same initialisation and step,
+   and does nothing else: it steps on zeros, reads no data, checks and evaluates nothing. It has the
+   run's imports except tensorboardX: the batch's shapes come from a module that imports Grain, and
+   Grain imports Orbax, which a trainer in pure JAX would not have.
 3. The programs that are compiled before step 1. jaxtp/train/README.md says why each is needed.
 4. A tiny step on one device: the jitted step called on the leaves of the state, on the state, on
    batches of the loader, and by the trainer, which also logs.

@@ -1,16 +1,14 @@
-"""Compares the training step with a Llama's step that an expert writes in plain JAX.
-
-It does so by time or by compiled program.
+"""Compares the training step, by time or compiled program, with a Llama's step in plain JAX.
 
     python scripts/step_beside_plain.py --mesh tp=2
     python scripts/step_beside_plain.py --model 8b --rows 8 --mesh fsdp=8 --absent
 
-The plain step is `jit` with `NamedSharding`: constraints on products and on the norm before the
-gather, `scan` over layers, `jax.checkpoint`, a loss in chunks, Optax. Both start from the same
-weights and read the same tokens; the script stops if their first or last losses differ. Blocks of
-steps of each take turns in one process, and ratios are medians over neighbouring blocks. `--absent`
-compiles both for H100s that are not there, and shows a roofline by part. `--profile` also writes
-the compiled programs and a profile of each.
+The plain step is what an expert would write: `jit` with `NamedSharding`, constraints on products
+and on the norm before the gather, `scan` over layers, `jax.checkpoint`, a loss in chunks, Optax.
+Both start from the same weights and read the same tokens; the script stops if their first or last
+losses differ. Blocks of steps of each take turns in one process, and ratios are medians over
+neighbouring blocks. `--absent` compiles both for H100s that need not be present, and shows a
+roofline by part. `--profile` also writes the compiled programs and a profile of each.
 """
 
 import argparse

@@ -1,6 +1,4 @@
-"""Times the training step of this package and PyTorch's of the same Llama, on CPUs.
-
-Both have the same weights and tokens.
+"""Times this package's training step and PyTorch's, of the same Llama on the same tokens, on CPUs.
 
     python scripts/step_beside_torch.py --tp 2
 
@@ -62,7 +60,7 @@ def write_model(folder: str) -> None:
 
 
 def serve_torch(folder: str, name: str, threads: int) -> None:
-    """Runs as many steps as a line on stdin says.
+    """Runs the number of steps in each line of stdin.
 
     The first process answers with seconds per step and the loss.
     """

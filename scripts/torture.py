@@ -2,10 +2,10 @@
 
     python scripts/torture.py
 
-Half of the rounds stay on one mesh; their joined metrics must equal the uninterrupted run's bit for
-bit. The other half changes the mesh in each round; losses must agree within 1e-4. A round ends with
-SIGKILL or SIGTERM at a random instant. The run saves at every third step, so many signals arrive
-during a save. The metrics must have each step exactly once, with the right number of tokens.
+Half of the rounds stay on one mesh; their joined metrics must equal the uninterrupted run's metrics
+bit for bit. The other half changes the mesh in each round; losses must agree within 1e-4. A round
+ends with SIGKILL or SIGTERM at a random instant. The run saves every third step, so many signals
+arrive during a save. The metrics must have each step exactly once, with the right number of tokens.
 """
 
 import argparse

@@ -3,9 +3,8 @@
     python scripts/verify_cost.py | tee scripts/results/verify_cost.txt
 
 The measurements take turns in one run on virtual CPU devices; the table has medians and quartiles
-of `--repeats`. It lists the reading of checksums separately, because it takes less time than steps
-vary by. It also lists the copy of the state to host memory and back, for which a GPU uses a link of
-its own.
+of `--repeats`. The reading of checksums is separate, because it takes less time than the variation
+of steps. So is the copy of the state to host memory and back, for which a GPU has its own link.
 """
 
 import argparse
@@ -86,9 +85,9 @@ class Bench:
         self.verifier.finish(1, self.state, checksums)
 
     def read(self, part: str = "") -> None:
-        """Computes checksums of the state's shards, or of a part of the state.
+        """Computes the checksums of the state's shards, or of a part of the state.
 
-        A verification does so four times.
+        A verification computes them four times.
         """
         arrays = verify.named_arrays(self.state)
         jax.block_until_ready(

@@ -20,13 +20,13 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.stages import Compiled
 
 from jaxtp.analysis.census import A_TURN, count_collectives
-from jaxtp.analysis.collective import Collective, Place, Traffic, bytes_by_place, sums
+from jaxtp.analysis.collective import Axes, Collective, Place, Traffic, bytes_by_place, sums
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import Cells, columns
 from jaxtp.config.entry import BriefError
 from jaxtp.layers.parameter import is_variable
-from jaxtp.mesh import REPLICAS, TP, mesh_sizes, parts
+from jaxtp.mesh import REPLICAS, TP, Sizes, mesh_sizes, parts
 from jaxtp.parallelize.layouts import dim_over
 
 Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
@@ -49,7 +49,7 @@ class Holding:
     itemsize: int
     declared: PartitionSpec | None
     # Mesh axes of more than one device along which the compiled step holds copies
-    replicated_over: tuple[str, ...]
+    replicated_over: Axes
 
     @property
     def bytes(self) -> int:
@@ -62,7 +62,7 @@ class Holding:
         return math.prod(self.shard) * self.itemsize
 
     @property
-    def unintended(self) -> tuple[str, ...]:
+    def unintended(self) -> Axes:
         """Replicated axes that its spec names; all replicated axes if it declares no spec."""
         declared = self.declared
         if declared is None:
@@ -97,12 +97,12 @@ class Audit:
 
     holdings: tuple[Holding, ...]  # every array of the state
     written: Counter[Collective]  # collectives that the program asks for, and how often each runs
-    realised: Counter[Collective]  # collectives that the partitioner made of them
+    realised: Counter[Collective]  # collectives after partitioning
     budget: Budget | None  # bytes that the modules may send
-    sizes: Mapping[str, int]  # devices along each axis of the mesh
+    sizes: Sizes  # devices along each axis of the mesh
     # Modules that are written on global arrays: the compiler chooses their collectives
     global_view: tuple[str, ...]
-    # Modules where a loop may turn any number of times: it counts one turn
+    # Modules whose loops may have unknown trip counts; one iteration is counted
     uncounted: tuple[str, ...]
     compiled: Compiled  # the program itself: it can be run, and has a `memory_analysis()`
 
@@ -168,7 +168,7 @@ class Audit:
             if weight and collective.group == parts(self.sizes, collective.axes):
                 yield (
                     f"{times} x {_describe(collective)}, a weight moves (it has the shape of "
-                    f"{weight}): what is split over {TP} should stay where it is"
+                    f"{weight}): a shard of a weight over {TP} should stay on its device"
                 )
 
     def _added_collectives(self) -> Iterator[str]:
@@ -194,8 +194,8 @@ class Audit:
                 if not name:
                     allow = 'jax.named_scope("name") and uncounted=("name",)'
                 yield (
-                    f"{times} x {_describe(collective)}, in each turn of a loop that may turn any "
-                    f"number of times; {allow} allows it"
+                    f"{times} x {_describe(collective)}, in each iteration of a loop whose trip "
+                    f"count is unknown; {allow} allows it"
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:
@@ -311,7 +311,8 @@ def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> 
     first = mesh.devices.flat[0]
     for dim, axis in enumerate(mesh.axis_names):
         # The devices along this axis, from the first.
-        line = np.moveaxis(mesh.devices, dim, 0).reshape(mesh.devices.shape[dim], -1)[:, 0]
+        axis_first = np.moveaxis(mesh.devices, dim, 0)
+        line = axis_first.reshape(len(axis_first), -1)[:, 0]
         if len(line) > 1 and indices[line[1]] == indices[first]:
             yield axis
 
@@ -361,7 +362,7 @@ def _describe(collective: Collective) -> str:
     return text
 
 
-def _traffic_rows(asked_by: str, traffic: Traffic) -> Iterator[tuple[str, ...]]:
+def _traffic_rows(asked_by: str, traffic: Traffic) -> Iterator[Cells]:
     totals = sums(traffic, attrgetter("module", "kind", "axes", "counted"))
     for (module, kind, axes, counted), (count, sent) in totals.items():
         times = f"{count:,} {counted}".strip()

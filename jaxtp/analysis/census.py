@@ -1,13 +1,13 @@
 """Counts collectives in a jaxpr: the program's own, before compilation.
 
-Conditionals count every branch, an upper bound. Scans count each iteration, as does a `while` that
-counts an integer up to a constant. Other loops count one iteration, and are a problem unless the
-caller allows them by name. HLO is counted by the same rules (`hlo.py`).
+In a conditional every branch counts, which is an upper bound. In a scan each iteration counts, and
+so it does in a `while` that counts an integer up to a constant. In other loops one iteration
+counts; they are an error unless the caller allows them by name. `hlo.py` counts by the same rules.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, Literal
 
@@ -17,15 +17,15 @@ from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
 
-from jaxtp.analysis.collective import PRIMITIVES, Collective
+from jaxtp.analysis.collective import PRIMITIVES, Axes, Collective, spanned
 from jaxtp.layers.experts import RARELY
-from jaxtp.mesh import parts
+from jaxtp.mesh import Sizes, parts
 
 Counted = Literal["", "at most", "a turn"]  # Meaning of a count: exact, or one of these two
 
 AT_MOST: Final = "at most"
-"""A collective in a branch of a conditional: it runs as often as that branch is taken, and all are
-counted."""
+"""A collective in a branch of a conditional: it runs only if that branch is taken, but all branches
+are counted."""
 
 A_TURN: Final = "a turn"
 """A collective in a loop with an unknown trip count: counted for one iteration."""
@@ -33,7 +33,7 @@ A_TURN: Final = "a turn"
 _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
 
 
-def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
+def count_collectives(jaxpr: Any, mesh_sizes: Sizes) -> Counter[Collective]:
     """Counts collectives in a closed jaxpr, except in groups of one device.
 
     `Collective.counted` marks inexact counts; `mesh_sizes` is in the mesh's order.
@@ -44,15 +44,15 @@ def count_collectives(jaxpr: Any, mesh_sizes: Mapping[str, int]) -> Counter[Coll
         groups = equation.params.get("axis_index_groups")
         group = len(groups[0]) if groups else parts(mesh_sizes, axes)
         kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
-        spanned = tuple(axis for axis in mesh_sizes if axis in axes and mesh_sizes[axis] > 1)
         if group == 1:
             continue
+        axes = spanned(axes, mesh_sizes)
         for pair in zip(equation.invars, equation.outvars, strict=False):
             largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
             shape = tuple(largest.shape)
             dtype = str(largest.dtype)
             size = message_bytes(shape, dtype)
-            counts[Collective(kind, spanned, group, size, scope, shape, dtype, counted)] += times
+            counts[Collective(kind, axes, group, size, scope, shape, dtype, counted)] += times
     return counts
 
 
@@ -73,8 +73,10 @@ def equations(
 
 
 def needed_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """Returns the equations that XLA keeps."""
-    # XLA removes other equations: JAX keeps kernels in a recomputation that nothing reads.
+    """Returns the equations that XLA keeps.
+
+    JAX also has others: kernels in a recomputation that nothing reads.
+    """
     read = set(map(id, jaxpr.outvars))
     needed = []
     for equation in reversed(jaxpr.eqns):
@@ -105,7 +107,7 @@ def _as_sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _axes(equation: JaxprEqn, sizes: Mapping[str, int]) -> tuple[str, ...]:
+def _axes(equation: JaxprEqn, sizes: Sizes) -> Axes:
     if equation.primitive.name in _MOVES_NOTHING:
         return ()
     names = equation.params.get("axes", equation.params.get("axis_name", ()))
@@ -177,8 +179,8 @@ _ATTENTION = {
     "fmha": 2,
     "fmhaBackward": 5,
 }
-"""Products in attention kernels; those in both backward kernels (scores, weights' gradients) count
-once."""
+"""Products in attention kernels. Products that both backward kernels compute (the scores, and the
+gradients of the weights) count once."""
 
 
 def turns(first: int | None, limit: int | None, step: int | None) -> int | None:

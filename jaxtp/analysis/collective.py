@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from jaxtp.mesh import AXES
+from jaxtp.mesh import AXES, Sizes
 
 ALL_REDUCE = "all-reduce"
 ALL_GATHER = "all-gather"
@@ -96,6 +96,11 @@ class Collective:
 Traffic = Mapping[Collective, int]  # Collectives, and how often each runs in a step
 
 
+def spanned(axes: Axes, sizes: Sizes) -> Axes:
+    """Returns the axes of more than one device, in the mesh's order."""
+    return tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
+
+
 def total_sent(moved: Traffic) -> float:
     """Returns the bytes each device sends."""
     return sum(times * collective.bytes_sent for collective, times in moved.items())
@@ -111,14 +116,23 @@ def sums(moved: Traffic, by: Callable[[Collective], Key]) -> dict[Key, tuple[int
     return totals
 
 
+def bytes_by(moved: Traffic, *fields: str) -> dict[Any, float]:
+    """Returns the bytes each device sends, grouped by fields of `Collective`."""
+    return {key: sent for key, (_, sent) in sums(moved, attrgetter(*fields)).items()}
+
+
 def bytes_by_place(moved: Traffic) -> dict[Place, float]:
     """Returns the bytes each device sends, by module and axes."""
-    totals = sums(moved, attrgetter("module", "axes"))
-    return {place: sent for place, (_, sent) in totals.items()}
+    return bytes_by(moved, "module", "axes")
 
 
 def bytes_by_axes(moved: Traffic) -> dict[Axes, float]:
     """Returns the bytes each device sends, by axes in the mesh's order."""
-    totals = sums(moved, attrgetter("axes"))
-    in_order = sorted(totals, key=lambda axes: list(map(AXES.index, axes)))
-    return {axes: totals[axes][1] for axes in in_order if totals[axes][1]}
+    sent = bytes_by(moved, "axes")
+    in_order = sorted(sent, key=lambda axes: list(map(AXES.index, axes)))
+    return {axes: sent[axes] for axes in in_order if sent[axes]}
+
+
+def with_joined_axes(values: Mapping[Axes, float]) -> dict[str, float]:
+    """Returns values by the names of their axes, such as `dp+fsdp`, for JSON."""
+    return {"+".join(axes): value for axes, value in values.items()}

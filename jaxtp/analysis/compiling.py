@@ -26,7 +26,7 @@ def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tupl
 
     The text precedes backend-specific passes; on a single device, which has no partitioning, it
     precedes all passes. JAX's persistent compilation cache, if any, also keeps the text and the
-    compiler's output: a known program is not compiled again, and its warnings repeat.
+    compiler's output, so a cached program is not compiled again, and its warnings are repeated.
     """
     place = _place_of_text(lowered, options)
     if place and place.exists():
@@ -38,10 +38,11 @@ def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tupl
         if not text:  # the program came from the persistent cache, so the compiler printed no text
             with _no_compilation_cache():
                 compiled, text = _compile_and_dump(lowered, options)
-    os.write(2, "".join(printed).encode())
+    output = "".join(printed)
+    os.write(2, output.encode())
     if place:
         place.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(place, json.dumps({"text": text, "printed": "".join(printed)}).encode())
+        write_atomically(place, json.dumps({"text": text, "printed": output}).encode())
     return compiled, text
 
 
@@ -83,7 +84,8 @@ def _place_of_text(lowered: Any, options: Options | None) -> Path | None:
     if not folder or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
         return None
     versions = (jax.__version__, jaxlib.version.__version__, jax.default_backend(), xla_flags())
-    described = repr((versions, sorted((options or {}).items()), lowered.as_text(debug_info=True)))
+    program = lowered.as_text(debug_info=True)
+    described = repr((versions, sorted((options or {}).items()), program))
     return Path(folder) / f"partitioned-{hashlib.sha256(described.encode()).hexdigest()}.json"
 
 

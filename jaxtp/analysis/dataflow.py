@@ -23,13 +23,14 @@ from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
 from jaxtp.analysis.propagation_rules import (
     REDUCTIONS,
     Blocked,
+    Dims,
     Walk,
     agree,
     pass_through,
     shape_of,
 )
 from jaxtp.analysis.traced_model import Boundary, TracedModel, read_boundary
-from jaxtp.mesh import TP
+from jaxtp.mesh import TOKENS, TP, Sizes, parts
 from jaxtp.parallelize.stock import signature
 
 ROOT = "the model itself"  # Name in messages of the module whose path is empty
@@ -155,14 +156,12 @@ def parameter_bytes(module: nnx.Module) -> int:
     return sum(map(array_bytes, jax.tree.leaves(nnx.state(module, nnx.Param))))
 
 
-def find_dataflow(
-    traced: TracedModel, excluded: Iterable[str], *, tp: int, batch_shards: int
-) -> Dataflow:
+def find_dataflow(traced: TracedModel, excluded: Iterable[str], sizes: Sizes) -> Dataflow:
     """Follows the split output of every stock layer outside `excluded`.
 
     tp must divide every split dim.
     """
-    walk = _DataflowWalk(traced, frozenset(excluded), tp, batch_shards)
+    walk = _DataflowWalk(traced, frozenset(excluded), sizes)
     jaxpr = traced.jaxpr.jaxpr
     infos = [ArrayInfo(has_grad=is_param) for is_param in traced.is_param]
     infos += [ArrayInfo(batched=True) for _ in jaxpr.invars[len(infos) :]]
@@ -173,8 +172,8 @@ def find_dataflow(
 
 
 class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
-    def __init__(self, traced: TracedModel, excluded: Columns, tp: int, batch_shards: int):
-        super().__init__(ArrayInfo(), lambda: Dataflow(tp, batch_shards))
+    def __init__(self, traced: TracedModel, excluded: Columns, sizes: Sizes):
+        super().__init__(ArrayInfo(), lambda: Dataflow(sizes[TP], parts(sizes, TOKENS)))
         self.modules = traced.modules
         self.excluded = excluded
         self.path: list[str] = []
@@ -241,7 +240,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         summed = merged.summed
         has_grad = merged.has_grad and equation.primitive.name != "stop_gradient"
         source = _broadcast_source(equation, facts)
-        dims: Sequence[int | None] = [None] * len(equation.outvars)
+        dims: Dims = [None] * len(equation.outvars)
         if columns:
             dims = self.pass_operation(equation, facts, columns, times)
         if self.reduces(equation) and set(dims) <= {None}:
@@ -254,12 +253,12 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return results
 
     def reduces(self, equation: JaxprEqn) -> bool:
-        """Returns whether an all-reduce of its result is enough, as in a loss of logits."""
+        """Returns whether an all-reduce of the result suffices, as in a loss of split logits."""
         return self.is_loss and equation.primitive.name in REDUCTIONS
 
     def pass_operation(
         self, equation: JaxprEqn, infos: list[ArrayInfo], columns: Columns, times: int
-    ) -> Sequence[int | None]:
+    ) -> Dims:
         name = equation.primitive.name
         tp = self.result.tp
         try:
@@ -298,7 +297,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         return super()._scan(equation, [replace(info, entered=()) for info in facts], times)
 
     def _join(self, facts: Sequence[ArrayInfo], variable: Atom, times: int) -> ArrayInfo:
-        """Splits the variable if any value is split, and gathers the gradients of whole values."""
+        """Splits a variable if a value is split; gradients of whole values are gathered."""
         merged = _merged(facts)
         columns = merged.columns
         if not columns:
@@ -337,7 +336,7 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
 
 
 def _merged(infos: Iterable[ArrayInfo]) -> ArrayInfo:
-    """Returns the facts about an array that depends on others, before it is known to be split."""
+    """Returns the facts about an array that depends on others, without its split dim."""
     columns: set[str] = set()
     summed: set[str] = set()
     has_grad = batched = False

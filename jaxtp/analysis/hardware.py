@@ -13,7 +13,7 @@ with units and ranges as in `RANGES`:
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
 from jaxtp.layers.kernels.select import CAPABILITIES, MIN_CAPABILITY, matmul_problem
-from jaxtp.mesh import AXES, parts
+from jaxtp.mesh import AXES, Sizes, parts
 
 GB = 1e9
 GIB = 2**30
@@ -38,13 +38,13 @@ class Hardware:
     # Values of `jax.Device.device_kind`, exactly: a near name is another device's
     kinds: tuple[str, ...] = ()
     platform: str = "cuda"  # cuda, rocm or tpu
-    # Compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are
+    # Compute capability of an NVIDIA GPU, such as 9.0; it determines the available kernels
     capability: str = ""
     memory: Positive = 80 * GIB  # bytes that a program can see
     flops: Positive = 1e15  # dense bfloat16 FLOP/s at their peak
-    float8: NonNegative = 0.0  # the same of E4M3 with float32 sums; 0: it multiplies none
+    float8: NonNegative = 0.0  # the same for E4M3 with float32 sums; 0 without such products
     bandwidth: Positive = 3e12  # bytes/s to and from its memory
-    # Bytes/s to the others of its domain, one way; to all of them together if `direct`
+    # Bytes/s to the other devices of its domain, one way; to all of them together if `direct`
     link: Positive = 450e9
     domain: Count = 8  # devices that fast links join
     # Whether links join each pair; else a switch or a torus gives a ring all of `link`
@@ -52,13 +52,13 @@ class Hardware:
     network: Positive = 50e9  # bytes/s that it sends out of its domain, in one direction
     # Assumed bytes outside JAX's allocator: context, kernels, communication buffers
     reserved: NonNegative = 2.0 * GIB
-    # Share of the peak that a large matrix product reaches, assumed as the next two
+    # Share of the peak that a large matrix product reaches; assumed, like the next two
     matmul_efficiency: Positive = 0.7
     bandwidth_efficiency: Positive = 0.85
     link_efficiency: Positive = 0.8  # 360 of 450 GB/s on an H100
     # Seconds until a collective starts, as in NCCL (src/graph/tuning.cc: Simple rings)
     latency: NonNegative = 8.4e-6
-    # Seconds of each step of a collective in a domain; 0: a measured `latency` has it
+    # Seconds of each step of a collective in a domain; 0 if a measured `latency` includes them
     hop: NonNegative = 3.4e-6
     network_hop: NonNegative = 14e-6  # the same between devices of different domains
     source: str = ""  # source of the numbers
@@ -103,8 +103,8 @@ RANGES = {
     "hop": (0, 0.1, "seconds"),
     "network_hop": (0, 0.1, "seconds"),
 }
-"""Minimum, maximum and unit of the numbers in a file. They reject a memory of 80, which was meant
-in GB."""
+"""Minimum, maximum and unit of the numbers in a file. They reject a wrong unit, such as a memory of
+80."""
 
 MAX_DEVICES = 2**20
 PLATFORMS = ("cuda", "rocm", "tpu")
@@ -112,7 +112,7 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` must have: their defaults describe no device."""
 
-_PCIE_HOP = 5.7e-6  # Seconds, as NCCL has it for PCIe
+_PCIE_HOP = 5.7e-6  # Seconds, from NCCL's table for PCIe
 
 
 def _gpu(
@@ -181,7 +181,7 @@ _RCCL: dict[str, Any] = {
     "hop": 4.5e-6,
     "network_hop": 24.1e-6,
 }
-"""Waits as RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
+"""RCCL's times for rings and large messages: src/graph/tuning.cc of github.com/ROCm/rccl."""
 
 # The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
 _pcie = partial(_gpu, hop=_PCIE_HOP, source=_CARD)
@@ -195,102 +195,100 @@ _tpu = partial(
     _gpu, platform="tpu", network=3.1, reserved=0.0, latency=3e-6, hop=0.5e-6, network_hop=10e-6
 )
 
-TABLE = {
-    hardware.name: hardware
-    for hardware in (
-        _gpu(
-            "a100-40",
-            "NVIDIA A100-SXM4-40GB",
-            39.4,
-            312,
-            1555,
-            300,
-            network=25.0,
-            source=_DGX.format("A100 40GB"),
-        ),
-        _gpu(
-            "a100",
-            "NVIDIA A100-SXM4-80GB",
-            79.1,
-            312,
-            2039,
-            300,
-            network=25.0,
-            source=_DGX.format("A100 80GB"),
-        ),
-        _pcie("a100-pcie-40", "NVIDIA A100-PCIE-40GB", 39.4, 312, 1555, 32, network=12.5),
-        _pcie("a100-pcie", "NVIDIA A100 80GB PCIe", 79.1, 312, 1935, 32, network=12.5),
-        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
-        _pcie("h100-pcie", "NVIDIA H100 PCIe", 79.1, 756.5, 2039, 64, network=25.0),
-        _pcie("h100-nvl", "NVIDIA H100 NVL", 93.1, 835.5, 3938, 64, network=25.0),
-        _gpu("h200", "NVIDIA H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
-        _pcie("h200-nvl", "NVIDIA H200 NVL", 139.8, 835.5, 4800, 64, network=25.0),
-        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, 989.4, 4000, 450, domain=1, source=_GH200),
-        _gpu("b200", "NVIDIA B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
-        _gpu("gb200", "NVIDIA GB200", 184.0, 2500, 8000, 900, domain=72, source=_GB200),
-        _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
-        _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
-        _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
-        _pcie(
-            "rtx4090",
-            "NVIDIA GeForce RTX 4090",
-            23.5,
-            165.2,
-            1008,
-            16,
-            network=1.6,
-            source=_RTX4090,
-        ),
-        _gpu(
-            "mi300x",
-            "AMD Instinct MI300X",
-            191.5,
-            1307.4,
-            5300,
-            448,
-            direct=True,
-            source=_MI300X,
-            **_RCCL,
-        ),
-        _tpu(
-            "v5e",
-            "TPU v5 lite, TPU v5e",
-            15.75,
-            197,
-            819,
-            90,
-            domain=256,
-            source=_CLOUD.format("v5e"),
-        ),
-        _tpu(
-            "v5p",
-            "TPU v5, TPU v5p",
-            95.74,
-            459,
-            2765,
-            180,
-            domain=8960,
-            source=_CLOUD.format("v5p"),
-        ),
-        _tpu(
-            "v6e",
-            "TPU v6 lite, TPU v6e",
-            31.25,
-            918,
-            1638,
-            180,
-            domain=256,
-            source=_CLOUD.format("v6e"),
-        ),
-    )
-}
-"""Hardware by name. Memory is what the driver leaves of the size on the label."""
+_ROWS = (
+    _gpu(
+        "a100-40",
+        "NVIDIA A100-SXM4-40GB",
+        39.4,
+        312,
+        1555,
+        300,
+        network=25.0,
+        source=_DGX.format("A100 40GB"),
+    ),
+    _gpu(
+        "a100",
+        "NVIDIA A100-SXM4-80GB",
+        79.1,
+        312,
+        2039,
+        300,
+        network=25.0,
+        source=_DGX.format("A100 80GB"),
+    ),
+    _pcie("a100-pcie-40", "NVIDIA A100-PCIE-40GB", 39.4, 312, 1555, 32, network=12.5),
+    _pcie("a100-pcie", "NVIDIA A100 80GB PCIe", 79.1, 312, 1935, 32, network=12.5),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
+    _pcie("h100-pcie", "NVIDIA H100 PCIe", 79.1, 756.5, 2039, 64, network=25.0),
+    _pcie("h100-nvl", "NVIDIA H100 NVL", 93.1, 835.5, 3938, 64, network=25.0),
+    _gpu("h200", "NVIDIA H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
+    _pcie("h200-nvl", "NVIDIA H200 NVL", 139.8, 835.5, 4800, 64, network=25.0),
+    _gpu("gh200", "NVIDIA GH200 480GB", 94.5, 989.4, 4000, 450, domain=1, source=_GH200),
+    _gpu("b200", "NVIDIA B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
+    _gpu("gb200", "NVIDIA GB200", 184.0, 2500, 8000, 900, domain=72, source=_GB200),
+    _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
+    _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
+    _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
+    _pcie(
+        "rtx4090",
+        "NVIDIA GeForce RTX 4090",
+        23.5,
+        165.2,
+        1008,
+        16,
+        network=1.6,
+        source=_RTX4090,
+    ),
+    _gpu(
+        "mi300x",
+        "AMD Instinct MI300X",
+        191.5,
+        1307.4,
+        5300,
+        448,
+        direct=True,
+        source=_MI300X,
+        **_RCCL,
+    ),
+    _tpu(
+        "v5e",
+        "TPU v5 lite, TPU v5e",
+        15.75,
+        197,
+        819,
+        90,
+        domain=256,
+        source=_CLOUD.format("v5e"),
+    ),
+    _tpu(
+        "v5p",
+        "TPU v5, TPU v5p",
+        95.74,
+        459,
+        2765,
+        180,
+        domain=8960,
+        source=_CLOUD.format("v5p"),
+    ),
+    _tpu(
+        "v6e",
+        "TPU v6 lite, TPU v6e",
+        31.25,
+        918,
+        1638,
+        180,
+        domain=256,
+        source=_CLOUD.format("v6e"),
+    ),
+)
+TABLE = {hardware.name: hardware for hardware in _ROWS}
+"""Hardware by name. `memory` is the nominal size without the driver's share."""
 
 
 def of_kind(device_kind: str) -> Hardware | None:
     """Returns the hardware of a `jax.Device.device_kind`, or None.
 
-    Partitions of a GPU (MIG) and relatives are missing: their peaks differ.
+    Partitions of a GPU (MIG) and related models are not in the table: their peaks differ.
     """
     for hardware in TABLE.values():
         if device_kind.strip() in hardware.kinds:
@@ -311,7 +309,7 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
         )
 
 
-def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+def inside_domain(hardware: Hardware, sizes: Sizes, axes: Iterable[str]) -> int:
     """Returns how many devices of a ring over `axes` share a domain.
 
     The last axes join neighbors.
@@ -342,7 +340,7 @@ def find(name: str) -> Hardware:
     """
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
-    return _of_table(name, ", or a YAML file of yours")
+    return _of_table(name, "; or give a YAML file")
 
 
 def _of_table(name: str, besides: str = "") -> Hardware:
@@ -351,13 +349,15 @@ def _of_table(name: str, besides: str = "") -> Hardware:
         return TABLE[key]
     close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
-    raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
+    raise ConfigError(
+        f"hardware {name!r} is not known{hint} The table has {', '.join(TABLE)}{besides}"
+    )
 
 
 def parse(text: str) -> tuple[Hardware, int]:
     """Returns hardware and device count of `h100x8`, `mine.yamlx8` or `2xh100x8` (two hosts).
 
-    X means x.
+    The `x` may be upper case.
 
     Raises:
       ConfigError: malformed, or unknown hardware.
@@ -388,14 +388,16 @@ def _number(text: str, digits: str) -> int:
 def _uncounted(text: str) -> ConfigError:
     # For `h100`, `h100x`, `h100x-3` or `h1000`.
     if _is_known(text):
-        return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+        return ConfigError(f"--hardware {text}: how many devices? For example {text}x8")
     at = max(text.lower().rfind("x"), 0)
     name = text[:at]
     count = text[at + 1 :]
     if not _is_known(name):
         find(text)
-    wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
-    return ConfigError(f"--hardware {text}: {wrong} {name}x8")
+    problem = "how many devices? For example"
+    if count:
+        problem = f"{count!r} is not a number of devices; for example"
+    return ConfigError(f"--hardware {text}: {problem} {name}x8")
 
 
 def _is_known(name: str) -> bool:

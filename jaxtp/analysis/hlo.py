@@ -1,9 +1,8 @@
 """Counts collectives and products in HLO text.
 
-The text is a compiled program, or XLA's dump after SPMD partitioning.
-
-The latter precedes backend-specific passes, which merge, split and schedule collectives. It begins
-with tables of file names, locations, and stack frames.
+The text is a compiled program, or XLA's dump after SPMD partitioning. The dump precedes
+backend-specific passes, which merge, split and schedule collectives, and begins with tables of file
+names, locations, and stack frames.
 """
 
 import dataclasses
@@ -28,7 +27,7 @@ from jaxtp.analysis.census import (
 from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
 from jaxtp.layers.float8 import FLOAT8
-from jaxtp.mesh import parts
+from jaxtp.mesh import Sizes, parts
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -46,7 +45,7 @@ _CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _LIBRARY = re.compile("gemm|matmul|ScaledDot|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
-"""Products in the code of a kernel: of Triton, and of Mosaic for GPUs."""
+"""Matrix products in the code of a kernel, in Triton's or Mosaic GPU's names."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = re.compile("/(site|dist)-packages/")
 _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
@@ -54,10 +53,10 @@ _FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
 _TRANSFORMS = re.compile(
     r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
 )
-"""Parts of scopes that JAX adds to the names of modules."""
+"""Parts of a scope that JAX adds to the names of modules."""
 
 Operand = tuple[str, int | None]
-"""The name of what an instruction reads; with a number, that part of a tuple (`%p#1`)."""
+"""The name of an instruction that is read; a number selects a part of its tuple (`%p#1`)."""
 
 
 class HloError(ValueError):
@@ -101,8 +100,10 @@ class Instruction:
         return match[match.lastgroup or 0] if match else None
 
 
-Module = Mapping[str, Sequence[Instruction]]
-"""Instructions by computation; in the text of a compiled program, in the order of its schedule."""
+Computation = Sequence[Instruction]
+"""The instructions of a computation; in a compiled program, in the order of its schedule."""
+Module = Mapping[str, Computation]
+"""Computations by name."""
 
 
 @lru_cache(maxsize=1)  # a program is read several times
@@ -126,7 +127,7 @@ def parse_module(text: str) -> tuple[Module, str]:
     return module, entry
 
 
-def root_of(computation: Sequence[Instruction]) -> Instruction | None:
+def root_of(computation: Computation) -> Instruction | None:
     """Returns the computation's root."""
     for instruction in computation:
         if instruction.root:
@@ -134,7 +135,7 @@ def root_of(computation: Sequence[Instruction]) -> Instruction | None:
     return None
 
 
-def named(computation: Sequence[Instruction], name: str) -> Instruction | None:
+def named(computation: Computation, name: str) -> Instruction | None:
     """Returns the instruction with that name."""
     for instruction in computation:
         if instruction.name == name:
@@ -168,7 +169,7 @@ def _table(text: str, name: str, pattern: str) -> dict[str, tuple[str, str]]:
     return {row: (first, second) for row, first, second in rows}
 
 
-def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
+def count_collectives_in_hlo(text: str, mesh_sizes: Sizes) -> Counter[Collective]:
     """Counts the collectives of an HLO module, except in groups of one device.
 
     `Collective.counted` marks inexact counts.
@@ -249,10 +250,8 @@ def read_float8(text: str) -> tuple[int, Counter[str]]:
     return num_in_float8, others_by_layer
 
 
-def _source(
-    instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]
-) -> str:
-    # Where the partitioner left no line: the line of a reader of the result.
+def _source(instruction: Instruction, computation: Computation, frames: Mapping[int, str]) -> str:
+    # If the partitioner left no line, takes the line of an instruction that reads the result.
     name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
     readers = (reader.text for reader in computation if name.search(reader.text))
     for text in (instruction.text, *readers):
@@ -265,7 +264,7 @@ def _source(
 def walk(
     module: Module, name: str, scope: str = "", times: int = 1, counted: Counted = ""
 ) -> Iterator[tuple[str, Instruction, str, int, Counted]]:
-    """Yields each executed instruction: computation, instruction, scope, count and its meaning."""
+    """Yields each executed instruction with its computation, scope, count, and count's meaning."""
     for instruction in module[name]:
         op_name = instruction.op_name
         inner = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
@@ -285,7 +284,7 @@ def walk(
                 yield from walk(module, callee, inner, times, meaning)
 
 
-def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
+def _trip_count(module: Module, around: Computation, loop: Instruction) -> int | None:
     """Returns the iterations of a `while` in `around`; None if unknown.
 
     Reads the compiler's note or, without a note, the loop's condition.
@@ -314,9 +313,7 @@ def _trip_count(module: Module, around: Sequence[Instruction], loop: Instruction
     return turns(first, limit, _constant(body, after.operands[1]))
 
 
-def _resolve(
-    computation: Sequence[Instruction], operand: Operand
-) -> tuple[Instruction | None, int | None]:
+def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction | None, int | None]:
     # The instruction behind copies, and the part of its tuple.
     maker = named(computation, operand[0])
     if maker and maker.opcode == "copy":
@@ -326,12 +323,12 @@ def _resolve(
     return maker, operand[1]
 
 
-def _part(computation: Sequence[Instruction], operand: Operand) -> int | None:
+def _part(computation: Computation, operand: Operand) -> int | None:
     maker, part = _resolve(computation, operand)
     return part if maker and maker.opcode == "parameter" else None
 
 
-def _constant(computation: Sequence[Instruction], operand: Operand) -> int | None:
+def _constant(computation: Computation, operand: Operand) -> int | None:
     maker, _ = _resolve(computation, operand)
     if maker and maker.opcode == "constant" and maker.type.startswith(("s32[]", "s64[]")):
         number = re.match(r"-?\d+(?=\))", maker.text)
@@ -343,7 +340,8 @@ def check_counted(instruction: Instruction, counted: Counted) -> None:
     """Raises `HloError` if an instruction is in a loop with a data-dependent trip count."""
     if counted == A_TURN:
         raise HloError(
-            f"cannot tell how often the loop turns that has {instruction.name}: its data decide"
+            f"cannot count the iterations of the loop around {instruction.name}: they depend on "
+            "data"
         )
 
 
@@ -357,7 +355,7 @@ def type_bytes(type_: str) -> float:
     return total
 
 
-def operand_types(computation: Sequence[Instruction], reader: Instruction) -> list[str]:
+def operand_types(computation: Computation, reader: Instruction) -> list[str]:
     """Returns the type of each array that an instruction reads, as in `bf16[8,4]`."""
     types = {instruction.name: instruction.type for instruction in computation}
     arrays: list[str] = []
@@ -367,7 +365,7 @@ def operand_types(computation: Sequence[Instruction], reader: Instruction) -> li
     return arrays
 
 
-def product_flops(computation: Sequence[Instruction], product: Instruction) -> int | None:
+def product_flops(computation: Computation, product: Instruction) -> int | None:
     """Returns the FLOPs of an instruction for which `is_product` holds.
 
     Returns None if neither the shapes nor the name of the kernel determine them.
@@ -389,9 +387,7 @@ def product_flops(computation: Sequence[Instruction], product: Instruction) -> i
     return products and 2 * math.prod(products)
 
 
-def collectives_of(
-    instruction: Instruction, scope: str, sizes: Mapping[str, int]
-) -> Iterator[Collective]:
+def collectives_of(instruction: Instruction, scope: str, sizes: Sizes) -> Iterator[Collective]:
     """Yields the messages of a collective instruction, one per array.
 
     Args:
@@ -419,7 +415,7 @@ def _numpy_dtype(dtype: str) -> str:
     return _DTYPES.get(dtype, name)
 
 
-def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
+def _partitions(text: str, sizes: Sizes) -> np.ndarray:
     # Ids of devices that exchange messages, one group per row: the first group (the others are
     # shifted copies of it), or all pairs of a permutation.
     if axes := re.search(
@@ -429,7 +425,8 @@ def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
     ):
         return _named_group(*axes.groups())
     if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[:1]
+        groups, devices, dims, permutation = iota.groups()
+        return _iota(dims, permutation).reshape(int(groups), int(devices))[:1]
     if group := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return np.array([_integers(group[1])])
     if "replica_groups={}" in text:
@@ -442,7 +439,8 @@ def _partitions(text: str, sizes: Mapping[str, int]) -> np.ndarray:
 def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> np.ndarray:
     # `mesh['dp'=2,'tp'=4] {'tp'}` begins with ids 0 to 3; an iota may permute the devices.
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
-    ids = _iota(dims or str(math.prod(sizes.values())), permutation).reshape(tuple(sizes.values()))
+    shape = tuple(sizes.values())
+    ids = _iota(dims or str(math.prod(shape)), permutation).reshape(shape)
     for axis, name in enumerate(sizes):
         if f"'{name}'" not in names:
             ids = ids.take([0], axis)

@@ -12,7 +12,7 @@ maximum over the devices that split its token or input features.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from typing import Any, Literal, NamedTuple
@@ -43,7 +43,7 @@ from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.parameter import GRADIENTS, Matmul, PaddedDim, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape, Method
-from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, gradient_sum_axes, parts
+from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, Sizes, gradient_sum_axes, parts
 
 Projection = ColumnParallelLinear | RowParallelLinear
 
@@ -110,7 +110,7 @@ class CollectiveCost:
 
     collective: Collective
     count: int
-    # Whether it runs once in a step, for all layers, instead of in each micro-batch and layer
+    # Whether it runs once in a step for all layers, not in each micro-batch and layer
     once: bool = False
 
 
@@ -131,7 +131,7 @@ class Weight:
     used_by_all_tp: bool = False  # its gradient is summed over tp
     again: bool = True  # it is loaded again for the backward pass
     adapter: bool = False  # it is trained where there are adapters, and other weights are not
-    tied: bool = False  # another layer has it too, which declares what is done once for both
+    tied: bool = False  # another layer has it too, and declares the costs that both share
     active: float = 1.0  # fraction of its elements that a token uses
     traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
     float8: bool = False  # it is stored and gathered in 8 bits
@@ -147,7 +147,7 @@ class Weight:
             return self.size
         return self.size // self.split.size * self.split.padded(tp)
 
-    def over_tp(self, sizes: Mapping[str, int]) -> float:
+    def over_tp(self, sizes: Sizes) -> float:
         """Returns the elements per device if fsdp were 1."""
         return self.padded(sizes[TP]) / (sizes[TP] if self.tp else 1)
 
@@ -169,7 +169,7 @@ class Weight:
         reduced = parts(work.sizes, STORAGE) > 1 and self.gathered and not self.is_frozen(work)
         return self.over_tp(work.sizes) * self.group * itemsize(self.precision.reduce) * reduced
 
-    def stored(self, sizes: Mapping[str, int]) -> float:
+    def stored(self, sizes: Sizes) -> float:
         """Returns the elements a device stores."""
         return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1)
 
@@ -270,6 +270,7 @@ class Bytes:
 
 
 Cost = CollectiveCost | Weight | Product | Bytes
+Costs = Iterator[Cost]
 
 
 def collectives_of(cost: Cost, work: Workload) -> Iterator[CollectiveCost]:
@@ -298,10 +299,10 @@ def enter(
 ) -> list[CollectiveCost]:
     """Returns the collectives of `enter_parallel` for an activation of `size` bytes.
 
-    The activation may be split along the sequence.
-
-    `again`: the backward pass repeats the forward collective, which moves `gathered` bytes, by
-    default `size`.
+    Args:
+      split: the activation is split along the sequence.
+      again: the backward pass repeats the forward collective.
+      gathered: bytes that the forward collective moves, by default `size`.
     """
     cost = partial(collective_cost, axes=(TP,), module=module, work=work)
     backward = int(work.training)
@@ -346,7 +347,7 @@ def compute_itemsize(layer: Any) -> int:
 
 
 @singledispatch
-def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Iterator[Cost]:
+def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Costs:
     """Yields the costs of a branch without arrays; `read`: the backward pass reads its result."""
     raise TypeError(
         f"{type(branch).__name__} has no formulas (branch_costs.register); traced_costs reads "
@@ -367,7 +368,7 @@ def has_formulas(branch: Branch) -> bool:
     )
 
 
-def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iterator[Cost]:
+def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Costs:
     """Yields the costs of a column layer; `name` labels its product."""
     tokens = work.tokens
     compute = compute_itemsize(layer)
@@ -418,7 +419,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Iter
 
 def row_costs(
     layer: RowParallelLinear, work: Workload, name: str, *, read: bool, module: str = ROW
-) -> Iterator[Cost]:
+) -> Costs:
     """Yields the costs of a row layer."""
     compute = compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
@@ -452,7 +453,7 @@ def row_costs(
 
 def projection_weights(
     layer: Projection, kernel: object, work: Workload, weights: tuple[Weight, Weight], axes: Axes
-) -> Iterator[Cost]:
+) -> Costs:
     """Yields the costs of loading a kernel.
 
     `weights` are the kernel and its bias; `axes` split its input features.
@@ -476,7 +477,7 @@ def projection_products(
     *,
     chunks: int,
     recomputed: bool,
-) -> Iterator[Cost]:
+) -> Costs:
     """Yields the products of a layer.
 
     With `matmul` in 8 bits, only the product of the weight's gradient is in the compute dtype.
@@ -496,7 +497,7 @@ def projection_products(
     yield Bytes("elementwise", chunks * m * (k * (2 * compute + 1) + n * compute))
 
 
-def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterator[Cost]:
+def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
     """Yields the collectives over tp that quantise the outputs' gradients.
 
     All-reduces find each token's maximum, and gathers average the gradients of shared heads.
@@ -512,7 +513,7 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Iterat
         )
 
 
-def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Iterator[Cost]:
+def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Costs:
     weight = partial(Weight, module=module, precision=layer.precision)
     recomputed = work.reprojects
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
@@ -525,7 +526,7 @@ def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str)
 
 def _row_lora_costs(
     layer: RowParallelLinear, work: Workload, module: str, *, recomputed: bool
-) -> Iterator[Cost]:
+) -> Costs:
     weight = partial(Weight, module=module, precision=layer.precision)
     rows = layer.in_features
     for lora in layer.loras:
@@ -542,7 +543,7 @@ def lora_costs(
     weights: tuple[Weight, Weight],
     *,
     recomputed: bool,
-) -> Iterator[Cost]:
+) -> Costs:
     """Yields the costs of an adapter with local `features` and weights A and B.
 
     The product of the weights may be recomputed.
@@ -561,7 +562,7 @@ def lora_costs(
 
 def norm_costs(
     norm: Norm, work: Workload, *, inside: bool = True, recomputed: bool = False
-) -> Iterator[Cost]:
+) -> Costs:
     """Yields the costs of a norm.
 
     A backward pass reloads scales inside of blocks, and biases if they are recomputed.
@@ -578,7 +579,7 @@ def norm_costs(
             yield Bytes("saved", FLOAT32 * residual * work.num_gradients)
 
 
-def _qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
+def _qk_norm_costs(norm: QKNorm, work: Workload) -> Costs:
     weight = partial(Weight, module=ATTEND, precision=norm.precision)
     heads = norm.heads
     if norm.one_scale:
@@ -595,7 +596,7 @@ def _qk_norm_costs(norm: QKNorm, work: Workload) -> Iterator[Cost]:
 
 
 @branch_costs.register
-def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Iterator[Cost]:
+def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Costs:
     config = layer.config
     yield from column_costs(layer.qkv, work, "q, k, v")
     for norm in layer.qk_norms:
@@ -611,9 +612,7 @@ def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) 
 
 
 @branch_costs.register
-def _latent_attention_costs(
-    layer: LatentAttention, work: Workload, *, read: bool
-) -> Iterator[Cost]:
+def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: bool) -> Costs:
     config = layer.config
     compute = compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
@@ -649,7 +648,7 @@ def _latent_attention_costs(
     yield from row_costs(layer.out, work, "attention out", read=read)
 
 
-def heads_costs(layer: CausalSelfAttention, work: Workload) -> Iterator[Cost]:
+def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
     """Yields the costs of attention without projections."""
     config = layer.config
     compute = compute_itemsize(layer)
@@ -815,7 +814,7 @@ def context_costs(
 
 
 @branch_costs.register
-def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Iterator[Cost]:
+def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Costs:
     columns = num_columns(layer.config)
     features = work.tokens * layer.hidden.padded(work.tp) // work.tp
     fused = work.reprojects and not (read and work.rereduces)
@@ -846,7 +845,7 @@ def num_columns(config: MLPConfig) -> int:
     return 2 if config.mlp == "gated" else 1
 
 
-def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -> Iterator[Cost]:
+def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -> Costs:
     """Yields the costs of an MLP between its products.
 
     `features` are bytes of the hidden features, `in_float32` further bytes that are saved.
@@ -860,7 +859,7 @@ def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -
 
 
 @branch_costs.register
-def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
+def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Costs:
     """Yields the costs of experts under uniform routing."""
     config = layer.config
     experts = config.num_experts
@@ -934,22 +933,19 @@ def _placement(layer: MixtureOfExperts, work: Workload) -> Placement:
 
 
 @branch_costs.register
-def experts_beside_mlp_costs(
-    layer: ExpertsBesideMLP, work: Workload, *, read: bool
-) -> Iterator[Cost]:
+def experts_beside_mlp_costs(layer: ExpertsBesideMLP, work: Workload, *, read: bool) -> Costs:
     """Yields the costs of experts, a dense MLP and their norms.
 
     `read` does not matter, because norms read both results.
     """
-    yield from norm_costs(layer.mlp_norm, work)
-    yield from norm_costs(layer.experts_norm, work)
-    yield from norm_costs(layer.mlp_after_norm, work)
-    yield from norm_costs(layer.experts_after_norm, work)
+    norms = (layer.mlp_norm, layer.experts_norm, layer.mlp_after_norm, layer.experts_after_norm)
+    for norm in norms:
+        yield from norm_costs(norm, work)
     yield from _mlp_costs(layer.mlp, work, read=True)
     yield from experts_costs(layer.experts, work, read=True)
 
 
-def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
+def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Costs:
     # Neither gathers its input nor sums its output: both are the experts'.
     config = layer.config
     if not config.shared_experts:
@@ -990,7 +986,7 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Ite
         yield from _shared_gate_costs(layer, work)
 
 
-def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Iterator[Cost]:
+def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Costs:
     if not work.regathers:
         yield Bytes("saved", FLOAT32 * work.tokens)
     in_float32 = replace(layer.precision, compute="float32")
@@ -1003,7 +999,7 @@ def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Iterator[Cost
     yield Product.of("shared experts' gate", shape, FLOAT32, count)
 
 
-def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iterator[Cost]:
+def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Costs:
     """Yields the costs of products, and of memory, without collectives."""
     config = layer.config
     compute = compute_itemsize(layer)
@@ -1051,7 +1047,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Iter
 
 def _expert_products(
     layer: MixtureOfExperts, work: Workload, placement: Placement, *, dense: bool, read: bool
-) -> Iterator[Cost]:
+) -> Costs:
     # Products compute the rows routed to the device's experts, elementwise operations all rows of a
     # part. Dense products multiply all these with all experts.
     config = layer.config
@@ -1088,7 +1084,7 @@ def _expert_products(
             yield Product.of("gradients of experts' biases", shape, compute, 1)
 
 
-def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[Cost]:
+def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Costs:
     """Yields the costs of an embedding."""
     yield from lookup_costs(layer, work, exchanges=layer.exchanges(work))
     size = work.tokens * layer.features * compute_itemsize(layer)
@@ -1096,9 +1092,7 @@ def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Iterator[C
     yield from leave(EMBEDDING, work, size, split=split, again=False)
 
 
-def lookup_costs(
-    layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool
-) -> Iterator[Cost]:
+def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool) -> Costs:
     """Yields the costs of gathering the table over fsdp, or exchanging looked-up rows."""
     size = layer.vocab_size * layer.features
     split = PaddedDim((layer.vocab_size,))
@@ -1113,7 +1107,7 @@ def lookup_costs(
         yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, count)
 
 
-def positions_costs(layer: LearnedPositions, work: Workload) -> Iterator[Cost]:
+def positions_costs(layer: LearnedPositions, work: Workload) -> Costs:
     """Yields the costs of learned positions."""
     weight = partial(Weight, module="learned_positions", precision=layer.precision)
     split = work.is_split(layer.sequence_parallel)

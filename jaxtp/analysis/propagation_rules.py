@@ -1,10 +1,8 @@
 """Rules for how a split dim passes through JAX primitives, and the walk that applies them.
 
-A rule holds where no communication is needed.
-
 A rule maps an equation and the split dims of its operands to the split dims of its results; None
 means replicated. It raises `Blocked` if a device cannot compute its shard from its operands'
-shards. A primitive without a rule is blocked.
+shards without communication. A primitive without a rule is blocked.
 """
 
 import math
@@ -18,7 +16,7 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxtp.analysis.census import needed_equations
 
 Dims = Sequence[int | None]
-Rule = Callable[[JaxprEqn, Dims], list[int | None]]
+Rule = Callable[[JaxprEqn, Dims], Dims]
 Fact = TypeVar("Fact")
 Result = TypeVar("Result")
 
@@ -37,10 +35,10 @@ class Blocked(Exception):  # noqa: N818  # an outcome, not an error
     """A split dim does not pass; the message continues `its output`."""
 
 
-def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def pass_through(equation: JaxprEqn, dims: Dims) -> Dims:
     """Returns the results' split dims, or raises `Blocked`.
 
-    An operand is split, and there is no inner jaxpr.
+    The equation has a split operand, and no inner jaxpr.
     """
     name = equation.primitive.name
     if name in ELEMENTWISE:
@@ -72,8 +70,8 @@ def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
     )
 
 
-def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes if other dims are reduced or squeezed."""
+def _drop_dims(equation: JaxprEqn, dims: Dims) -> Dims:
+    """Passes a split dim that is not itself reduced or squeezed."""
     dim = agree(dims)
     params = equation.params
     removed = params.get("axes", params.get("dimensions", ()))
@@ -82,12 +80,12 @@ def _drop_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     return [dim - sum(other < dim for other in removed)] * len(equation.outvars)
 
 
-def _broadcast(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _broadcast(equation: JaxprEqn, dims: Dims) -> Dims:
     return [equation.params["broadcast_dimensions"][agree(dims[:1])]]
 
 
-def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes if the split dim is outermost among the dims that it is split into or merged with."""
+def _reshape(equation: JaxprEqn, dims: Dims) -> Dims:
+    """Passes a split dim that is outermost among the dims that it becomes or is merged with."""
     dim = agree(dims[:1])
     before = shape_of(equation.invars[0])
     after = shape_of(equation.outvars[0])
@@ -103,8 +101,8 @@ def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     )
 
 
-def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes if slices, sorts, cumulative sums, padding or windows are along other dims."""
+def _along_other_dims(equation: JaxprEqn, dims: Dims) -> Dims:
+    """Passes a split dim if slices, sorts, sums, padding or windows are along other dims."""
     dim = agree(dims)
     params = equation.params
     num_parts = len(equation.outvars)
@@ -123,7 +121,7 @@ def _along_other_dims(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     )
 
 
-def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _gather(equation: JaxprEqn, dims: Dims) -> Dims:
     dim = agree(dims)
     numbers = equation.params["dimension_numbers"]
     shape = shape_of(equation.invars[0])
@@ -133,7 +131,7 @@ def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     return [numbers.offset_dims[dim - sum(other < dim for other in removed)]]
 
 
-def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+def _dot(equation: JaxprEqn, dims: Dims) -> Dims:
     contracted, batch = equation.params["dimension_numbers"]
     results = []
     first = len(batch[0])  # result dim of the operand's first dim that is neither
@@ -261,7 +259,7 @@ class Walk(Generic[Fact, Result]):
 
 
 def _num_sliced(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
-    # The operands or results of a scan that its body gets or returns slice by slice.
+    # Counts the operands or results of a scan that its body takes or returns slice by slice.
     return sum(map(operator.ne, map(shape_of, outside), map(shape_of, inside)))
 
 

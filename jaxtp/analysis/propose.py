@@ -26,10 +26,10 @@ from jaxtp.analysis.traced_model import (
     trace_model,
 )
 from jaxtp.analysis.work import count_work, repeated_work
-from jaxtp.mesh import CP, TOKENS, TP, MeshError, abstract_mesh, describe_mesh, parts
+from jaxtp.mesh import CP, TP, MeshError, Sizes, abstract_mesh, describe_mesh
 from jaxtp.parallelize.layouts import declared_spec, declared_specs, dim_over
 from jaxtp.parallelize.module_wrappers import find_modules
-from jaxtp.parallelize.parallelize import DECLARED, abstract_model, parallelize
+from jaxtp.parallelize.parallelize import DECLARED, Build, abstract_model, parallelize
 from jaxtp.parallelize.plan import Plan, format_style, patterns_for
 from jaxtp.parallelize.stock import signature
 from jaxtp.parallelize.styles import (
@@ -43,7 +43,7 @@ from jaxtp.parallelize.styles import (
     Style,
 )
 
-_RESULT = ""  # Replaces an argument's name, for the result of a module
+_RESULT = ""  # Stands for the result of a module, in place of an argument's name
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,7 @@ class Reason:
 class Proposal(dict[str, Style]):
     """A plan for `parallelize`: styles by pattern, and a reason for every layer in model order."""
 
-    def __init__(
-        self, plan: Mapping[str, Style], reasons: Iterable[Reason], sizes: Mapping[str, int]
-    ):
+    def __init__(self, plan: Mapping[str, Style], reasons: Iterable[Reason], sizes: Sizes):
         super().__init__(plan)
         self.reasons = tuple(reasons)
         self.sizes = dict(sizes)
@@ -97,7 +95,7 @@ class Proposal(dict[str, Style]):
 
 
 def propose_plan(
-    model: nnx.Module | Callable[[], nnx.Module],
+    model: nnx.Module | Build,
     *inputs: object,
     mesh: MeshLike = None,
     call: Forward | None = None,
@@ -146,9 +144,9 @@ def propose_plan(
     return proposal
 
 
-def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    # Returns notes about what tp does not divide; fails if the model's code does not accept the
-    # plan.
+def _trace_plan(call: ModelCall, plan: Plan, sizes: Sizes) -> tuple[str, ...]:
+    # Returns notes about work and parameters that tp does not divide; fails if the model's code
+    # does not accept the plan.
     mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
         model = parallelize(abstract_model(call.model), plan, mesh=mesh)
@@ -159,7 +157,7 @@ def _trace_plan(call: ModelCall, plan: Plan, sizes: Mapping[str, int]) -> tuple[
         return *merge_equal(undivided_parameters(model, sizes)), *repeated_work(products, sizes[TP])
 
 
-def undivided_parameters(model: nnx.Module, sizes: Mapping[str, int]) -> Iterator[str]:
+def undivided_parameters(model: nnx.Module, sizes: Sizes) -> Iterator[str]:
     """Yields a note for each parameter that declares a split over tp which the mesh cannot make."""
     for info in find_modules(model):
         for name, parameter in info.parameters.items():
@@ -181,7 +179,7 @@ def merge_equal(notes: Iterable[str]) -> list[str]:
     return merged
 
 
-def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> Proposal:
+def _proposal(traced: TracedModel, sizes: Sizes, *, share: bool) -> Proposal:
     draft = _draft_plan(traced, sizes)
     _share_inputs(draft, share=share)
     plan: dict[str, Style] = {}
@@ -241,10 +239,8 @@ class PlanDraft:
         return None
 
 
-def _draft_plan(traced: TracedModel, sizes: Mapping[str, int]) -> PlanDraft:
-    regions, dataflow, excluded = find_regions(
-        traced, tp=sizes[TP], batch_shards=parts(sizes, TOKENS)
-    )
+def _draft_plan(traced: TracedModel, sizes: Sizes) -> PlanDraft:
+    regions, dataflow, excluded = find_regions(traced, sizes)
     draft = PlanDraft(traced, dataflow, regions, excluded, choose(regions))
     for path in dataflow.layers:
         region = draft.region(path)

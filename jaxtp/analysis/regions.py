@@ -18,6 +18,7 @@ from jaxtp.analysis.census import array_bytes
 from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.analysis.dataflow import Columns, Dataflow, find_dataflow, parameter_bytes
 from jaxtp.analysis.traced_model import TracedModel
+from jaxtp.mesh import Sizes
 from jaxtp.parallelize.stock import why_not_split
 
 
@@ -27,7 +28,7 @@ class Region:
 
     columns: Columns
     rows: frozenset[str]
-    # Whether the output of the columns is also an output of the model, or goes into the loss
+    # Whether the output of the columns is an output of the model, or goes into the loss
     reaches_output: bool
     # Bytes each device sends between the layers, and for split outputs of the model
     inner_bytes: float
@@ -49,13 +50,13 @@ class Region:
 
 
 def find_regions(
-    traced: TracedModel, *, tp: int, batch_shards: int
+    traced: TracedModel, sizes: Sizes
 ) -> tuple[list[Region], Dataflow, dict[str, str]]:
     """Returns the regions, their dataflow, and why other layers cannot be column layers."""
-    dataflow = find_dataflow(traced, traced.modules, tp=tp, batch_shards=batch_shards)
+    dataflow = find_dataflow(traced, traced.modules, sizes)
     excluded = dict(_not_column_layers(traced, dataflow))
     while True:  # until every split output reaches row layers or the model's output
-        dataflow = find_dataflow(traced, excluded, tp=tp, batch_shards=batch_shards)
+        dataflow = find_dataflow(traced, excluded, sizes)
         column_sets = _column_sets(dataflow, excluded)
         regions = [_region(traced, dataflow, columns) for columns in column_sets]
         exclude = dataflow.blocked or dict(_layers_to_exclude(regions, dataflow))
@@ -126,8 +127,8 @@ def _region(traced: TracedModel, dataflow: Dataflow, columns: Columns) -> Region
             continue
         reaches_output = True
         size = array_bytes(aval)
-        # Outputs are gathered; there are three all-reduces of a softmax cross-entropy if no row
-        # layer reads it.
+        # An output is gathered. Without row layers it is a softmax cross-entropy's logits, which
+        # need three all-reduces instead.
         if rows:
             inner += dataflow.over_tp(ALL_GATHER, size)
         else:
@@ -185,7 +186,7 @@ def _best(regions: tuple[Region, ...]) -> list[Region]:
     components = _components(regions)
     if len(components) > 1:
         return list(chain.from_iterable(map(_best, components)))
-    # Of the region with the most conflicts, tries to take it, and to leave it out.
+    # Tries both to take the region with the most conflicts, and to leave it out.
     first = max(regions, key=lambda region: sum(map(region.conflicts, regions)))
     without = tuple(region for region in regions if region != first)
     compatible = tuple(region for region in without if not first.conflicts(region))

@@ -7,14 +7,16 @@ operands and writes its results once.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from jaxtp.analysis import hlo
 from jaxtp.analysis.collective import Axes, Collective
-from jaxtp.analysis.hlo import KINDS, Instruction, Module, walk
+from jaxtp.analysis.hlo import KINDS, Computation, Instruction, Module, walk
+from jaxtp.analysis.tables import Record
+from jaxtp.mesh import Sizes
 
 START = "-start"
 _NUMBERS = ("count", "bytes", "overlapped", "computing", "hidden_bytes")
@@ -41,10 +43,9 @@ AMOUNTS = (
     "copied_bytes",
     "unknown",
 )
-"""On one device: kernels that run; FLOPs of products, and the same in time of 16-bit ones (half for
-8 bits, twice for 32); bytes of operands and results of kernels with products, of all others, and of
-the others that only copy, transpose or convert; products in kernels that do not tell their
-FLOPs."""
+"""On one device: kernels that run; FLOPs of products, and the 16-bit FLOPs that take as long (half
+for 8 bits, twice for 32); bytes of operands and results of kernels with products, of other kernels,
+and of those other kernels that only copy, transpose or convert; products of unknown FLOPs."""
 Part = dict[str, float]
 COLLECTIVES = "collectives"
 OTHER = "other"
@@ -64,19 +65,19 @@ class Scheduled(Collective):
     """All collectives of a step of one kind and group: their bytes, and what overlaps them."""
 
     count: int  # operations in a step; one may move several arrays
-    overlapped: int  # operations that have something computed between their start and their done
-    computing: int  # operations that compute between start and done, over all of them in a step
+    overlapped: int  # operations with computation between their start and done
+    computing: int  # computing operations between start and done, in all of a step
     hidden_bytes: float = 0.0  # bytes of messages with a matrix product between start and done
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns the numbers as plain values."""
         return {name: getattr(self, name) for name in ("kind", "axes", "group", *_NUMBERS)}
 
 
-def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
+def read_schedule(text: str, sizes: Sizes) -> tuple[Scheduled, ...]:
     """Returns the collectives of a compiled program by kind, axes and size of the group.
 
-    The first has most bytes.
+    The collective with the most bytes is first.
 
     Args:
       text: from `jax.stages.Compiled.as_text()`.
@@ -98,7 +99,8 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
         beside = _beside(instruction, module[computation])
         computing = sum(other.opcode in _COMPUTES for other in beside)
         size: Any = times * sum(message.bytes for message in messages)
-        totals[messages[0].kind, messages[0].axes, messages[0].group].update(
+        first = messages[0]
+        totals[first.kind, first.axes, first.group].update(
             bytes=size,
             count=times,
             overlapped=times * (computing > 0),
@@ -135,7 +137,7 @@ def _result_of_start(type_: str) -> str:
     return " ".join(arrays[len(arrays) // 2 :])
 
 
-def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[Instruction]:
+def _beside(start: Instruction, computation: Computation) -> Computation:
     # The instructions between start and done; none for a synchronous collective.
     if not start.opcode.endswith(START):
         return ()
@@ -180,7 +182,7 @@ def read_parts(text: str) -> dict[str, Part]:
 
 
 def part_of(*names: str) -> str:
-    """Returns the part by names of operations."""
+    """Returns the part of a kernel with operations of these names."""
     for name in names:
         for part, pattern in PARTS.items():
             if re.search(pattern, name):
@@ -232,8 +234,8 @@ def _only_moves(instruction: Instruction, module: Module) -> bool:
     return instruction.opcode in _MOVES or scalar
 
 
-def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module) -> float:
-    # Bytes read and written; of what is sliced or updated in place, the slice.
+def _traffic(kernel: Instruction, around: Computation, module: Module) -> float:
+    # Bytes read and written. Of an array that is sliced or updated in place, only the slice counts.
     sizes = list(map(hlo.type_bytes, hlo.operand_types(around, kernel)))
     if kernel.opcode == "fusion":
         fused = module[kernel.callees[0]]
@@ -245,7 +247,7 @@ def _traffic(kernel: Instruction, around: Sequence[Instruction], module: Module)
     return written + (written if kernel.opcode in _SLICES else sum(sizes))
 
 
-def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Module) -> float:
+def _read(fused: Computation, parameter: int, size: float, module: Module) -> float:
     # Bytes that a fusion reads of a parameter of that size.
     names: set[str] = set()
     total = 0.0
@@ -267,7 +269,7 @@ def _read(fused: Sequence[Instruction], parameter: int, size: float, module: Mod
     return min(total, size)
 
 
-def _written(fused: Sequence[Instruction], result: Instruction | None) -> float:
+def _written(fused: Computation, result: Instruction | None) -> float:
     if result is None or result.opcode == "parameter":
         return 0.0
     operands = [hlo.named(fused, name) for name, _ in result.operands]

@@ -1,8 +1,8 @@
 """Costs of a decoder's step on one device: sums over its layers.
 
-A branch without formulas (`layer_costs.py`) is traced, in a second, not a millisecond. Its
-collectives are exact, and the products that XLA (not a kernel) computes; its memory estimate
-assumes residuals divided evenly over all devices.
+A branch without formulas (`layer_costs.py`) is traced, which takes a second instead of a
+millisecond. Its collectives are exact, and so are the products outside of kernels. The estimate of
+its memory assumes that residuals are divided evenly over all devices.
 """
 
 import math
@@ -30,12 +30,13 @@ from jaxtp.analysis.census import (
     equations,
     kernel_products,
 )
-from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place
+from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place, spanned
 from jaxtp.analysis.layer_costs import (
     FLOAT32,
     Bytes,
     CollectiveCost,
     Cost,
+    Costs,
     Product,
     Weight,
     Workload,
@@ -76,6 +77,7 @@ from jaxtp.mesh import (
     STORAGE,
     TOKENS,
     TP,
+    Sizes,
     abstract_mesh,
     batch_parts,
     mesh_shape,
@@ -121,17 +123,17 @@ class StepCosts:
     itemsize: int  # bytes of an element of the compute dtype
     param_itemsize: int  # bytes of an element of the trained parameters' dtype
     saved: int  # bytes that all blocks save for the backward pass
-    copied: int  # bytes of their copies before it
+    copied: int  # bytes of the copies of `saved` before the backward pass
     working: int  # bytes of activations that the backward pass of the largest branch works on
     weights: int  # bytes of the largest block's loaded weights, and of their unreduced gradients
     # Bytes of the head, of the logits of a chunk, and of its share of the head's gradient
     loss: int
     # Bytes of the head's gradient before it is reduced, which is after the blocks' backward passes
     head: int
-    cached: int  # bytes that all blocks remember of the tokens of all rows
+    cached: int  # bytes of the KV caches and states of all blocks, for all rows
     adapters: int  # elements of all adapters
-    # Elements of a device's weights that none of its tokens uses: experts that none chose, on
-    # average
+    # Elements of a device's weights that none of its tokens uses, on average: weights of experts
+    # that no token chooses
     unused: float
     # Matrix products of the optimizer's rule, in the parameters' dtype
     update: tuple[Product, ...] = ()
@@ -152,7 +154,7 @@ class StepCosts:
 
 def step_costs(
     config: ModelConfig,
-    mesh: Mapping[str, int],
+    mesh: Sizes,
     *,
     batch_size: int,
     sequence_length: int,
@@ -253,7 +255,7 @@ def _has_formulas(block: DecoderBlock) -> bool:
     return all(has_formulas(branch) for _, branch, *_ in block.branches())
 
 
-def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
+def block_costs(block: DecoderBlock, work: Workload) -> Costs:
     """Yields the costs of branches, norms, residual sums and saved input."""
     config = block.config
     compute = itemsize(config.precision.compute)
@@ -288,7 +290,7 @@ def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
         yield Bytes("elementwise", 3 * size, "norm")
 
 
-def _within(branch_name: str, costs: Iterable[Cost]) -> Iterator[Cost]:
+def _within(branch_name: str, costs: Iterable[Cost]) -> Costs:
     """Adds the branch's name to its costs, and adds up its workspace."""
     workspace = 0.0
     for cost in costs:
@@ -309,7 +311,7 @@ def _unstacked(branch: Branch) -> Branch:
     )
 
 
-def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
+def decoder_costs(model: Decoder, work: Workload) -> Costs:
     """Yields the costs of embedding, final norm, head and loss."""
     config = model.config
     yield from embedding_costs(model.embedding, work)
@@ -325,7 +327,7 @@ def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
         yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (experts + 4))
 
 
-def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
+def loss_costs(config: ModelConfig, work: Workload) -> Costs:
     """Yields the costs of head and loss.
 
     Over tp they are a column layer's input, and three floats per token.
@@ -369,7 +371,7 @@ def active_parameters(config: ModelConfig, parameters: int) -> int:
 
 
 def describe_active(config: ModelConfig, parameters: int) -> str:
-    """Returns a suffix with the active parameters; empty if all are active."""
+    """Returns a suffix that states the active parameters; empty if all are active."""
     active = active_parameters(config, parameters)
     return "" if active == parameters else f", {active:,} active for each token"
 
@@ -394,7 +396,7 @@ def _loaded(costs: Iterable[Cost], work: Workload) -> float:
     return loaded + largest_reduced
 
 
-def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
+def describe_padding(config: ModelConfig, mesh: Sizes) -> str | None:
     """Describes the padding over tp and its cost, with a warning if large."""
     tp = mesh[TP]
     padded = padded_sizes(config, tp)
@@ -419,8 +421,7 @@ def _traffic(costs: Iterable[LayersCost], work: Workload) -> dict[Collective, in
             message = run.collective
             if message.group == 1 or not run.count:
                 continue
-            axes = (axis for axis in work.sizes if axis in message.axes and work.sizes[axis] > 1)
-            message = replace(message, axes=tuple(axes))
+            message = replace(message, axes=spanned(message.axes, work.sizes))
             if run.once:
                 traffic[replace(message, bytes=layers * message.bytes)] += run.count
             else:
@@ -453,7 +454,7 @@ def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
 
 
 @branch_costs.register
-def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Iterator[Cost]:
+def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
     """Yields the costs of Gated DeltaNet.
 
     The projections have formulas; the computation between them is traced.
@@ -540,7 +541,7 @@ def _repeated(cost: Bytes | CollectiveCost | Product, times: int) -> Cost:
 
 def traced_costs(
     branch: Branch, work: Workload, features: int, precision: Precision, *, read: bool
-) -> Iterator[Cost]:
+) -> Costs:
     """Yields the costs of a branch.
 
     Args:
@@ -581,9 +582,9 @@ def _program_costs(
     work: Workload,
     copied: Callable[..., object] | None = None,
 ) -> Iterator[Bytes | CollectiveCost | Product]:
-    """Yields the costs of `forward(inputs, constants)` and of the gradient by its inputs.
+    """Yields the costs of `forward(inputs, constants)`, and of its gradient.
 
-    The gradient may be by copies of the inputs.
+    The gradient is with respect to the inputs, or to their copies by `copied`.
     """
 
     def vjp(policy: RematPolicy, inputs: object, constants: object) -> Any:
@@ -601,7 +602,10 @@ def _program_costs(
     def residuals(policy: RematPolicy) -> float:
         trace = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(policy, *args)[1]))
         jaxpr = trace(*arguments).jaxpr
-        saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
+        saved: dict[int, Any] = {}
+        for variable in jaxpr.outvars:
+            if variable not in jaxpr.invars:
+                saved[id(variable)] = variable.aval
         return sum(map(array_bytes, saved.values())) / math.prod(work.sizes.values())
 
     with _abstract(work.sizes, work.platform):
@@ -625,8 +629,8 @@ class _Device(AbstractDevice):
 
 
 @contextmanager
-def _abstract(sizes: Mapping[str, int], platform: str | None = None) -> Iterator[None]:
-    # The kernels follow the mesh's device. Without one they would ask JAX for its devices, which
+def _abstract(sizes: Sizes, platform: str | None = None) -> Iterator[None]:
+    # Kernels are chosen by the mesh's device. Without a device, layers would ask JAX for one, which
     # starts its backend.
     name, _, capability = (platform or "cpu").partition(" ")
     device = _Device(

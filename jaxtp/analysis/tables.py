@@ -1,6 +1,9 @@
-"""Plain-text tables, and ranges of numbers."""
+"""Plain-text tables, ranges of numbers, and records for JSON."""
 
 from collections.abc import Sequence
+
+Cells = tuple[str, ...]  # of a row
+Record = dict[str, object]
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

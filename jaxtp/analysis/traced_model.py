@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,12 +19,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_shape, mesh_sizes
-from jaxtp.parallelize.module_wrappers import modules_of, with_calls
-from jaxtp.parallelize.parallelize import abstract_model
+from jaxtp.mesh import AXES, MeshError, Sizes, check_sizes, describe_mesh, mesh_shape, mesh_sizes
+from jaxtp.parallelize.module_wrappers import Method, modules_of, with_calls
+from jaxtp.parallelize.parallelize import Build, abstract_model
 from jaxtp.parallelize.plan import PlanError
 
-MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
+MeshLike = Mesh | AbstractMesh | Sizes | None  # None: the mesh in context
 Forward = Callable[..., object]  # of a model and its inputs
 # A function of a model's state and the arrays among its inputs
 StateFunction = Callable[[nnx.State, list[Any]], Any]
@@ -43,7 +44,7 @@ class ModelCall:
     @classmethod
     def of(
         cls,
-        model: nnx.Module | Callable[[], nnx.Module],
+        model: nnx.Module | Build,
         inputs: tuple[object, ...],
         call: Forward | None,
     ) -> "ModelCall":
@@ -52,7 +53,12 @@ class ModelCall:
         Arguments are as in `explain`.
         """
         leaves, tree = jax.tree.flatten(inputs)
-        array_indices = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        arrays = []
+        array_indices = []
+        for i, leaf in enumerate(leaves):
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+                arrays.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+                array_indices.append(i)
 
         def run(model: Any, arrays: list[Any]) -> object:
             filled_leaves = list(leaves)
@@ -70,11 +76,10 @@ class ModelCall:
                     f"axes are automatic: configure it without sharding of activations ({problem})"
                 ) from error
 
-        arrays = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in array_indices]
         return cls(abstract_model(model), arrays, run)
 
     def functional(
-        self, model: nnx.Module, wrap: Callable[..., Any] | None = None
+        self, model: nnx.Module, wrap: Method | None = None
     ) -> tuple[StateFunction, nnx.State]:
         """Returns the call as a function of the state of `model`, and the state.
 
@@ -91,10 +96,6 @@ class ModelCall:
         return function, state
 
 
-def _is_array(value: object) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
 def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
     """Returns the devices along each axis, or raises a MeshError that names `caller`."""
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
@@ -107,7 +108,7 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
         )
     sizes = {**mesh_shape(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
-        raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; the axes are {', '.join(AXES)}")
+        raise MeshError(f"{', '.join(unknown)}: not a mesh axis; the axes are {', '.join(AXES)}")
     odd = [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]
     if odd:
         raise MeshError(f"{', '.join(odd)}: the size of a mesh axis is a whole number")
@@ -162,14 +163,15 @@ def read_boundary(equation: JaxprEqn) -> Boundary | None:
 def _marked_call(
     path: str,
     name: str,
-    method: Callable[..., Any],
+    method: Method,
     module: nnx.Module,
     /,
     *args: object,
     **kwargs: object,
 ) -> Any:
-    args = tuple(_mark(value, Boundary(True, path, name, str(i))) for i, value in enumerate(args))
-    kwargs = {key: _mark(value, Boundary(True, path, name, key)) for key, value in kwargs.items()}
+    entry = partial(Boundary, True, path, name)
+    args = tuple(_mark(value, entry(str(i))) for i, value in enumerate(args))
+    kwargs = {key: _mark(value, entry(key)) for key, value in kwargs.items()}
     return _mark(method(module, *args, **kwargs), Boundary(False, path, name, "0"))
 
 

@@ -1,6 +1,4 @@
-"""Counts matrix products, collectives and residuals of a traced forward and backward pass.
-
-The counts are of one device.
+"""Counts one device's matrix products, collectives and residuals in a traced step.
 
 Shapes are local inside `shard_map`, and global elsewhere. Global arrays are assumed to be split
 over dp, fsdp and cp. The output of a column layer stays split over tp as far as the rules of
@@ -8,7 +6,7 @@ over dp, fsdp and cp. The output of a column layer stays split over tp as far as
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -33,11 +31,11 @@ from jaxtp.analysis.census import (
 from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
 from jaxtp.layers.parameter import is_variable, spec_of
-from jaxtp.mesh import TOKENS, TP, axes_of, parts
+from jaxtp.mesh import TOKENS, TP, Sizes, axes_of, parts
 from jaxtp.parallelize.layouts import dim_over
 
 Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
-# Scope in which `jax.checkpoint` puts what it computes again
+# Scope of operations that `jax.checkpoint` computes again
 _RECOMPUTATION = "rematted_computation"
 
 
@@ -69,9 +67,9 @@ class _Split:
 
 
 def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
-    """Returns a function that returns the residuals and the gradient of an objective.
+    """Returns a function that returns an objective's residuals and gradient.
 
-    The gradient is by its first argument.
+    The gradient is with respect to the first argument.
     """
 
     def compute(params: object, *inputs: object) -> tuple[list[Array], Any]:
@@ -81,9 +79,7 @@ def gradient(objective: Objective) -> Callable[..., tuple[list[Array], Any]]:
     return compute
 
 
-def work_of(
-    objective: Objective, sizes: Mapping[str, int], params: object, *inputs: object
-) -> Work:
+def work_of(objective: Objective, sizes: Sizes, params: object, *inputs: object) -> Work:
     """Returns the work of an objective and its gradient.
 
     Traces them under the mesh in context, whose axes have these `sizes`.
@@ -100,7 +96,7 @@ def work_of(
 
 
 def count_work(
-    jaxpr: ClosedJaxpr, sizes: Mapping[str, int], inputs: object
+    jaxpr: ClosedJaxpr, sizes: Sizes, inputs: object
 ) -> tuple[list[Product], list[float]]:
     """Returns the products of a closed jaxpr, and the bytes of each result.
 
@@ -119,7 +115,7 @@ def count_work(
 
 
 class _Counter(Walk[_Split, list[Product]]):
-    def __init__(self, sizes: Mapping[str, int]):
+    def __init__(self, sizes: Sizes):
         super().__init__(_Split(None, parts(sizes, TOKENS)), list)
         self.sizes = sizes
         self.recomputing = False
@@ -219,7 +215,8 @@ def _flops(equation: JaxprEqn) -> float:
     if equation.primitive.name == "conv_general_dilated":
         kernel = shape_of(equation.invars[1])
         features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(shape_of(equation.outvars[0])) * (math.prod(kernel) // features)
+        num_results = math.prod(shape_of(equation.outvars[0]))
+        return 2.0 * num_results * (math.prod(kernel) // features)
     return 2.0 * math.prod(dot_products(equation) or (0,))
 
 

@@ -32,7 +32,7 @@ HELP = """/help         prints these commands
 Ctrl-C        stops an answer
 A text that begins with a slash needs a space before it."""
 _FINAL = "<|channel|>final<|message|>"
-"""In an answer of gpt-oss, the end of its reasoning, which later turns do not read."""
+"""End of the reasoning in an answer of gpt-oss; later turns do not read the reasoning."""
 GREETING = "(/help prints the commands; Ctrl-C stops an answer, /quit or Ctrl-D ends the chat)"
 
 

@@ -34,7 +34,19 @@ from jaxtp.hf.tensor_map import split_path
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import PARAMETERS, DType, is_variable, padding_of, spec_of
-from jaxtp.mesh import AXES, CP, DP, FSDP, TP, axes_of, batch_parts, make_mesh, mesh_sizes, parts
+from jaxtp.mesh import (
+    AXES,
+    CP,
+    DP,
+    FSDP,
+    TP,
+    Sizes,
+    axes_of,
+    batch_parts,
+    make_mesh,
+    mesh_sizes,
+    parts,
+)
 from jaxtp.models.config import BLOCKS
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
 
@@ -121,7 +133,7 @@ class StackedDecodeModel(DecodeModel):
         return self.norm(x_BTD), updated
 
 
-def decode_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+def decode_sizes(sizes: Sizes) -> dict[str, int]:
     """Returns the mesh sizes with fsdp moved to dp."""
     return {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
 
@@ -134,7 +146,7 @@ def decode_mesh(mesh: Mesh) -> Mesh:
     )
 
 
-def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
+def weight_bytes(model: Decoder, sizes: Sizes) -> int:
     """Returns the decode model's weight bytes per device."""
     sizes = {**decode_sizes(sizes), CP: 1}
     itemsize = jnp.dtype(model.config.precision.compute).itemsize
@@ -191,7 +203,7 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         decoder = model if plain == config else create_decoder(plain, rngs=nnx.Rngs(0))
         return DecodeModel(decoder, decoder.in_order())
 
-    # A mesh in context would not take a stack's specs.
+    # Under a mesh, the specs of stacks would be refused.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         graph, abstract = nnx.split(nnx.eval_shape(unstacked))
 
@@ -238,7 +250,7 @@ def decode_weights(
         names = [path]
         if stack is not None:
             names = [general.replace(BLOCKS, f"{BLOCKS}.{number}", 1) for number in layers[stack]]
-        # A user's second head
+        # A parameter that decoding does not use, such as a user's second head
         if names[0] not in targets:
             continue
         old = [targets[name].get_raw_value() for name in names]
@@ -269,7 +281,7 @@ def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:
 
 
 SharedHeads = tuple[tuple[int, int, int], ...]
-"""Each dim with heads that devices share, the number of heads, and the devices of each."""
+"""The dims with heads that devices share, each with the number of heads and of devices per head."""
 
 
 def _shared(variable: Variable, tp: int) -> SharedHeads:

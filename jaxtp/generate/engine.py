@@ -76,8 +76,8 @@ MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
 
 MIN_SHARED = 8
-"""A prompt copies another row's tokens if they are at least a chunk divided by this number: it
-takes less time to read fewer tokens again."""
+"""A prompt copies another row's tokens if they are at least a chunk divided by this number. Fewer
+tokens take less time to read again."""
 
 # Target duration of a decode call; its tokens arrive when it ends
 SECONDS_PER_CALL = 0.1
@@ -92,7 +92,7 @@ _REPLACED = (
     "logits_at",
     "projection",
 )
-"""Methods of a decoder that decoding does not call, or calls of `Decoder`."""
+"""Methods of a decoder that decoding does not call, or for which it calls `Decoder`'s."""
 
 StepTokens = tuple[list[list[int]], list[list[float]]]
 """Tokens and their log-probabilities, for each step and row."""
@@ -358,8 +358,8 @@ class Generator:
         Slots are powers of two, to compile few programs.
         """
         parts = self._batch_parts
-        # For a single row, XLA on GPUs writes a kernel's elementwise products to memory, and sums
-        # them later: 1.5 times as slow on an H200.
+        # For a single row, XLA on GPUs writes the elementwise products with a kernel to memory, and
+        # sums them later: 1.5 times slower on an H200.
         min_rows = 1 if current_platform() == "cpu" else 2
         rows = parts * max(math.ceil(min(self._batch_size, len(requests)) / parts), min_rows)
         length = max(request.num_prompt for request in requests) + settings.max_tokens
@@ -403,7 +403,7 @@ def _require_decoder(model: object) -> None:
         if isinstance(model, type):
             name = f"the class {model.__name__}"
         raise GenerationError(
-            f"the model is {name}, which is no jaxtp.Decoder; only a decoder generates texts"
+            f"the model is {name}, which is not a jaxtp.Decoder; only a decoder generates texts"
         )
 
 
@@ -602,7 +602,7 @@ class Scheduler:
         yield from pieces
 
     def _taken_caches(self) -> KVCaches:
-        # A program takes their memory: they do not exist until it has returned.
+        # The program takes over their memory, so they do not exist until it returns.
         caches = self._cache.arrays
         assert caches is not None, "an earlier call has failed"
         self._cache.arrays = None
@@ -613,7 +613,7 @@ class Scheduler:
         started = time.perf_counter()
         compiled = self._programs.compile_seconds
         caches, sampled = program(caches, rows=self._row_arrays())
-        # What an interrupt leaves in a state is unknown.
+        # After an interrupt, the content of a recurrent state is unknown.
         if not self._programs.has_states:
             self._cache.arrays = caches
         tokens = wait(*sampled)
@@ -624,7 +624,7 @@ class Scheduler:
         pieces = []
         for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
-                # The text of the row has ended, or there is no token.
+                # The row's text has ended, or its step has no token.
                 request = self._requests.get(row)
                 if request is None or tokens[row] < 0:
                     continue

@@ -6,9 +6,8 @@ The configuration, tokenizer and chat template are read first, the weights later
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -170,8 +169,7 @@ class ModelSource:
     config: ModelConfig
     """The configuration for inference."""
     tokenizer: Tokenizer
-    load: Callable[[Mesh], Decoder]
-    """Reads the weights onto a mesh."""
+    stored: "StoredModel"
     end_ids: frozenset[int]
     """Tokens that end a text."""
     prefix: tuple[int, ...]
@@ -186,6 +184,10 @@ class ModelSource:
     """The day that the template wrote into the run's data."""
     trained_length: int | None = None
     """Sequence length of a run that started from random weights."""
+
+    def load(self, mesh: Mesh) -> Decoder:
+        """Reads the weights onto a mesh."""
+        return self.stored.load(self.config, mesh)
 
 
 def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
@@ -377,12 +379,11 @@ def _source_of_run(
     tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
     folders = [folder for folder in (location, hf_files) if folder is not None and folder.is_dir()]
     dtype = options.dtype or _default_dtype(stored.config.precision.compute)
-    config = inference_config(stored.config, dtype)
     source = ModelSource(
         name=f"{path}, step {stored.folder.name}",
-        config=config,
+        config=inference_config(stored.config, dtype),
         tokenizer=tokenizer,
-        load=partial(stored.load, config),
+        stored=stored,
         end_ids=tokenizer.info.end_ids.union(*map(_end_ids, folders)),
         prefix=tuple(corpus.get(PREFIX, ())),
         trained_length=data.get("sequence_length") if hf_files is None else None,
@@ -395,19 +396,19 @@ def _source_of_folder(stored: StoredModel, options: SourceConfig) -> ModelSource
     if options.tokenizer is None and not (path / TOKENIZER).is_file():
         raise SourceError(f"{path} has no {TOKENIZER}; give one by --tokenizer PATH")
     tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
-    config = inference_config(stored.config, options.dtype or _default_dtype(stored_dtype(path)))
+    dtype = options.dtype or _default_dtype(stored_dtype(path))
     return ModelSource(
         name=str(path),
-        config=config,
+        config=inference_config(stored.config, dtype),
         tokenizer=tokenizer,
-        load=partial(stored.load, config),
+        stored=stored,
         end_ids=_end_ids(path) or tokenizer.info.end_ids,
         prefix=getattr(tokenizer, "prefix", ()),
     )
 
 
 def _default_dtype(stored: str | None) -> DType:
-    """Call it after `request_devices`."""
+    """Returns the compute dtype of a model stored in `stored`; call it after `request_devices`."""
     if jax.default_backend() == "cpu":
         # XLA's bfloat16 matmuls are ten times slower on CPUs.
         return "float32"
@@ -415,7 +416,7 @@ def _default_dtype(stored: str | None) -> DType:
 
 
 def inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
-    """Drops settings of training, and stores weights in the compute dtype, to which layers cast."""
+    """Drops training settings, and stores weights in the compute dtype, so that no layer casts."""
     return replace(
         config,
         # The run's kernels may be for another device.
@@ -475,7 +476,7 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
 
 
 def _end_ids(folder: Path) -> frozenset[int]:
-    # The first file may name several.
+    # config.json names only one end token; generation_config.json may name several.
     return frozenset(end_ids(folder / GENERATION) or end_ids(folder / MODEL_CONFIG))
 
 

@@ -1,11 +1,9 @@
-"""A generator's compiled programs.
-
-One reads prompt tokens, the other decodes several tokens per call.
+"""A generator's compiled programs: one reads prompt tokens, one decodes several tokens per call.
 
 Both end by sampling, so logits never leave the devices. Each program updates its donated KV cache
 in place. A call returns the cache before its tokens are computed, so an interrupt while waiting for
-tokens loses nothing. Wait for them before the next call: virtual CPU devices can deadlock with
-several programs in flight.
+tokens loses nothing. Wait for the tokens before the next call: virtual CPU devices can deadlock
+with several programs in flight.
 
 A decode call runs until all rows have ended; if a prompt is waiting, until the first row has.
 """
@@ -26,10 +24,11 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.decode_model import DecodeModel, has_states
+from jaxtp.generate.request import Ids
 from jaxtp.generate.sampling import GenerationSettings, propose, sample
 from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
-Ints = NDArray[np.int32] | Array
+Ints = Ids | Array
 
 # Maximum steps of one call
 MAX_STEPS = 32
@@ -212,13 +211,13 @@ class Programs:
         )
         logprobs = tokens.astype(jnp.float32)
         start = _Decoding(jnp.int32(0), caches, history, last, lengths, left, tokens, logprobs)
-        # Outside of the loop, so that its steps do not make them again
+        # Outside of the loop, so that its steps do not create them again
         seeds_B = jnp.asarray(rows.seeds)
         ahead_T = jnp.arange(self.width)
         step = partial(self._decode_step, model, seeds_B, ahead_T)
         end = lax.while_loop(unfinished, step, start)
-        # Each process reads them; XLA would split what a loop returns, though `sample` replicates
-        # each step's.
+        # Each process reads all tokens. XLA would split the results of a loop, although `sample`
+        # replicates the tokens of each step.
         tokens = constrain(end.tokens.reshape(-1, self.shape.rows), P())
         logprobs = constrain(end.logprobs.reshape(-1, self.shape.rows), P())
         return end.caches, (tokens, logprobs, end.step * self.width)
@@ -299,7 +298,7 @@ class Programs:
 
                 return jax.tree.map(copy_array, caches)
 
-            # Copies are made row by row, so that no second cache is made.
+            # Row by row, so that there is no second cache in memory.
             return lax.fori_loop(0, sources.size, copy_row, caches)
 
         specs = jax.tree.map(lambda x: P(*(None,) * (x.ndim - 4), *LAYER_SPEC), caches)

@@ -1,7 +1,4 @@
-"""Prompts and their generated texts.
-
-Decodes tokens to whole characters, and ends texts at stop texts.
-"""
+"""Prompts and their generated texts, which consist of whole characters and end at stop texts."""
 
 import codecs
 from collections.abc import Callable, Sequence

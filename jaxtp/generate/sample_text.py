@@ -110,7 +110,7 @@ def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
     # `mesh` has the same devices, and fsdp and cp as one axis, so most arrays are not copied.
     def place(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
         spec = spec_of(variable)
-        # The joined axis has no such parts.
+        # fsdp and cp are one axis now, which cannot split a dim over only one of them.
         if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):
             spec = PartitionSpec()
         return variable.replace(jax.device_put(variable[...], NamedSharding(mesh, spec)))

@@ -61,9 +61,9 @@ class GenerationSettings:
     """Text that ends the output and is not part of it; can be given several times."""
 
     speculate: Annotated[int, Field(ge=0, le=64), allowed("from 0 to 64")] = 0
-    """Tokens that each step proposes: those that followed the last tokens earlier in the prompt or
-    text. A step keeps the proposals that equal its own choice, so texts stay the same; texts that
-    repeat come faster."""
+    """Number of tokens that each step proposes: tokens that followed the last ones earlier in the
+    prompt or text. A step keeps the proposals that equal its own choice, so texts stay the same;
+    repetitive texts come faster."""
 
 
 def check_settings(settings: GenerationSettings) -> None:
@@ -85,7 +85,7 @@ def settings_problems(
 ) -> Iterator[str]:
     """Yields a message for each valid setting without effect, or that ends texts at once.
 
-    `spell` formats it.
+    `spell` formats a setting.
     """
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     unused = [
@@ -163,8 +163,8 @@ def propose(history: Array, last: Array, count: int) -> Array:
       history: the row `[S]`; any tokens after the last.
       last: position of the last token, at least 1.
     """
-    # Prompt lookup: tokens after the latest earlier place with most of the last tokens; they repeat
-    # at the row's end.
+    # Prompt lookup: finds the latest earlier place where the most of the last tokens occur, and
+    # proposes the tokens after it, again from that place at the row's end.
     places = score = jnp.arange(history.size)
     equal = places < last
     for back in range(_LOOKED_UP):

@@ -136,7 +136,7 @@ def _merge_layers(kernel: Array, a: Array, b: Array, scale: float, dtype: DType)
     def merge(layer: tuple[Array, Array, Array]) -> Array:
         return merge_layer(*layer, scale, dtype)
 
-    # Float32 of one layer at a time.
+    # One layer at a time, so that only one is in memory in float32.
     return jax.lax.map(merge, (kernel, a, b))
 
 

@@ -21,7 +21,17 @@ from jaxtp.hf.families.family import (
     LayerType,
     names_of,
 )
-from jaxtp.hf.model_folder import READ, Attributes, HFError, choice, positive, quote, switch, whole
+from jaxtp.hf.model_folder import (
+    READ,
+    Attributes,
+    HFError,
+    MutableAttributes,
+    choice,
+    positive,
+    quote,
+    switch,
+    whole,
+)
 from jaxtp.layers.rope import UNSCALED, RopeScaling
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.block_rules import rope_problems
@@ -165,11 +175,11 @@ def _read_type(
     return {**settings, **family.always_by_type.get(layer_type, {})}
 
 
-def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
+def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
     """Returns the family's `layer_attributes`, and its attributes `by_type`."""
     names = family.layer_attributes
     layers = list(config.layers())
-    written: dict[str, object] = {}
+    written: MutableAttributes = {}
     if "head_dim" in names:
         written["head_dim"] = config.head_dim
     if names & {"sliding_window", _TYPES}:
@@ -200,7 +210,7 @@ def write_layers(config: ModelConfig, family: Family) -> dict[str, object]:
 
 
 def name_in_file(attribute: Attribute, attributes: Attributes) -> str:
-    """Returns the attribute's name or its alias; raises if both are there and differ."""
+    """Returns the attribute's name or its alias; raises if both are present and differ."""
     name = attribute.name
     alias = attribute.alias
     if alias is None or alias not in attributes:
@@ -245,12 +255,12 @@ def _power(name: str, base: float, exponent: float) -> float:
         raise HFError(f"{name} = {base}: to the power of {exponent:g} it is too large") from None
 
 
-def write_fields(attributes: Sequence[Attribute], fields: Settings) -> dict[str, object]:
+def write_fields(attributes: Sequence[Attribute], fields: Settings) -> MutableAttributes:
     """Returns the values of the attributes that have these fields, by name.
 
     Of attributes with the same name, the first decides.
     """
-    written: dict[str, object] = {}
+    written: MutableAttributes = {}
     for attribute in reversed(attributes):
         value = None if attribute.field is None else fields[attribute.field]
         if isinstance(attribute.kind, Mapping):
@@ -365,7 +375,7 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
         if "max_window_layers" in names and first:
             raise HFError(
                 f"max_window_layers = {quote(first)} and use_sliding_window = True: some versions "
-                "of transformers have a window to the layers from this number on, others to all "
+                "of transformers give a window to the layers from this number on, others to all "
                 "layers; set max_window_layers to 0 for a window in all layers, or "
                 "use_sliding_window to false for none"
             )
@@ -436,7 +446,7 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
             f"_sliding_window_pattern = {quote(hidden)} without layer_types: add them, one for "
             "each layer"
         )
-    # Local and global.
+    # L is a layer with a window (local), G one without (global).
     if isinstance(period, str) and period and set(period) <= {"L", "G"}:
         return [period[i % len(period)] == "L" and i < count - 1 for i in range(count)]
     period = whole("sliding_window_pattern", family.window_period if period is None else period)
@@ -446,7 +456,7 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
     return [*windows[:-1], windows[-1] and not family.last_is_global]
 
 
-def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
+def _write_windows(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     names = family.layer_attributes
     types = [_FULL if layer.sliding_window is None else _SLIDING for layer in layers]
     window = None
@@ -458,7 +468,7 @@ def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, o
     can_be_null = (
         family.window_can_be_null or "layer_types" not in names or "use_sliding_window" in names
     )
-    written: dict[str, object] = {"sliding_window": window}
+    written: MutableAttributes = {"sliding_window": window}
     if window is None and not can_be_null:
         written["sliding_window"] = family.default_window
     if "use_sliding_window" in names:
@@ -508,7 +518,7 @@ def _read_rotated(attributes: Attributes, family: Family, windows: Sequence[bool
     return list(map(bool, listed[:count]))
 
 
-def _write_rotated(layers: Sequence[BlockConfig]) -> dict[str, object]:
+def _write_rotated(layers: Sequence[BlockConfig]) -> MutableAttributes:
     thetas = [layer.rope_theta or 0 for layer in layers]
     return {
         "no_rope_layers": [int(theta > 0) for theta in thetas],
@@ -536,10 +546,10 @@ def _check_multiple(values: int, keys: int) -> None:
         )
 
 
-def _write_linear(layers: Sequence[BlockConfig]) -> dict[str, object]:
+def _write_linear(layers: Sequence[BlockConfig]) -> MutableAttributes:
     linear = [bool(layer.delta_value_heads) for layer in layers]
     types = [_LINEAR if is_linear else _FULL for is_linear in linear]
-    written: dict[str, object] = {"layer_types": types}
+    written: MutableAttributes = {"layer_types": types}
     # Some programs read only the interval.
     period = _period(linear)
     if period is not None:
@@ -591,7 +601,7 @@ def _layer_number(attributes: Attributes, name: str, default: int) -> int:
     return value
 
 
-def _write_sparse(has_experts: Sequence[bool]) -> dict[str, object]:
+def _write_sparse(has_experts: Sequence[bool]) -> MutableAttributes:
     count = len(has_experts)
     sparse = [i for i in range(count) if has_experts[i]]
     first = min(sparse, default=count)
@@ -626,7 +636,7 @@ def _read_rope(
     theta = _read_theta(parameters, attributes, family, default_theta)
     read = _read_rope_attributes(family, parameters, attributes, fields)
     if "proportional" in family.rope_kinds and kind != "proportional":
-        # As in transformers:
+        # In transformers, the other kinds ignore the fraction.
         read["rotary_fraction"] = 1.0
     fraction = read.get("rotary_fraction", 1.0)
     if fraction > 1:
@@ -760,7 +770,7 @@ def _rope_parameters(attributes: Attributes) -> Attributes:
             present.append(value)
     if not present:
         return {}
-    # Only one of them may have the base.
+    # The base may be in only one of them.
     if {**present[0], "rope_theta": None} != {**present[-1], "rope_theta": None}:
         raise HFError(
             "rope_parameters and rope_scaling contradict each other; remove the wrong one"
@@ -827,7 +837,7 @@ def _mscale(name: str, scale: object, factor: float) -> float:
     return 0.1 * positive(name, scale) * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, object]:
+def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     """Returns rotary embeddings in the older format, which every version of transformers reads.
 
     If only the newer format can express the scaling, it is returned in that format.
@@ -839,12 +849,12 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
     local_theta = sliding.rope_theta or family.rope_theta
     scaling = full.rope_scaling
     parameters = _scaling_parameters(full, family)
-    written: dict[str, object] = {family.rope_theta_name: theta, "rope_scaling": parameters or None}
+    written: MutableAttributes = {family.rope_theta_name: theta, "rope_scaling": parameters or None}
     if not family.rope_by_type or full == sliding:
         written |= write_fields(list(filter(_is_outside, family.rope_attributes)), vars(full))
     max_positions = {}
     if _ORIGINAL in parameters:
-        # transformers also requires this attribute.
+        # transformers requires both attributes.
         max_positions = {_MAX_POSITIONS: math.ceil(scaling.original_length * scaling.factor)}
     if scaling.kind == "longrope":
         # Before transformers 5, the factor was max / original positions.
@@ -873,7 +883,7 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, obj
     return {"rope_parameters": nested, **max_positions}
 
 
-def _nested_parameters(layer: BlockConfig, family: Family) -> dict[str, object]:
+def _nested_parameters(layer: BlockConfig, family: Family) -> MutableAttributes:
     return {
         "rope_type": "default",
         **_scaling_parameters(layer, family),
@@ -887,12 +897,12 @@ def _is_outside(attribute: Attribute) -> bool:
     return attribute.field == "rotary_fraction"
 
 
-def _scaling_parameters(layer: BlockConfig, family: Family) -> dict[str, object]:
+def _scaling_parameters(layer: BlockConfig, family: Family) -> MutableAttributes:
     scaling = layer.rope_scaling
     if scaling.kind == "none":
         return {}
     values = {**vars(scaling), _ORIGINAL: scaling.original_length}
-    written: dict[str, object] = {}
+    written: MutableAttributes = {}
     for name in _SCALINGS[scaling.kind]:
         if values[name] is not None:
             written[name] = list(values[name]) if name in _LISTS else values[name]

@@ -30,6 +30,7 @@ from jaxtp.hf.model_folder import (
     Attributes,
     Folder,
     HFError,
+    MutableAttributes,
     join_problems,
     open_folder,
     prefix_errors,
@@ -128,9 +129,9 @@ def family_of(attributes: Attributes, source: str) -> Family:
 
 
 def check_adaptable(attributes: Attributes) -> None:
-    """Raises `HFError` for a layout of heads that PEFT's adapters do not have.
+    """Raises `HFError` for a layout of heads that differs from the layout in PEFT's adapters.
 
-    Adapters of the `model_type` have the usual layout.
+    Adapters of a `model_type` have its usual layout.
     """
     if text_attributes(attributes).get("rope_interleave") is False:
         raise HFError(
@@ -191,7 +192,7 @@ def open_whole(path: Path, config: ModelConfig) -> Whole:
 def changed_config(whole: Whole, dtype: DType, max_positions: object) -> dict[str, Any]:
     """Returns the config.json of `whole` for another dtype of the text tensors, or longer texts."""
     text = text_attributes(whole.folder.attributes)
-    changes = dict[str, object]()
+    changes = MutableAttributes()
     if dtype != dtype_of(whole.folder):
         changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
     if max_positions is not None and max_positions != text.get(MAX_POSITIONS):
@@ -201,7 +202,7 @@ def changed_config(whole: Whole, dtype: DType, max_positions: object) -> dict[st
     return whole.attributes(changes)
 
 
-def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, object]:
+def write_attributes(config: ModelConfig, family: Family, dtype: str) -> MutableAttributes:
     """Returns config.json attributes that every transformers version reads.
 
     Raises if the family lacks such models.
@@ -239,7 +240,7 @@ def _common_settings(config: ModelConfig) -> ModelConfig:
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
-    """Returns the architecture.
+    """Returns the architecture's settings.
 
     Settings that differ by layer are lists; dense layers have the experts' defaults.
     """
@@ -279,8 +280,8 @@ def _first_that_fits(config: ModelConfig, families: Iterable[Family]) -> Family:
             return family
         except HFError as error:
             reasons.append(f"  {error}")
-    # A family that needs experts refuses its attributes for a model without, before it can compare
-    # settings.
+    # Reasons with different settings come first. A family that needs experts refuses a model
+    # without them before it compares any settings.
     reasons.sort(key=lambda reason: (" -> " not in reason, reason.count("; ")))
     raise HFError("\n".join(("no family can represent this model:", *reasons[:_NEAREST])))
 

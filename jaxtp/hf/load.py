@@ -28,7 +28,7 @@ from jaxtp.config.entry import say
 from jaxtp.config.hints import closest
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
-from jaxtp.hf.safetensors import Block, StoredTensor, StoredTensors
+from jaxtp.hf.safetensors import Block, Shape, StoredTensor, StoredTensors
 from jaxtp.hf.tensor_map import (
     HEAD,
     TABLE,
@@ -50,7 +50,7 @@ from jaxtp.models.decoder import Decoder, abstract_decoder
 Progress = Callable[[int, int], None]
 """A function that is called with the bytes read or written so far, and in total."""
 
-# Width of the tiles that `_copy` copies: a tile of two arrays fits a core's cache.
+# Width of the tiles that `_copy` copies; a tile of two arrays fits into a core's cache
 _TILE = 64
 # Alignment in bytes that XLA needs to use a CPU array without a copy
 _ALIGNMENT = 64
@@ -103,7 +103,7 @@ def import_config(
     if unknown:
         close = closest(unknown[0], vars(config))
         hint = f"; did you mean {close}?" if close else ""
-        raise HFError(f"{', '.join(unknown)}: no field of ModelConfig{hint}")
+        raise HFError(f"{', '.join(unknown)}: not a field of ModelConfig{hint}")
     if "lora" in overrides:
         raise HFError(
             "lora: load the model, then give it adapters: jaxtp.add_adapters(model, "
@@ -250,7 +250,7 @@ class _Arrays:
         if index is None:
             self.arrays[path] = placed
             return
-        # Wait for each layer; otherwise queued layers pile up in memory.
+        # Waits for each layer; otherwise queued layers would pile up in memory.
         self.arrays[path] = jax.block_until_ready(
             _with_layer(self.arrays[path], placed, np.int32(index))
         )
@@ -388,7 +388,7 @@ def _slice_in_file(part: TensorPart, bounds: _Bounds, block: Block) -> _Slice:
     return _Slice(block, in_file, columns)
 
 
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
+def _bounds(index: tuple[slice, ...] | None, shape: Shape) -> _Bounds:
     whole = (slice(None),) * len(shape)
     return tuple(
         (dim.indices(size)[0], dim.indices(size)[1])
@@ -407,7 +407,7 @@ def _copy(target: Block, source: Block) -> None:
             target[tile] = source[tile]
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
+def _aligned_zeros(shape: Shape, dtype: np.dtype) -> Block:
     """Returns zeros that a CPU device uses without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)

@@ -1,10 +1,8 @@
-"""Reads an untrusted Hugging Face folder.
+"""Reads an untrusted Hugging Face folder: config.json, and safetensors in one or several files.
 
-It has config.json, and safetensors in one file or several with an index.
-
-Nothing in it is executed; pickles are never opened. Weights may be links to any file, since they
-are parsed only as safetensors. Other files may be copied or printed: they must be in the folder or
-the hub's cache (`models--.../blobs/`).
+Nothing in the folder is executed, and pickles are never opened. Weights may be links to any file,
+since they are parsed only as safetensors. Other files may be copied or printed, so they must be in
+the folder or the hub's cache (`models--.../blobs/`).
 """
 
 import os
@@ -42,6 +40,7 @@ _MAX_LISTED = 10
 """Maximum number of problems in a message."""
 Attributes = Mapping[str, object]
 """The JSON object in a configuration file."""
+MutableAttributes = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def join_problems(problems: list[str]) -> str:
 
 
 def join_names(names: Sequence[str], max_listed: int) -> str:
-    """Returns the first names, and the number of the other names."""
+    """Returns the first names, and the number of other names."""
     more = f" and {len(names) - max_listed} more" if len(names) > max_listed else ""
     return ", ".join(truncate(name, 200) for name in names[:max_listed]) + more
 
@@ -195,12 +194,12 @@ def without_wrappers(
         if bare in unwrapped:
             same = [truncate(other, 200) for other in tensors if plain[other] == bare]
             raise HFError(
-                f"{tensor.file}: {' and '.join(same)} are the same tensor but for {wrappers}; "
+                f"{tensor.file}: {' and '.join(same)} are the same tensor except for {wrappers}; "
                 "remove one"
             )
         unwrapped[bare] = replace(tensor, name=bare)
     return unwrapped, [
-        f"{wrappers} in the names of tensors is left out: a wrapper of PyTorch added it"
+        f"{wrappers} in the names of tensors is removed: a wrapper of PyTorch added it"
     ]
 
 

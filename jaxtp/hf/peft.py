@@ -40,6 +40,7 @@ from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
     HFError,
+    MutableAttributes,
     explain_gguf,
     explain_pickle,
     join_problems,
@@ -72,7 +73,7 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 MODULES = "model.language_model."
-"""Beginning of every name, and of the text modules of a multimodal model."""
+"""Beginnings of every tensor's name, and of the text modules of a multimodal model."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _KNOWN = """
     peft_type r lora_alpha use_rslora lora_dropout bias target_modules exclude_modules
@@ -285,7 +286,7 @@ def _on_host(function: Callable[..., Array], *arrays: Array) -> NDArray[np.bool_
 
 def _peft_config(
     config: ModelConfig, adapted: _Modules, *, are_short: bool, diagonal: bool
-) -> dict[str, object]:
+) -> MutableAttributes:
     lora = config.lora
     modules = list[str]()
     parameters = list[str]()
@@ -315,9 +316,9 @@ def _peft_config(
             counts[in_layer] = len(kernels)
     first_kernels = [kernels[0] for kernels in adapted.values()]
     rslora = lora.rslora and all(kernel.expert is None for kernel in first_kernels)
-    # PEFT doubles both for a fused kernel.
+    # PEFT doubles rank and alpha for a fused kernel, which keeps the scale only without rslora.
     alpha = lora.alpha if rslora == lora.rslora else lora.scale * lora.rank
-    attributes: dict[str, object] = {
+    attributes: MutableAttributes = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": lora.rank,
@@ -517,7 +518,7 @@ def _stored_modules(
             continue
         b = stored[_tensor_name(stems[name], "B")]
         *_, inputs, outputs = kernels[0].ordered_shape
-        # Of square kernels, only the version tells.
+        # For square kernels, only the version tells.
         exchanged = (
             _is_stacked(kernels[0])
             and kernels[0].transposed
@@ -725,16 +726,13 @@ def _check_names(
     adapted: Collection[str],
     made_for: str,
 ) -> None:
-    """Compares the adapted modules with the lists in the configuration.
-
-    It does not if a regular expression chooses them.
-    """
+    """Compares the adapted modules with the configuration, unless it has regular expressions."""
     parameters = _names("target_parameters", attributes)
     unknown = sorted(parameters.difference(*map(_suffixes, stems)))
     if unknown:
         raise HFError(
-            f"target_parameters name {truncate(unknown[0], 200)}, which is no parameter "
-            f"here{made_for}"
+            f"target_parameters name {truncate(unknown[0], 200)}, which this model does not "
+            f"have{made_for}"
         )
     expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}
     lists = ("target_modules", "exclude_modules")

@@ -35,6 +35,8 @@ from jaxtp.models.config import ModelConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.models.own_decoder import call_of_load, decoder_settings
 
+Info = Mapping[str, Any]
+"""The info of a checkpoint, from its JSON file."""
 # Key in the info of a checkpoint of adapters: folder and hash of the base model
 BASE = "base"
 # Folder in a run for config.json and the tokenizer files of its model
@@ -64,7 +66,7 @@ def load_decoder(
 
 def load_merged(
     checkpoint: Path,
-    info: Mapping[str, Any],
+    info: Info,
     config: ModelConfig,
     mesh: Mesh,
     base: Path | None = None,
@@ -91,9 +93,7 @@ def merge_peft(model: Decoder, folder: PeftFolder, config: ModelConfig, mesh: Me
         return nnx.merge(abstract_decoder(config)[0], nnx.state(added))
 
 
-def load_adapted(
-    checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Path | None = None
-) -> Decoder:
+def load_adapted(checkpoint: Path, info: Info, mesh: Mesh, base: Path | None = None) -> Decoder:
     """Returns an adapter checkpoint's model with its base weights; see `load_merged`."""
     if BASE not in info:
         raise CheckpointError(f"{checkpoint} does not name the base model of its adapters")
@@ -119,7 +119,7 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
 
 
 def run_model_config(
-    checkpoint: Path, info: Mapping[str, Any], build: object = None, remedy: str | None = None
+    checkpoint: Path, info: Info, build: object = None, remedy: str | None = None
 ) -> ModelConfig:
     """Returns the configuration of the decoder that a checkpoint records.
 
@@ -136,14 +136,14 @@ def run_model_config(
     if is_decoder:
         return config
     raise CheckpointError(
-        f"{checkpoint} has a model of {config.build}, which is no jaxtp.Decoder, and commands that "
-        "generate, evaluate, score or export take only decoders; in Python, "
+        f"{checkpoint} has a model of {config.build}, which is not a jaxtp.Decoder, and "
+        "commands that generate, evaluate, score or export take only decoders; in Python, "
         f"{call_of_load(checkpoint, config.build)} returns it"
     )
 
 
 def own_or_decoder(
-    checkpoint: Path, info: Mapping[str, Any], build: object = None, remedy: str | None = None
+    checkpoint: Path, info: Info, build: object = None, remedy: str | None = None
 ) -> tuple[ModelConfig, bool]:
     """Returns the model configuration in a checkpoint, and whether it describes a decoder.
 
@@ -192,7 +192,7 @@ def own_or_decoder(
     return replace(decoder, decoder=settings.decoder), True
 
 
-def remedy_of_command(checkpoint: Path, info: Mapping[str, Any], *, has_build: bool) -> str:
+def remedy_of_command(checkpoint: Path, info: Info, *, has_build: bool) -> str:
     """Returns how a command that takes only decoders may take the code of a run.
 
     Args:
@@ -210,7 +210,7 @@ def remedy_of_command(checkpoint: Path, info: Mapping[str, Any], *, has_build: b
     )
 
 
-def remedy_of_train(info: Mapping[str, Any]) -> str:
+def remedy_of_train(info: Info) -> str:
     """Returns the flags of `jaxtp train` that name the code of a run, for messages."""
     flags = []
     for section, key in (
@@ -225,7 +225,7 @@ def remedy_of_train(info: Mapping[str, Any]) -> str:
     return f"if you trust that code, name it: {' '.join(flags)}"
 
 
-def _recorded(info: Mapping[str, Any], section: str, key: str) -> str | None:
+def _recorded(info: Info, section: str, key: str) -> str | None:
     value: object = info
     for name in ("config", section, key):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -233,7 +233,7 @@ def _recorded(info: Mapping[str, Any], section: str, key: str) -> str | None:
 
 
 def _word_of(name: str | None) -> str:
-    # A command cannot import what a notebook or a function has: its code has to be in a file.
+    # A command cannot import code from a notebook or a function; it must be in a file.
     module, _, attribute = (name or "").rpartition(":")
     if module == "__main__":
         return f"FILE.py:{attribute}"
@@ -242,7 +242,7 @@ def _word_of(name: str | None) -> str:
     return shlex.quote(truncate(name, 300))
 
 
-def _has_adapters(info: Mapping[str, Any]) -> bool:
+def _has_adapters(info: Info) -> bool:
     return bool(info.get("config", {}).get("model", {}).get("lora", {}).get("rank"))
 
 
@@ -313,13 +313,13 @@ def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
     An array in bfloat16 with the same values has the same checksum.
     """
     sums = dict[str, str]()
-    # One array in float32 at a time.
+    # Only one array at a time is in float32.
     for name, array in to_logical(weights, mesh).items():
         sums |= Sums({name: array.astype(jnp.float32)}).checksums()
     return sums
 
 
-def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) -> None:
+def check_base(info: Info, now: Mapping[str, str], origin: Path) -> None:
     """Raises `CheckpointError` unless adapters were trained with this base model.
 
     `now` is its `describe_base`.
@@ -336,8 +336,8 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
 def copy_hf_files(source: Path, run: Path) -> None:
     """Copies config.json and tokenizer files to a run, unless the run has them.
 
-    Copies all or none; raises `HFError`. If the source holds more than a text model, an export
-    needs its folder, which `ORIGIN` names.
+    Copies all files or none; raises `HFError`. If the source has more than a text model, an export
+    needs the source, so `ORIGIN` records it.
     """
     if (run / HF_FILES).exists():
         return

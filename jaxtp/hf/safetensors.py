@@ -2,8 +2,8 @@
 
 See https://huggingface.co/docs/safetensors.
 
-The header is checked against the file size before data is read. Tensors are read in blocks of rows;
-the `safetensors` library reads whole tensors, and has no bfloat16 in NumPy.
+The header is checked against the file size before data is read. Tensors are read in blocks of rows
+into one buffer, and not mapped: a file that is cut off while it is read is an error, not a crash.
 """
 
 import json
@@ -26,6 +26,7 @@ from jaxtp.config.reading import MAX_JSON, open_regular, parse_json, truncate
 from jaxtp.layers.parameter import DType
 
 Block = NDArray[Any]
+Shape = tuple[int, ...]
 
 FORMATS: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Supported dtypes of weights, and their names in the format."""
@@ -80,16 +81,14 @@ class StoredTensor:
     file: Path
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     offset: int
     num_bytes: int
 
     def blocks(
         self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK
     ) -> Iterator[tuple[int, Block]]:
-        """Yields rows `[first, last)` in blocks of about `block_bytes`.
-
-        Each has the index of its first row.
+        """Yields rows `[first, last)` in blocks of about `block_bytes`, after their first index.
 
         All blocks share one buffer: a block is valid until the next one. Raises `HFError` if the
         file is cut off.
@@ -146,10 +145,7 @@ StoredTensors = Mapping[str, StoredTensor]
 
 @dataclass(frozen=True)
 class ScaledTensor(StoredTensor):
-    """A float8 matrix, or one of each expert, times the scales of its blocks.
-
-    It reads as float32.
-    """
+    """A float8 matrix, or one for each expert, times the scales of its blocks; reads as float32."""
 
     stored: StoredTensor
     scale: StoredTensor
@@ -300,7 +296,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return _without_gaps(path, tensors, _LENGTH + length, size)
 
 
-Header = Mapping[str, tuple[str, tuple[int, ...]]]
+Header = Mapping[str, tuple[str, Shape]]
 """The format's dtype name and the shape of each tensor, in the order of their data."""
 
 

@@ -38,10 +38,11 @@ from jaxtp.hf.model_folder import (
     WEIGHTS,
     Attributes,
     HFError,
+    MutableAttributes,
     read_attributes,
     read_files,
 )
-from jaxtp.hf.safetensors import FORMATS, Block, StoredTensor, StoredTensors, write_file
+from jaxtp.hf.safetensors import FORMATS, Block, Shape, StoredTensor, StoredTensors, write_file
 from jaxtp.hf.tensor_map import (
     Columns,
     Parameters,
@@ -185,7 +186,7 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
 
 def _new_attributes(
     config: ModelConfig, family: Family, dtype: DType, options: ModelOptions
-) -> dict[str, object]:
+) -> MutableAttributes:
     """Returns a whole config.json for a model without a folder to copy from."""
     added = options.get("attributes") or {}
     # Without pad_token_id, transformers uses the family's default, which may exceed the model's
@@ -216,9 +217,9 @@ def stream_weights(
 ) -> Iterator[tuple[str, Block]]:
     """Yields the names and tensors that `save_hf` writes, with any adapters merged.
 
-    For an engine that follows a model in training. Every process must iterate to the end, and gets
-    every tensor, as an engine that is split over hosts needs it. The host, and each device, holds
-    one tensor more, or one layer's kernel of all experts.
+    This is for an inference engine that follows a model in training. Every process must iterate to
+    the end, and gets every tensor, because an engine may be split over hosts. The host, and each
+    device, holds one additional tensor, or one layer's kernel of all experts.
 
     Args:
       dtype, family, experts: see `SaveOptions`.
@@ -281,7 +282,7 @@ def write_folder(
         write_files(folder, {**other_files, **tokenizer_files})
 
 
-def _format_and_shape(tensor: Stored, dtype: DType) -> tuple[str, tuple[int, ...]]:
+def _format_and_shape(tensor: Stored, dtype: DType) -> tuple[str, Shape]:
     if isinstance(tensor, StoredTensor):
         return tensor.dtype, tensor.shape
     return FORMATS[_dtype_in_file(tensor[0], dtype)], tensor[0].stored_shape
@@ -358,7 +359,7 @@ def _gather(
 ) -> Block:
     array = variable[...]
     mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
-    # A copy: an array keeps what NumPy read of it.
+    # A copy, because a JAX array keeps the NumPy array that was read from it.
     array = array.copy() if index is None else _layer(array, np.int32(index), factors, dtype)
     if not array.is_fully_addressable:
         array = multihost_utils.process_allgather(array, tiled=True)
@@ -388,10 +389,7 @@ def _total_bytes(tensors: Tensors, dtype: DType) -> int:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder.
-
-    It is renamed to `path` (new or empty) on success and deleted on failure.
-    """
+    """Yields a temporary folder, which becomes `path` (new or empty) unless there is an error."""
     partial_folder = None
     try:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -464,7 +462,7 @@ def _shards(tensors: Tensors, dtype: DType, max_size: int | str) -> dict[str, Te
     }
 
 
-def copied_attributes(source: str | Path | None) -> dict[str, object]:
+def copied_attributes(source: str | Path | None) -> MutableAttributes:
     """Returns a folder's config.json attributes without effect on outputs, e.g. special tokens."""
     if source is None or not os.path.lexists(Path(source) / CONFIG):
         return {}

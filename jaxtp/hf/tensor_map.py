@@ -14,7 +14,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.families.family import HEAD as EACH_HEAD
 from jaxtp.hf.model_folder import HFError, join_names
-from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, StoredTensors
+from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, Shape, StoredTensors
 from jaxtp.hf.wrapper import HEAD as HEAD
 from jaxtp.hf.wrapper import TABLE as TABLE
 from jaxtp.hf.wrapper import full_names as full_names
@@ -53,7 +53,7 @@ class TensorPart:
     """Index in the stack of layers; None for a parameter that is not stacked."""
     transposed: bool
     """The last two dims are swapped in the file."""
-    shape: tuple[int, ...]
+    shape: Shape
     """Shape of the whole tensor in the file, before dims are split or joined as in `stored`."""
     first: int = 0
     """Start of the part along the last dim in jaxtp's order."""
@@ -62,25 +62,25 @@ class TensorPart:
     columns: Columns | None = field(default=None, compare=False)
     """Indices of the part's columns in the tensor's output dim, in jaxtp's order; None:
     consecutive, from `first`."""
-    stored: tuple[int, ...] | None = None
+    stored: Shape | None = None
     """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
     head: int | None = None
-    """Number of the only head in the tensor; None if it holds all heads, or the parameter has
+    """Number of the tensor's only head; None if the tensor holds all heads, or the parameter has
     none."""
     float32: bool | None = False
-    """Float32 in the file, whatever the dtype of the other tensors; None: in some files."""
+    """Whether it is float32 in a file with another dtype; None: in some files."""
     inner: int = 0
     """Start of the part along the second to last dim in jaxtp's order."""
     experts_last: bool = False
     """The dim of experts comes last in the file, not first."""
 
     @property
-    def stored_shape(self) -> tuple[int, ...]:
+    def stored_shape(self) -> Shape:
         """Shape of the whole tensor in the file."""
         return self.shape if self.stored is None else self.stored
 
     @property
-    def ordered_shape(self) -> tuple[int, ...]:
+    def ordered_shape(self) -> Shape:
         """Shape of the whole tensor, with dims in jaxtp's order."""
         shape = (self.shape[-1], *self.shape[:-1]) if self.experts_last else self.shape
         return _swap_last_dims(shape) if self.transposed else shape
@@ -156,7 +156,7 @@ def _parts_of_layer(
     tensor: Tensor,
     path: str,
     index: int | None,
-    logical: tuple[int, ...],
+    logical: Shape,
     place: "Place",
     block: BlockConfig,
 ) -> Iterator[TensorPart]:
@@ -192,7 +192,7 @@ def _parts_of_layer(
         )
 
 
-def _swap_last_dims(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _swap_last_dims(shape: Shape) -> Shape:
     return (*shape[:-2], *shape[:-3:-1])
 
 
@@ -412,6 +412,6 @@ def _wrong_constants(stored: StoredTensors, family: Family) -> Iterator[str]:
             yield f"{name}, which should be the number {value}"
 
 
-def dims(shape: tuple[int, ...]) -> str:
+def dims(shape: Shape) -> str:
     """Formats a shape: `2x3`."""
     return "x".join(map(str, shape)) or "a scalar"

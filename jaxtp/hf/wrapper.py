@@ -60,9 +60,9 @@ def full_names(
 ) -> StoredTensors:
     """Returns the text model's tensors by the names in the family's table.
 
-    A file may lack the family's prefix. A text model that transformers took out of a multimodal
+    A file may lack the family's prefix. A text model that transformers extracted from a multimodal
     folder has the names of that folder. Raises `HFError` if a multimodal file mixes names, or has
-    none of the text model.
+    no text model.
     """
     head = name_of(HEAD, family)
     table = name_of(TABLE, family)

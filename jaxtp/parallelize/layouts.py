@@ -4,7 +4,7 @@ Layouts describe only tp. dp and fsdp always split dim 0, the batch; cp splits d
 inside `ContextParallel` modules.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,19 @@ from jax.sharding import PartitionSpec
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jaxtp.collectives import axis_size, check_divides, constrain, device_view, enter_parallel
-from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, axes_of, parts
+from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, Sizes, axes_of, parts
 from jaxtp.parallelize.styles import Layout, Layouts, Replicate, Shard
 
+Shape = tuple[int, ...]
 LeadingAxes = tuple[tuple[str, ...], ...]
-"""Axes that split the first dims of an activation: no dim, the batch, or the batch and the
+"""Axes that split the first dims of an activation: of no dim, of the batch, or of the batch and the
 sequence."""
 
 
 def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:
     """Returns the spec of a global activation. tp is minor to cp in a dim that both split."""
-    dims: list[tuple[str, ...] | str | None] = [*leading, *(None,) * (ndim - len(leading))]
+    whole_dims = (None,) * (ndim - len(leading))
+    dims: list[tuple[str, ...] | str | None] = [*leading, *whole_dims]
     if not isinstance(layout, Shard):
         return PartitionSpec(*dims)
     if not -ndim <= layout.dim < ndim:
@@ -42,14 +44,13 @@ def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) 
 
 
 def leading_axes(
-    shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool
+    shape: Shape, batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool
 ) -> LeadingAxes:
     """Returns the axes that split the first dims of an activation.
 
-    `context` is True inside `ContextParallel`.
-
-    Dim 0 is a batch if there are `batch_ndim` dims, dim 1 a sequence if there are `sequence_ndim`.
-    One row stays whole.
+    Dim 0 is a batch if there are at least `batch_ndim` dims, and dim 1 a sequence if there are at
+    least `sequence_ndim`. A batch of one row stays whole. `context` is True inside
+    `ContextParallel`.
     """
     cp = axis_size(*CONTEXT)
     only_cp_splits = context and cp > 1 and axis_size(*BATCH) == 1
@@ -73,9 +74,8 @@ def split_dim(layout: Layout, ndim: int) -> int | None:
 def declared_spec(parameter: nnx.Variable[Any], ndim: int) -> PartitionSpec:
     """Returns the spec that a parameter declares for its last `ndim` dims.
 
-    Flax's rules rename logical axes.
-
-    A layer in a stack keeps the spec of the stack, or the stack has the spec of a layer.
+    Flax's rules rename logical axes. In a stack of layers, a layer may have the spec of the stack,
+    or the stack the spec of a layer.
     """
     declared = nnx.get_partition_spec(parameter)
     # A plain array declares nothing.
@@ -97,15 +97,15 @@ def stored_spec(
     parameter: nnx.Variable[Any],
     ndim: int,
     tp_dim: int | None,
-    sizes: Mapping[str, int],
+    sizes: Sizes,
     *,
     fsdp: bool,
 ) -> PartitionSpec:
     """Returns the spec of a stored parameter's last `ndim` dims, without the dims of a stack.
 
     tp splits `tp_dim`. A declared split of another dim stays if its axes divide the dim. With
-    `fsdp`, fsdp and cp split the largest dim that is left and that they divide, if any. Where a
-    spec declares one of them, both split the dim.
+    `fsdp`, fsdp and cp split the largest other dim that they divide, if any. If a spec declares one
+    of these two axes, both split its dim.
     """
     shape = parameter.shape[parameter.ndim - ndim :]
     dims: list[str | tuple[str, ...] | None] = [None] * ndim
@@ -153,10 +153,10 @@ class Copies(NDArrayOperatorsMixin):
     """A replicated activation with a separate copy on each device of a tp group.
 
     Column layers that read one replicated array would each reduce its gradient over tp. Here each
-    reads its device's copy (`copies` is `[tp, *shape]`, split over tp). Autodiff sums their
-    gradients locally, and the transpose of `make_copies` reduces the sum once. It acts as the
-    global array, but `jax.lax` needs `jnp.asarray(copies)`. Its pytree has only the array: after
-    `jax.vmap` or `jax.checkpoint` each column layer reduces its own gradient.
+    layer reads its device's copy (`copies` is `[tp, *shape]`, split over tp). Autodiff sums the
+    layers' gradients locally, and the transpose of `make_copies` reduces the sum once. The object
+    acts like the global array, but `jax.lax` needs `jnp.asarray(copies)`. Its pytree has only the
+    array: after `jax.vmap` or `jax.checkpoint` each column layer reduces its own gradient.
     """
 
     def __init__(self, array: Any, copies: Any, context: bool = False):

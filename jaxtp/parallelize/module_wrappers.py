@@ -14,20 +14,21 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.hints import by_dotted_path, dotted
 
 Model = TypeVar("Model", bound=nnx.Module)
+Method = Callable[..., Any]
 
 METHODS = ("__call__", "attend")  # `attend` of an embedding is a tied head
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
-"""Containers of modules: never called, but the attribute that holds one is part of a module's
-path."""
+"""Containers of modules. They are never called, but the attribute that holds a container is part of
+a module's path."""
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """Returns each module once by its dotted path, outermost first; the model has the empty path.
 
     Raises:
-      UserError: two modules have the same path, or a path seems to be inside of another because a
-        key has a dot.
+      UserError: two modules have the same path, or a module seems to be inside of another module,
+        because a key has a dot.
     """
     outermost_first = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
     modules = by_dotted_path(outermost_first)
@@ -38,16 +39,16 @@ def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
         for outer in sorted(seem_around - around):
             if outer in modules and not isinstance(modules[outer], nnx.List | nnx.Dict):
                 raise UserError(
-                    f"the module at the keys {list(keys)} is not inside of {outer!r}, and its "
+                    f"the module at the keys {list(keys)} is not inside of {outer!r}, although its "
                     "dotted path says so; rename the key that has a dot"
                 )
     return modules
 
 
-def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
+def with_calls(model: Model, wrap: Method) -> Model:
     """Replaces each module's methods, in place.
 
-    The new ones are `wrap(path, name, method, module, *args, **kwargs)`.
+    A new method calls `wrap(path, name, method, module, *args, **kwargs)`.
     """
     for path, module in modules_of(model).items():
         wraps = {}
@@ -59,11 +60,8 @@ def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
     return model
 
 
-def subclass(cls: type, wraps: Mapping[str, Callable[..., Any]], **members: object) -> type:
-    """Returns a subclass in which `wraps` replace methods.
-
-    `wraps[name](method, module, *args, **kwargs)` replaces the method `name`.
-    """
+def subclass(cls: type, wraps: Mapping[str, Method], **members: object) -> type:
+    """Returns a subclass whose method `name` is `wraps[name](method, module, *args, **kwargs)`."""
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods = {name: _wrapped(getattr(cls, name), wrap) for name, wrap in wraps.items()}
     members["_jaxtp_original"] = getattr(cls, "_jaxtp_original", cls)
@@ -93,7 +91,7 @@ def has_method(cls: type, name: str) -> bool:
     return any(name in vars(base) for base in cls.__mro__)
 
 
-def _wrapped(method: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(method: Method, wrap: Method) -> Method:
     @functools.wraps(method)
     def call(self: nnx.Module, /, *args: object, **kwargs: object) -> Any:
         return wrap(method, self, *args, **kwargs)

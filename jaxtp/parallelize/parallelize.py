@@ -8,7 +8,7 @@ plan on any other mesh.
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.python_object import signature_of
-from jaxtp.mesh import MeshError, check_axes, mesh_sizes
+from jaxtp.mesh import MeshError, Sizes, check_axes, mesh_sizes
 from jaxtp.parallelize.module_wrappers import (
     Model,
     ModuleInfo,
@@ -107,7 +107,7 @@ def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Sty
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     if mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
-        # A function that builds a model is traced, and a trace knows only the abstract mesh.
+        # In a trace, such as the trace of a function that builds a model, the mesh is abstract.
         with suppress(ValueError):
             concrete = jax.sharding.get_mesh()
             if not concrete.empty:
@@ -125,7 +125,7 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     return mesh
 
 
-def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> None:
+def _apply_plan(model: nnx.Module, plan: Plan, sizes: Sizes, fsdp: bool) -> None:
     by_dotted_path(nnx.to_flat_state(nnx.state(model)))  # refuses two variables with one path
     modules = find_modules(model)
     module_plans = validate_plan(modules, plan, sizes, fsdp=fsdp)
@@ -142,7 +142,7 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: b
 
 
 def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np.dtype[Any]]]:
-    # Yields modules with the dtype that a `Compute` gives them, a later one last.
+    # Yields modules with the dtypes of `Compute` entries, in the order of the plan.
     for pattern, entry in plan.items():
         if not isinstance(entry, Compute):
             continue
@@ -194,7 +194,8 @@ def _initialise_sharded(
     graph, state = nnx.split(abstract)
     shardings = tuple(jax.tree.leaves(_shardings(state, mesh)))
     arrays = jax.jit(partial(arrays_of, build), out_shardings=shardings)()
-    return cast(Model, nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays)))
+    sharded = jax.tree.unflatten(jax.tree.structure(state), arrays)
+    return cast(Model, nnx.merge(graph, sharded))
 
 
 def abstract_model(model: nnx.Module | Build) -> nnx.Module:

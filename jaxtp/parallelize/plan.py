@@ -64,7 +64,7 @@ def assign_styles(
 ) -> list[tuple[str, Style | None]]:
     """Returns each module's pattern and style; `""` and None if no pattern matches.
 
-    `modules` has all paths of each module; `parameters` are for messages.
+    `modules` has all paths of each module; `parameters` are paths for messages.
 
     Raises:
       PlanError: a pattern matches nothing, two match one module, or a value is not a style.
@@ -135,10 +135,15 @@ def _prefixes(path: str) -> list[str]:
 
 def format_style(style: Style) -> str:
     """Formats a style as Python code."""
-    names = [field.name for field in fields(style)]
-    changed = [field.name for field in fields(style) if getattr(style, field.name) != field.default]
-    arguments = [str(getattr(style, name)) for name in changed]
-    if changed != names[: len(changed)]:
+    names = []
+    changed = {}
+    for field in fields(style):
+        names.append(field.name)
+        value = getattr(style, field.name)
+        if value != field.default:
+            changed[field.name] = str(value)
+    arguments = list(changed.values())
+    if list(changed) != names[: len(changed)]:
         arguments = list(map("{}={}".format, changed, arguments))
     return f"{type(style).__name__}({', '.join(arguments)})"
 
@@ -156,7 +161,8 @@ def patterns_for(values: Mapping[str, object]) -> dict[str, str]:
             if path not in patterns:
                 groups.setdefault(_without_numbers(path, replaced), []).append(path)
         for paths in groups.values():
-            if len(paths) > 1 and all(values[path] == values[paths[0]] for path in paths):
+            first = values[paths[0]]
+            if len(paths) > 1 and all(values[path] == first for path in paths):
                 pattern = _common_pattern(paths)
                 if {path for path in values if matches(pattern, path)} == {*paths}:
                     patterns |= dict.fromkeys(paths, pattern)

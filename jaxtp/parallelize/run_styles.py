@@ -1,6 +1,6 @@
 """Runs parallel modules: each gets a subclass for its style.
 
-The subclass runs the original code if no mesh is in context.
+The subclass runs the original code if there is no mesh in context.
 
 A stock module's method runs on shards: a copy of the module with this device's parameters and sizes
 runs Flax's code. The split letter (`stock.py`) decides the communication: if the result has the
@@ -42,6 +42,7 @@ from jaxtp.mesh import BATCH, CONTEXT, CP, STORAGE, TOKENS, TP, axes_of, current
 from jaxtp.parallelize.layouts import (
     Copies,
     LeadingAxes,
+    Shape,
     activation_spec,
     as_tuple,
     change_layout,
@@ -54,7 +55,13 @@ from jaxtp.parallelize.layouts import (
     split_dim,
     stored_spec,
 )
-from jaxtp.parallelize.module_wrappers import CONTAINERS, original_class, set_class, subclass
+from jaxtp.parallelize.module_wrappers import (
+    CONTAINERS,
+    Method,
+    original_class,
+    set_class,
+    subclass,
+)
 from jaxtp.parallelize.stock import ATTEND, Signature, parameters_of, signature
 from jaxtp.parallelize.styles import (
     Colwise,
@@ -103,7 +110,7 @@ def _class_for(cls: type, role: Role) -> type:
 def _call(
     cls: type,
     role: Role,
-    original: Callable[..., Any],
+    original: Method,
     module: nnx.Module,
     /,
     *args: object,
@@ -186,7 +193,7 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwar
 
     style = resolve_style(role.style, dims)
     plan = _plan_call(module, args[0], dims, role, style, _call_name(cls, role))
-    return _run_on_shards(plan, module, method, args[0])
+    return _run_on_shards(plan, method, args[0])
 
 
 @functools.cache
@@ -199,20 +206,14 @@ def _first_parameter(cls: type) -> inspect.Parameter:
 def _attend(
     cls: type,
     role: Role,
-    original: Callable[..., Any],
+    original: Method,
     module: nnx.Embed,
     /,
-    *args: Any,
-    **kwargs: Any,
+    query: object,
+    **kwargs: object,
 ) -> Any:
     if current_mesh() is None:
-        return original(module, *args, **kwargs)
-    return _attend_on_mesh(cls, role, module, *args, **kwargs)
-
-
-def _attend_on_mesh(
-    cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs: object
-) -> Any:
+        return original(module, query, **kwargs)
     lookup = signature(module)
     if lookup is None or not _runs_on_shards(module, query, ATTEND, role):
         with _gathered_parameters(module, role):
@@ -224,7 +225,7 @@ def _attend_on_mesh(
         style = ResolvedStyle("d", Shard(ATTEND.inputs["d"]), Replicate())
     attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
     plan = _plan_call(module, query, ATTEND, role, style, f"{_call_name(cls, role)}_attend")
-    return _run_on_shards(plan, module, attend, query)
+    return _run_on_shards(plan, attend, query)
 
 
 def _on_global_arrays(
@@ -287,7 +288,7 @@ def _gather(value: object) -> Any:
     return jax.tree.unflatten(tree, gathered)
 
 
-def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> LeadingAxes:
+def _leading_axes(shape: Shape, dims: Signature, role: Role) -> LeadingAxes:
     """Returns the axes that split the first dims of a stock module's input and result."""
     context = role.context and len(shape) > 1 and dims.keeps_positions(len(shape))
     return leading_axes(shape, dims.batch_ndim or len(shape) + 1, 2, context=context)
@@ -296,10 +297,11 @@ def _leading_axes(shape: tuple[int, ...], dims: Signature, role: Role) -> Leadin
 def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> bool:
     if isinstance(role.style, Colwise | Rowwise):
         return True
-    # Rows without a sequence are replicated over cp. The compiler splits products whose specs the
-    # model declares.
+    # Rows without a sequence are replicated over cp. If the model declares specs over other axes,
+    # the compiler splits the product.
     shape = _shape_of(x)
-    divides = bool(_leading_axes(shape, dims, role)) and shape[0] % axis_size(*BATCH) == 0
+    has_batch = bool(_leading_axes(shape, dims, role))
+    divides = has_batch and shape[0] % axis_size(*BATCH) == 0
     for parameter in parameters_of(module, dims).values():
         for entry in declared_spec(parameter, parameter.ndim):
             if not set(axes_of(entry)) <= set(STORAGE):
@@ -307,7 +309,7 @@ def _runs_on_shards(module: nnx.Module, x: Any, dims: Signature, role: Role) -> 
     return divides
 
 
-def _shape_of(x: Any) -> tuple[int, ...]:
+def _shape_of(x: Any) -> Shape:
     return x.shape if isinstance(x, Copies) else jnp.shape(x)
 
 
@@ -357,6 +359,7 @@ class _CallPlan:
     """How a stock module's method runs on shards: specs, and what its body communicates."""
 
     name: str  # name in profiles and errors
+    module: Any
     dims: Signature
     style: ResolvedStyle
     has_copies: bool  # the input is `Copies`, and each device reads its own copy
@@ -411,6 +414,7 @@ def _plan_call(
     output_ndim = len(shape) + dims.more_dims
     return _CallPlan(
         name=name,
+        module=module,
         dims=dims,
         style=style,
         has_copies=has_copies,
@@ -423,17 +427,15 @@ def _plan_call(
     )
 
 
-def _run_on_shards(
-    plan: _CallPlan, module: nnx.Module, method: Callable[..., Array], x: Any
-) -> Array:
+def _run_on_shards(plan: _CallPlan, method: Callable[..., Array], x: Any) -> Array:
     """Returns a stock module's result, a global array.
 
     `method` is called with a module of the original class, and the input.
     """
     array = x.copies if plan.has_copies else jnp.asarray(x)
-    weights = [parameter[...] for parameter in parameters_of(module, plan.dims).values()]
+    weights = [parameter[...] for parameter in parameters_of(plan.module, plan.dims).values()]
     run = device_view(
-        functools.partial(_body, plan, module, method),
+        functools.partial(_body, plan, method),
         plan.name,
         in_specs=(plan.input_spec, *plan.weight_specs),
         out_specs=plan.output_spec,
@@ -445,9 +447,7 @@ def _run_on_shards(
     return constrain(y, plan.final_spec)
 
 
-def _body(
-    plan: _CallPlan, module: nnx.Module, method: Callable[..., Array], x: Array, *shards: Array
-) -> Array:
+def _body(plan: _CallPlan, method: Callable[..., Array], x: Array, *shards: Array) -> Array:
     style = plan.style
     if plan.has_copies:
         x = x[0]
@@ -457,10 +457,10 @@ def _body(
     for name, shard in zip(plan.stored_specs, shards, strict=True):
         weights[name] = shard
         if plan.gathers_in_body:
-            weights[name] = _load(plan, module, name, shard)
-    local = _local_module(plan, module, weights)
-    if plan.sums and isinstance(module, nnx.Embed) and not plan.dims.inputs:
-        y = _masked_lookup(method, local, x, module.num_embeddings)
+            weights[name] = _load(plan, name, shard)
+    local = _local_module(plan, weights)
+    if plan.sums and isinstance(plan.module, nnx.Embed) and not plan.dims.inputs:
+        y = _masked_lookup(method, local, x, plan.module.num_embeddings)
     else:
         y = method(local, x)
     if not plan.sums:
@@ -478,7 +478,8 @@ def _body(
     return y
 
 
-def _load(plan: _CallPlan, module: Any, name: str, shard: Array) -> Array:
+def _load(plan: _CallPlan, name: str, shard: Array) -> Array:
+    module = plan.module
     spec = plan.stored_specs[name]
     # Casts to the compute dtype before the gather, which then sends fewer bytes.
     casts = module.dtype is not None and module.promote_dtype is promote_dtype
@@ -494,10 +495,10 @@ def _load(plan: _CallPlan, module: Any, name: str, shard: Array) -> Array:
     return load_weight(shard, dtypes, layout_of_weight)
 
 
-def _local_module(plan: _CallPlan, module: nnx.Module, weights: Mapping[str, Array]) -> nnx.Module:
+def _local_module(plan: _CallPlan, weights: Mapping[str, Array]) -> nnx.Module:
     """Returns a copy of the module with this device's weights and sizes."""
-    local: Any = nnx.clone(module)
-    set_class(local, original_class(module))
+    local: Any = nnx.clone(plan.module)
+    set_class(local, original_class(plan.module))
     for name, weight in weights.items():
         if plan.is_added_last(name):
             setattr(local, name, nnx.data(None))
@@ -532,7 +533,7 @@ def _broadcastable(plan: _CallPlan, weight: Array, letters: str, y: Array) -> Ar
 
 
 def _masked_lookup(method: Callable[..., Array], local: Any, ids: Array, vocabulary: int) -> Array:
-    """Looks up ids in this device's rows; ids of other rows give zeros.
+    """Looks up ids in this device's rows; the result is zero for ids in other devices' rows.
 
     Invalid ids behave as in Flax.
     """
@@ -541,5 +542,7 @@ def _masked_lookup(method: Callable[..., Array], local: Any, ids: Array, vocabul
     position = ids - axis_index(TP) * rows
     mine = (position >= 0) & (position < rows)
     exists = (ids >= 0) & (ids < vocabulary)
-    embeddings = method(local, jnp.where(mine, position, jnp.where(exists, 0, rows)))
+    # Ids in other devices' rows become 0, and invalid ids stay invalid.
+    other_position = jnp.where(exists, 0, rows)
+    embeddings = method(local, jnp.where(mine, position, other_position))
     return jnp.where((mine | ~exists)[..., None], embeddings, 0)

@@ -50,9 +50,7 @@ class Signature:
 
 
 def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
-    """Returns the signature of a stock module; None for others.
-
-    A subclass with the same `__call__` has it too.
+    """Returns the signature of a stock module, or of a subclass with its `__call__`; else None.
 
     If the module declares specs, a style fits only if it splits the same letter over tp.
     """
@@ -65,7 +63,8 @@ def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
 
 
 def _as_declared(module: nnx.Module, dims: Signature) -> Signature:
-    # A letter fits if the model splits only this letter over tp, and others only over the storage.
+    # A letter fits if the model splits only this letter over tp, and other letters only over the
+    # axes of the storage.
     fitting = {dims.column, dims.row}
     for name, parameter in parameters_of(module, dims).items():
         letters = dims.params[name]

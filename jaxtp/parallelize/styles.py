@@ -33,13 +33,13 @@ Layouts = Layout | None | tuple[Layout | None, ...]
 
 @dataclass(frozen=True)
 class Colwise:
-    """Splits a linear map by output features, an embedding by features.
+    """Splits a linear map by output features, or an embedding by features.
 
     Args:
       input_layouts: `Replicate()`, or `Shard(dim)`, which is gathered (`Shard(1)` is the sequence).
-      output_layouts: None leaves features split without communication (the last dim of
-        `nnx.Linear`; the heads of an `nnx.LinearGeneral` with features `(heads, head_dim)`).
-        `Replicate()` gathers.
+      output_layouts: None leaves the features split, without communication: the last dim of
+        `nnx.Linear`, or the heads of an `nnx.LinearGeneral` with features `(heads, head_dim)`.
+        `Replicate()` gathers them.
     """
 
     input_layouts: Layout = Replicate()
@@ -80,7 +80,7 @@ class PrepareInput:
     """Changes the layout of a module's arguments from `input_*` to `desired_input_*`.
 
     `Replicate()` gathers an argument once, and reduces its gradient once, for all column layers
-    that read it (q, k and v; gate and up). Otherwise each layer does both for itself.
+    that read it (q, k and v; gate and up). Otherwise each layer gathers and reduces by itself.
 
     `input_layouts` has a layout for each positional argument, or for the first.
     """
@@ -143,4 +143,4 @@ class Compute:
 
     dtype: str
     style: Style | None = None
-    """How the module is split."""
+    """The module's style, if any."""

@@ -1,8 +1,8 @@
 """Validates a plan, and decides how each module runs and stores its parameters. Changes nothing.
 
 Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. Inside
-it, modules that mix positions, or have no sequence, run on global arrays with gathered weights,
-replicated over cp.
+such a module, submodules that mix positions or have no sequence run on global arrays, with gathered
+weights, replicated over cp.
 """
 
 import inspect
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxtp.config.hints import nearest_multiples
-from jaxtp.mesh import AXES, CP, TP, axes_of, parts
-from jaxtp.parallelize.layouts import as_tuple, declared_spec, stored_spec
+from jaxtp.config.hints import divisors, nearest_multiples
+from jaxtp.mesh import AXES, CP, TP, Sizes, axes_of, parts
+from jaxtp.parallelize.layouts import Shape, as_tuple, declared_spec, stored_spec
 from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, loads_shards, original_class
 from jaxtp.parallelize.plan import Plan, PlanError, assign_styles, is_inside
 from jaxtp.parallelize.run_styles import Role, resolve_style, role_of
@@ -46,17 +46,14 @@ class ModulePlan:
 
 
 def validate_plan(
-    modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
+    modules: Sequence[ModuleInfo], plan: Plan, sizes: Sizes, *, fsdp: bool
 ) -> list[ModulePlan]:
-    """Returns each module's role and its parameters' specs.
-
-    A PlanError says why the plan does not fit.
-    """
+    """Returns each module's role and its parameters' specs; a PlanError says what does not fit."""
     _check_axes(modules)
     parameters = dict(_all_parameters(modules))
     assigned = assign_styles(plan, [info.paths for info in modules], parameters)
     context: list[str] = []  # paths of `ContextParallel` modules
-    stacks: dict[str, tuple[int, ...]] = {}
+    stacks: dict[str, Shape] = {}
     signatures: list[Signature | None] = []
     for info, (_, style) in zip(modules, assigned, strict=True):
         if isinstance(style, ContextParallel):
@@ -104,19 +101,19 @@ def _all_parameters(modules: Sequence[ModuleInfo]) -> Iterator[tuple[str, nnx.Pa
             yield f"{info.path}.{name}".removeprefix("."), parameter
 
 
-def _stacked_dims(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
+def _stacked_dims(module: nnx.Module, dims: Signature) -> Shape:
     for name, letters in dims.params.items():
         if (parameter := getattr(module, name)) is not None:
             return tuple(parameter.shape[: len(parameter.shape) - len(letters)])
     return ()
 
 
-def _nearest_stacked_dims(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _nearest_stacked_dims(path: str, stacks: dict[str, Shape]) -> Shape:
     # A module without a signature takes the stacked dims of the nearest stock modules, inside or
     # around it.
     if path in stacks:
         return stacks[path]
-    inside: set[tuple[int, ...]] = set()
+    inside: set[Shape] = set()
     while path and not inside:
         inside = {stack for other, stack in stacks.items() if is_inside(other, path)}
         path = path.rpartition(".")[0]
@@ -127,8 +124,8 @@ def _plan_module(
     info: ModuleInfo,
     role: Role,
     dims: Signature | None,
-    stack: tuple[int, ...],
-    sizes: Mapping[str, int],
+    stack: Shape,
+    sizes: Sizes,
 ) -> ModulePlan:
     style = role.style
     is_called = has_method(original_class(info.module), "__call__")
@@ -187,7 +184,7 @@ def _check_axes(modules: Sequence[ModuleInfo]) -> None:
 
 
 def _exact_spec(
-    name: str, parameter: nnx.Param, spec: PartitionSpec, sizes: Mapping[str, int]
+    name: str, parameter: nnx.Param, spec: PartitionSpec, sizes: Sizes
 ) -> PartitionSpec:
     for dim, entry in enumerate(spec):
         num_parts = parts(sizes, axes_of(entry))
@@ -269,8 +266,8 @@ def _check_sizes(
     info: ModuleInfo,
     style: Style,
     dims: Signature | None,
-    stack: tuple[int, ...],
-    sizes: Mapping[str, int],
+    stack: Shape,
+    sizes: Sizes,
 ) -> None:
     if dims is None or (letter := resolve_style(style, dims).letter) is None:
         return
@@ -279,7 +276,7 @@ def _check_sizes(
     size = global_sizes[letter]
     attribute = next(name for name, letters in dims.attributes.items() if letter in letters)
     if size % tp:
-        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
+        fits = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= 2 * tp)
         raise PlanError(
             f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by "
             f"tp={tp}; nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"

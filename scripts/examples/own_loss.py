@@ -1,10 +1,8 @@
-"""jaxtp's decoder with a loss of one's own.
-
-It has label smoothing, and a second head for the token after the next.
+"""jaxtp's decoder with a loss of one's own: label smoothing, and a head for the token after next.
 
     python scripts/examples/own_loss.py --mesh fsdp=2,tp=4
 
-The second head is as in arXiv 2404.19737. The text is the source of these examples, byte by byte.
+The additional head is as in arXiv 2404.19737. The text is the source of these examples, in bytes.
 """
 
 from pathlib import Path

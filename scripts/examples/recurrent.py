@@ -3,9 +3,10 @@
     python scripts/examples/recurrent.py --mesh fsdp=2,tp=4
 
 The units of an LSTM can be split: a unit's four gates, and its memory c, are on one device. The
-output h cannot: each gate of the next step reads all of h, so each step all-gathers it, which pays
-off only for the memory of wide cells. `nnx.GRUCell` and `nnx.OptimizedLSTMCell` stay whole: they
-compute all gates in one layer and slice its output, so a device would get one gate of all units.
+output h cannot be split: each gate of the next step reads all of h, so each step all-gathers it.
+This pays off only in memory, and only for wide cells. `nnx.GRUCell` and `nnx.OptimizedLSTMCell`
+stay whole: they compute all gates in one layer and slice its output, so a device would get one gate
+of all units.
 """
 
 import numpy as np
@@ -46,10 +47,7 @@ def loss(model: Recurrent, batch: dict[str, Array], key: Array) -> tuple[Array, 
 
 
 def batches(step: int, size: int = 64) -> dict[str, np.ndarray]:
-    """Returns samples `[64, 16, 1]`, and labels `[64]`.
-
-    They are sine, square, triangle or sawtooth waves.
-    """
+    """Returns samples `[64, 16, 1]` (sine, square, triangle, sawtooth) and labels `[64]`."""
     random = np.random.default_rng(step)
     labels = random.integers(4, size=size)
     turns = (np.arange(16) / 8 + random.uniform(size=(size, 1))) % 1

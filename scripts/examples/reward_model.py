@@ -1,11 +1,9 @@
-"""A reward model (Bradley-Terry) that scores a text.
-
-It is trained on pairs with one preferred text.
+"""A reward model (Bradley-Terry), which scores a text, trained on pairs with one preferred text.
 
     python scripts/examples/reward_model.py --mesh fsdp=2,tp=4
 
-The score is a linear head on the decoder's hidden state of the last token. Preferred is the source
-of these examples, rejected the same text with a tenth of its bytes replaced.
+The score is a linear head on the decoder's hidden state of the last token. The preferred text is
+the source of these examples; the rejected text is the same with a tenth of its bytes replaced.
 """
 
 import jax

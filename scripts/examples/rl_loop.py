@@ -1,6 +1,4 @@
-"""A policy gradient for jaxtp.
-
-jaxtp's engine samples texts, a function rewards them, and a step on the same mesh learns from it.
+"""A policy gradient: an engine samples texts, a function rewards them, and a step learns from them.
 
     python scripts/examples/rl_loop.py --mesh fsdp=2,tp=2
 

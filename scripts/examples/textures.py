@@ -11,11 +11,9 @@ ROW = np.dtype([("images", np.float32, (SIDE, SIDE, 1)), ("labels", np.int32)])
 
 
 class Textures:
-    """A dataset of dicts with `images [16, 16, 1]` and `labels`.
+    """A dataset of dicts with `images [16, 16, 1]` and `labels`: direction and frequency of a wave.
 
-    Labels are the direction and frequency of a wave.
-
-    It reads a file, and writes it first if there is none.
+    The dataset is in a file, which is written first if it does not exist.
     """
 
     def __init__(self, file: Path = Path("data/textures.npy"), size: int = 4096):

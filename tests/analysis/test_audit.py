@@ -193,7 +193,7 @@ def test_a_gather_in_a_loop_that_data_end_is_reported_until_it_is_allowed():
         "all-gather of float32" in p and "over fsdp" in p and "the compiler added it" in p
         for p in problems
     )
-    unknown = [p for p in problems if "that may turn any number of times" in p]
+    unknown = [p for p in problems if "whose trip count is unknown" in p]
     assert any("over fsdp" in p for p in unknown)
     assert all('uncounted=("settle",) allows it' in p for p in unknown)
     assert "1 a turn" in str(found)

@@ -201,7 +201,7 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
     assert count_flops_in_hlo(text) == 3 * 2 * (4 * 8 * 32) * 16
     part = text.replace("dot(%x, %w)", "dot(%p#1, %w)")  # as jax 0.12 spells a part of a tuple
     assert count_flops_in_hlo(part) == count_flops_in_hlo(text)
-    with pytest.raises(HloError, match="its data decide"):
+    with pytest.raises(HloError, match="they depend on data"):
         count_flops_in_hlo(text.replace("%zero = s32[] constant(0)", "%zero = s32[] parameter(1)"))
 
 

@@ -366,8 +366,10 @@ def test_refused_prompts_and_settings():
 
 
 NO_DECODERS = {
-    "the model is a Linear, which is no jaxtp.Decoder": lambda: nnx.Linear(2, 2, rngs=nnx.Rngs(0)),
-    "the model is the class Decoder, which is no jaxtp.Decoder": lambda: jaxtp.Decoder,
+    "the model is a Linear, which is not a jaxtp.Decoder": lambda: nnx.Linear(
+        2, 2, rngs=nnx.Rngs(0)
+    ),
+    "the model is the class Decoder, which is not a jaxtp.Decoder": lambda: jaxtp.Decoder,
     "sequence_parallel=None": lambda: SmallDecoder(change(CONFIG, sequence_parallel=True)).on(
         (1, 1, 2)
     ),

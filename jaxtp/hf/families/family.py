@@ -40,18 +40,18 @@ class Tensor:
     transposed: bool = False
     """The file has `[out, in]`, jaxtp `[in, out]`; the expert dim comes first in both."""
     layout: Layout | Literal["mxfp4"] | None = None
-    """The layout of experts that has this tensor; None: both have it. An export writes no
+    """The layout of experts that has this tensor; None if both have it. An export never writes
     "mxfp4"."""
     chunks: str | None = None
-    """Field with the number of chunks of each part: with num_heads, a fused kernel has the output
-    dims `[N, parts, H]`, with num_kv_heads the queries of a group, its key and its value in turn,
-    with d_ff parts that alternate."""
+    """Field with the number of chunks of each part. With num_heads, a fused kernel has the output
+    dims `[N, parts, H]`; with num_kv_heads, the queries, key and value of each group in turn; with
+    d_ff, parts that alternate."""
     by_head: bool = False
     """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
     unit_dim: bool = False
     """The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`."""
     float32: bool | None = False
-    """Float32 in the file, whatever the dtype of the other tensors; None: in some files."""
+    """Whether it is float32 in a file with another dtype; None: in some files."""
     unless: str | None = None
     """Field that is 0 in a block with this tensor."""
 
@@ -80,9 +80,9 @@ class Attribute:
     without `default`."""
     times: int = 1
     only_if: tuple[str, object] | None = None
-    """Another attribute, and the value without which this one has no effect."""
+    """Another attribute, and the value that it must have for this attribute to have an effect."""
     power: float = 1.0
-    """Exponent: the fields are the attribute raised to it."""
+    """The fields are the attribute raised to this power."""
     unit: tuple[str, float] | None = None
     """An earlier field and an exponent: their power multiplies the attribute."""
     plus: str | None = None
@@ -213,8 +213,8 @@ class Family:
     """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
     its feature."""
     rope_attributes: Attributes = ()
-    """Attributes in `rope_parameters` (or `rope_scaling`) or beside it; of two with one field, the
-    first in the file counts, and an export writes the first."""
+    """Attributes in `rope_parameters` (or `rope_scaling`) or beside it. Of two attributes with one
+    field, the first in the file counts, and an export writes the first here."""
     by_type: AttributesByType = field(default_factory=dict)
     """Attributes of the layers of one type."""
     always_by_type: Mapping[LayerType, Values] = field(default_factory=dict)
@@ -224,8 +224,8 @@ class Family:
     wrapper: Wrapper | None = None
     """The multimodal model that holds this text model, if any."""
     interleaved_rope: bool = False
-    """The file has rotated pairs of query and key dims next to each other, jaxtp half of the
-    rotated dims apart; rope_interleave may switch it off."""
+    """Whether the two query or key dims of a rotated pair are next to each other in the file; in
+    jaxtp, they are half of the rotated dims apart. rope_interleave may switch it off."""
     rope_in_head: bool = False
     """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of
     a head."""

@@ -11,34 +11,31 @@ from jaxtp.hf.families.family import (
     PARTIAL_ROPE,
     QK_NORMS,
     QKV,
-    ROUTER,
     ROUTER_LOSS,
     SELECTION_BIAS,
-    STACKED_EXPERTS,
     Attribute,
     Family,
     required,
-    separate_experts,
     sizes,
 )
-
-_SPARSE = "model.layers.{layer}.block_sparse_moe."
+from jaxtp.hf.families.mistral import SPARSE_EXPERTS
 
 MINIMAX_M2 = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     tensors=(
         *(OUTER + NORMS + QKV + OUT + QK_NORMS),
-        replace(ROUTER, name=f"{_SPARSE}gate.weight", layout="separate"),
-        replace(ROUTER, layout="stacked"),
-        replace(SELECTION_BIAS, name=f"{_SPARSE}e_score_correction_bias", layout="separate"),
+        replace(
+            SELECTION_BIAS,
+            name="model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
+            layout="separate",
+        ),
         replace(
             SELECTION_BIAS,
             name="model.layers.{layer}.mlp.e_score_correction_bias",
             layout="stacked",
         ),
-        *separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        *STACKED_EXPERTS,
+        *SPARSE_EXPERTS,
     ),
     attributes=(
         *sizes(kv_heads=8),

@@ -38,6 +38,14 @@ from jaxtp.hf.families.family import (
     with_defaults,
 )
 
+SPARSE_EXPERTS = (
+    replace(ROUTER, name="model.layers.{layer}.block_sparse_moe.gate.weight", layout="separate"),
+    replace(ROUTER, layout="stacked"),
+    *separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+    *STACKED_EXPERTS,
+)
+"""Experts of Mixtral: in files, in another module than in memory."""
+
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
@@ -53,14 +61,7 @@ MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     tensors=(
         *(OUTER + NORMS + QKV + OUT),
-        replace(
-            ROUTER,
-            name="model.layers.{layer}.block_sparse_moe.gate.weight",
-            layout="separate",
-        ),
-        replace(ROUTER, layout="stacked"),
-        *separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
-        *STACKED_EXPERTS,
+        *SPARSE_EXPERTS,
     ),
     attributes=(
         *sizes(1e-5, kv_heads=8),

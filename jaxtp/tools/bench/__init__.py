@@ -1,1 +1,1 @@
-"""Measures the devices that are there, and writes a hardware file for estimates."""
+"""Measures the devices of this machine, and writes a hardware file for estimates."""

@@ -41,7 +41,7 @@ from jaxtp.analysis.collective import (
 )
 from jaxtp.analysis.hardware import TABLE, Hardware, find, inside_domain, link_of, of_kind
 from jaxtp.analysis.step_costs import step_costs
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import Record, columns
 from jaxtp.collectives import (
     all_gather,
     all_reduce,
@@ -106,8 +106,8 @@ class CommConfig(TrainConfig):
     """Flags of `jaxtp bench comm`, and a training configuration for mesh and sizes."""
 
     message_bytes: Annotated[tuple[Count, ...], tyro.conf.arg(metavar="16384 1048576 ...")] = ()
-    """Sizes of the messages in bytes; by default 16 KiB to 256 MiB in steps of four, on CPUs to 1
-    MiB."""
+    """Sizes of the messages in bytes; by default 16 KiB to 256 MiB (on CPUs to 1 MiB), each four
+    times the previous one."""
 
     rounds: Count = 10
     """Measurements of each program; the median counts."""
@@ -207,16 +207,16 @@ class Measured:
     def lines(self) -> list[Line]:
         """The fitted line of each axis whose times grow with the bytes."""
         by_axis = itertools.groupby(self.messages, key=lambda message: message.axis)
-        lines = [fit_line(list(messages)) for _, messages in by_axis]
-        return [line for line in lines if line is not None]
+        lines = (fit_line(list(messages)) for _, messages in by_axis)
+        return list(filter(None, lines))
 
     @property
     def matmul_efficiency(self) -> float | None:
         """The products' share of the peak, at the tp nearest to the mesh's; None if unknown."""
         if self.peak is None:
             return None
-        tp = min({product.tp for product in self.products}, key=lambda tp: abs(tp - self.sizes[TP]))
-        products = [product for product in self.products if product.tp == tp]
+        nearest = min(self.products, key=lambda product: abs(product.tp - self.sizes[TP]))
+        products = [product for product in self.products if product.tp == nearest.tp]
         flops = sum(product.flops for product in products)
         return flops / sum(product.seconds for product in products) / self.peak
 
@@ -224,10 +224,10 @@ class Measured:
         """Formats a line per collective and size, and per product and tp."""
         rows = []
         for message in self.messages:
-            over = f"{message.axis} {message.devices}"
+            place = f"{message.axis} {message.devices}"
             size = f"{digits(message.bytes / KIB)} KiB"
             speed = f"{digits(message.bytes_sent / message.seconds / 1e9)} GB/s"
-            rows.append((message.kind, over, size, f"{message.seconds * 1e6:,.1f}", speed))
+            rows.append((message.kind, place, size, f"{message.seconds * 1e6:,.1f}", speed))
         for product in self.products:
             rate = product.flops / product.seconds
             share = "" if self.peak is None else f", {rate / self.peak:.1%} of the peak"
@@ -240,8 +240,8 @@ class Measured:
     def hardware_file(self) -> str:
         """Returns the measured fields as YAML; needs `hardware`."""
         lines = self.lines
-        fitted = [line.axis for line in lines]
-        missing = {message.axis for message in self.messages}.difference(fitted)
+        fitted = {line.axis for line in lines}
+        missing = {message.axis for message in self.messages} - fitted
         if missing:
             raise ConfigError(
                 f"--out: the times along {' and '.join(sorted(missing))} do not increase with the "
@@ -260,7 +260,7 @@ class Measured:
             text += f"{name}: {value:.3e}\n"
         return text
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns every number for JSON."""
         place = {
             "kind": self.kind,
@@ -422,15 +422,16 @@ def measure_messages(
         jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES))
     )
     itemsize = jnp.dtype(dtype).itemsize
-    for axis, size in itertools.product((axis for axis in AXES if mesh.shape[axis] > 1), sizes):
+    axes = [axis for axis in AXES if mesh.shape[axis] > 1]
+    for axis, size in itertools.product(axes, sizes):
         devices = mesh.shape[axis]
         elements = max(1, size // (itemsize * devices)) * devices
         x = make(jax.random.key(0), (mesh.size * elements,), dtype)
+        programs = {}
         with jax.set_mesh(mesh):
-            programs = {
-                kind: partial(jax.jit(repeated(kind, axis, in_a_row)).lower(x).compile(), x)
-                for kind in KINDS
-            }
+            for kind in KINDS:
+                compiled = jax.jit(repeated(kind, axis, in_a_row)).lower(x).compile()
+                programs[kind] = partial(compiled, x)
         for kind, seconds in medians(programs, rounds).items():
             collective = Collective(kind, (axis,), devices, elements * itemsize)
             sent = collective.bytes_sent
@@ -456,15 +457,12 @@ def measure_products(
         del shapes["head"]  # not in a block
         left, right = jax.random.split(jax.random.key(0))
         dtype = model.precision.compute
-        product = jax.jit(jnp.matmul)
-        programs = {
-            name: partial(
-                product,
-                jax.random.normal(left, (m, k), dtype),
-                jax.random.normal(right, (k, n), dtype),
-            )
-            for name, (m, k, n) in shapes.items()
-        }
+        matmul = jax.jit(jnp.matmul)
+        programs = {}
+        for name, (m, k, n) in shapes.items():
+            a = jax.random.normal(left, (m, k), dtype)
+            b = jax.random.normal(right, (k, n), dtype)
+            programs[name] = partial(matmul, a, b)
         seconds = medians(programs, rounds, calls=in_a_row)
         for name, shape in shapes.items():
             yield TimedProduct(tp, name, *shape, seconds[name])
@@ -524,10 +522,10 @@ def measured_fields(
 ) -> dict[str, float]:
     """Returns the measured fields of a hardware file.
 
-    The latency includes a ring's steps, so `hop` is 0. An axis inside a domain of fast links gives
-    `link`, any other `network`; of several, the one with the most devices. A measured `link`
-    includes inefficiency, so `link_efficiency` is 1; an unmeasured network gets the table's value
-    times its efficiency.
+    The latency includes a ring's steps, so `hop` is 0. An axis inside a domain of fast links
+    determines `link`, and any other axis `network`; of several axes, the one with the most devices.
+    A measured `link` includes inefficiency, so `link_efficiency` is 1. A network that is not
+    measured gets the table's value times its efficiency.
     """
     inside = {line.axis: inside_domain(hardware, sizes, (line.axis,)) for line in lines}
     by_size = sorted(lines, key=lambda line: line.devices)

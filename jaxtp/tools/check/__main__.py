@@ -50,8 +50,8 @@ because the compiler chooses collectives between your modules.
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
 NO_SUM = (
-    "the loss is no sum over single rows: it depends on the micro-batches, so "
-    "train.accumulation has to be 1"
+    "the loss is not a sum over single rows: it depends on the micro-batches, so "
+    "train.accumulation must be 1"
 )
 COARSE = "bfloat16", "float16"
 IN_FLOAT32 = {
@@ -74,9 +74,10 @@ class CheckConfig(TrainConfig):
         tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")
     ] = ()
     """Meshes to compare with one device, by default several; an axis that is left out is 1. The
-    default is the configuration's own, scaled down to 16 devices, and others that use each axis
-    separately and together. With cp, each possible attention method is checked; mesh.context
-    selects one. For a model of your own: tp 2, tp 4, fsdp 2, fsdp 2 with tp 2, and dp 2."""
+    default is the configuration's own mesh, scaled down to 16 devices, and meshes that use each
+    axis separately and together. With cp, each possible attention method is checked; mesh.context
+    selects one. The default for a model of your own also has tp 2, tp 4, fsdp 2, fsdp 2 with tp 2,
+    and dp 2."""
 
     json: OptionalFile = None
     """JSON file for all numbers."""

@@ -6,8 +6,8 @@ gradient. A decoder runs block by block. Calls inside another transformation (`n
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxtp.layers.context import Sequences
 from jaxtp.mesh import mesh_of
 from jaxtp.models.decoder import Decoder, split_keys
 from jaxtp.parallelize.layouts import Copies
-from jaxtp.parallelize.module_wrappers import Model, set_class, subclass, with_calls
+from jaxtp.parallelize.module_wrappers import Method, Model, set_class, subclass, with_calls
 from jaxtp.tools.check.parity import Arrays, place, relative_error
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject
@@ -48,9 +48,7 @@ class _Recorder:
     trace: object = None
 
     def wrap(self, module: Model, prefix: str = "") -> Model:
-        def called(
-            path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object
-        ) -> Any:
+        def called(path: str, _: str, method: Method, /, *args: object, **kwargs: object) -> Any:
             if jax.sharding.get_abstract_mesh().manual_axes:
                 return method(*args, **kwargs)  # inside the `device_view` of another module
             name = ".".join(filter(None, (prefix, path))) or "the model"
@@ -176,15 +174,9 @@ def _trace(
 
     with jax.set_mesh(mesh):
         state = place(initial, blueprint.abstract, mesh)
-        shapes = jax.eval_shape(
-            lambda state, batch: loss({}, state, batch, recorder)[1], state, batch
-        )
+        _, shapes = jax.eval_shape(partial(loss, {}, recorder=recorder), state, batch)
         zeros = jax.tree.map(jnp.zeros_like, shapes)
-        backward = jax.jit(
-            jax.grad(
-                lambda zeros, state, batch: loss(zeros, state, batch, _Recorder()), has_aux=True
-            )
-        )
+        backward = jax.jit(jax.grad(partial(loss, recorder=_Recorder()), has_aux=True))
         gradients, outputs = backward(zeros, state, batch)
         # The natural order of tokens depends on the mesh.
         return recorder.in_order(outputs), recorder.in_order(gradients)
@@ -221,10 +213,11 @@ def _plus(leaf: Array | Copies, zero: Array | None) -> Array | Copies:
 
 
 def _error(actual: list[Any], expected: list[Any]) -> float:
-    """Skips replicated kv heads, whose shapes differ."""
-    errors = [
-        relative_error(a, e) for a, e in zip(actual, expected, strict=False) if a.shape == e.shape
-    ]
+    """Returns the largest relative error; replicated kv heads, whose shapes differ, are skipped."""
+    errors = []
+    for array, reference in zip(actual, expected, strict=False):
+        if array.shape == reference.shape:
+            errors.append(relative_error(array, reference))
     # `max` would ignore a NaN that is not the first.
     return float("inf") if np.isnan(errors).any() else max(errors, default=0.0)
 

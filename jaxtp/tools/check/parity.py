@@ -1,8 +1,9 @@
 """Runs three updates on a mesh, and compares losses, gradients and states with one device.
 
-Rounding decides between experts with almost equal scores, and between neighbours in 8 bits, and all
-later numbers differ. So every mesh replays one device's expert choices, and with products in 8 bits
-its state before each update. Its own choices may differ where scores are equal up to rounding.
+Rounding decides between experts with almost equal scores, and between neighbouring numbers in 8
+bits; a different decision changes all later numbers. So every mesh replays one device's expert
+choices, and with products in 8 bits its state before each update. A mesh's own choices may differ
+where scores are equal up to rounding.
 """
 
 import zlib
@@ -36,7 +37,7 @@ from jaxtp.train.validation import share_of
 
 NOISE = 0.1  # standard deviation added to every weight: zero biases and equal scales hide mistakes
 LAST_DIGITS = 2.0**-21  # relative; four units in the last place of float32
-# A program with this option compiles in less than half the time on CPUs.
+# On CPUs, a program compiles in less than half the time with this option.
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 
@@ -106,8 +107,8 @@ class Errors:
     rounding: Mapping[str, float] = field(default_factory=dict)
     """Difference of each array, `LOSS` and `GRAD_NORM` between two runs on one device: in float32,
     or with other last digits of the weights (a user's task, and float8). Cancellation, as in the
-    gradient of a norm's scale, makes it larger than the precision of the dtype; the gradient of a
-    bias of attention's keys is nothing else."""
+    gradient of a norm's scale, makes it larger than the precision of the dtype. The gradient of the
+    keys' bias in attention consists only of rounding errors."""
 
     def allowed(self, name: str, tolerance: Tolerance) -> float:
         """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`.
@@ -116,7 +117,7 @@ class Errors:
         """
         minimum = tolerance.scalar if name in (LOSS, GRAD_NORM) else tolerance.tensor
         rounding = self.rounding.get(name, 0.0)
-        # An array that is zero but for rounding. A mistake makes it many thousand times as large.
+        # The array consists of rounding errors. A mistake makes it thousands of times larger.
         return 100.0 if rounding > 0.25 else max(minimum, 2 * rounding)
 
     def worst(self, tolerance: Tolerance) -> tuple[str, str]:
@@ -168,7 +169,7 @@ def on_one_device(
     """Returns the initial state, and the numbers of two runs on one device.
 
     The second run is for `Errors.rounding`. For a user's task, and in float8, it changes the last
-    digits of the weights. Noise that makes a loss infinite is left out of the initial state.
+    digits of the weights. If noise makes a loss infinite, the initial state has no noise.
 
     Raises:
       ConfigError: the numbers of a user's task are not finite or not repeatable, or its loss is a
@@ -209,12 +210,13 @@ def on_one_device(
 
 
 def _in_other_digits(*states: Arrays) -> Iterator[Arrays]:
-    # Shows how errors of rounding grow.
+    # Shows how rounding errors grow.
     for state in states:
-        yield {
-            name: _with_noise(name, array, 0, LAST_DIGITS) if name.startswith("model.") else array
-            for name, array in state.items()
-        }
+        changed = dict(state)
+        for name, array in state.items():
+            if name.startswith("model."):
+                changed[name] = _with_noise(name, array, 0, LAST_DIGITS)
+        yield changed
 
 
 def run(config: TrainConfig, case: Case, *states: Arrays, **options: Any) -> Numbers:
@@ -364,10 +366,9 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns a padded and sharded state from unpadded arrays."""
-    targets = abstract_logical(abstract, mesh)
-    placed = {
-        name: jax.device_put(arrays[name], target.sharding) for name, target in targets.items()
-    }
+    placed = {}
+    for name, target in abstract_logical(abstract, mesh).items():
+        placed[name] = jax.device_put(arrays[name], target.sharding)
     with jax.set_mesh(mesh):
         return from_logical(placed, abstract, mesh)
 

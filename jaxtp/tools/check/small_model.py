@@ -1,7 +1,7 @@
 """Shrinks a model for virtual CPU devices, split and padded as the large one is on its meshes.
 
-Every size keeps its remainder modulo what the meshes of the check divide it by. A branch of a
-user's own says how its settings shrink (`BranchConfig.shrink`).
+Every size keeps its remainder modulo the numbers that divide it on the meshes of the check. A
+user's own branch defines how its settings shrink (`BranchConfig.shrink`).
 """
 
 import math

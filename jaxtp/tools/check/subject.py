@@ -39,7 +39,7 @@ from jaxtp.train.state import Blueprint, total_bytes
 from jaxtp.train.task import Loss, Task, load_task, with_parts
 from jaxtp.train.user_loss import Example, attribute, example_batch
 
-DOCUMENTS = 4  # mean number in a row of a packed batch
+DOCUMENTS = 4  # mean number of documents in a row of a packed batch
 COPIES = 6
 """Copies of a state in the host's memory: on the devices, before and after the updates, and
 gradients."""
@@ -86,7 +86,7 @@ def open_subject(
 ) -> tuple[TrainConfig, list[Case], Subject]:
     """Loads the parts that a configuration names.
 
-    Returns its small configuration, the cases, and the subject.
+    Returns the small configuration, the cases, and the subject.
 
     Raises:
       ValueError: a user's mistake, as in a run, or a model that is too large.

@@ -69,8 +69,8 @@ jaxtp does.
 jaxtp convert plan models/Llama-3.2-1B
 """
 LIST_HELP = """\
-Prints the models that jaxtp reads and writes, by the model_type in their config.json, and others
-that it refuses, with what they need.
+Lists the models that jaxtp reads and writes, by the model_type in their config.json, and the models
+that it refuses, with the reason.
 
 jaxtp convert list
 """
@@ -82,8 +82,8 @@ _EQUIVALENT = {
     "grouped_gemm": "grouped_gemm",
     "replicated": "replicated replicated_with_grad_allreduce sequence_parallel local mla_kv_a_proj",
 }
-"""Styles of transformers that split as jaxtp's style does; they may differ in gathering the
-output."""
+"""Styles of transformers that split like each of jaxtp's styles; they may gather the output
+differently."""
 
 
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
@@ -149,8 +149,8 @@ class Export:
     base: OptionalFolder = None
     """Base model of a run that trained adapters, if it has moved."""
     like: OptionalFolder = None
-    """Folder that the model came from, if it has moved: the vision tower and other tensors outside
-    of the text model are copied from it."""
+    """Folder that the model came from, if it has moved. The vision tower and other tensors outside
+    of the text model are copied from there."""
     text_only: Switch = False
     """Write the text model of a multimodal model by itself."""
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
@@ -316,9 +316,9 @@ def _check_export(command: Export, source: StoredModel) -> None:
 
 
 def _origin(command: Export, source: StoredModel) -> Path | None:
-    """Returns the folder of a model that is more than a text model.
+    """Returns the folder of a model that is more than a text model, if any.
 
-    Raises `HFError` if it is gone.
+    Raises `HFError` if the folder no longer exists.
     """
     multimodal = command.family in WRAPPERS
     if command.text_only or (command.family is not None and not multimodal):
@@ -334,8 +334,8 @@ def _origin(command: Export, source: StoredModel) -> Path | None:
         )
     if like is None and multimodal:
         raise HFError(
-            f"--family {command.family} has more than a text model; name a folder with the rest by "
-            "--like DIR"
+            f"--family {command.family} has more than a text model; name a folder with its other "
+            "tensors by --like DIR"
         )
     return like
 
@@ -379,22 +379,23 @@ def _list_lines() -> Iterator[str]:
             f"{' or '.join(wrapper.text_types)}"
         )
     yield ""
-    yield from (f"{model_type:<20}refused: {reason}" for model_type, reason in REFUSED.items())
+    for model_type, reason in REFUSED.items():
+        yield f"{model_type:<20}refused: {reason}"
     yield ""
     yield (
-        "Each is tried with tiny random models of transformers 5.23, in float64. Published "
-        "weights were loaded of"
+        "All are compared with tiny random models of transformers 5.23, in float64. Published "
+        "weights were loaded"
     )
     yield (
-        "one model alone, SmolLM2-135M (llama): generate, evaluate and DPO agree with "
+        "for only one model, SmolLM2-135M (llama): generate, evaluate and DPO agree with "
         "transformers and TRL on it."
     )
 
 
 def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:
-    """Yields a table with a line per module.
+    """Yields the lines of a table of modules.
 
-    Raises `HFError` as `read_config`, or for an invalid plan.
+    Raises `HFError` like `read_config`, or for an invalid plan.
     """
     attributes = read_attributes(path)
     source = str(path / CONFIG)

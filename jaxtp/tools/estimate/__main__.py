@@ -15,7 +15,7 @@ import jax
 import tyro
 
 from jaxtp.analysis.hardware import parse, require_matmul
-from jaxtp.analysis.tables import gigabytes
+from jaxtp.analysis.tables import Record, gigabytes
 from jaxtp.config import entry
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
@@ -99,9 +99,9 @@ class EstimateConfig(foreign.OnHardware, TrainConfig):
 
     tier: Literal[1, 2, 3] = 1
     """Depth of the estimate: 1 computes it in seconds; 2 also compiles the best mesh for virtual
-    CPU devices; 3 also for the hardware. 2 compares what the program moves with the estimate. 3
-    needs no such hardware, but pip install 'jaxtp[estimate-gpu]', with cuDNN's attention
-    'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]'."""
+    CPU devices, and compares the program's communication with the estimate; 3 also compiles for the
+    hardware, which need not be present. 3 needs pip install 'jaxtp[estimate-gpu]', with cuDNN's
+    attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]'."""
 
     as_configured: Switch = False
     """Keep remat and accumulation as configured, instead of the fastest."""
@@ -200,7 +200,7 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
 
 def _search(
     options: EstimateConfig, config: TrainConfig, where: Target, model: Model
-) -> tuple[Setting, dict[str, object]]:
+) -> tuple[Setting, Record]:
     # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers
     # for --json.
     meshes: Sequence[Sizes] = parse_meshes(options.meshes, options.hardware, where.devices)
@@ -211,7 +211,7 @@ def _search(
     if not (options.as_configured or options.meshes):
         configured = _configured(config, where, model)
     best = results.settings[0]
-    alternatives = faster(results, model) if best.fits else list(remedies(results, model))
+    alternatives = faster(results) if best.fits else list(remedies(results))
     print(explained(results, configured, alternatives, options.price), flush=True)
     matmul = config.model.precision.matmul
     if matmul != "compute":
@@ -222,12 +222,11 @@ def _search(
             f"{matmul:<8}{gain:.2f} x as fast as --model.precision.matmul compute: modelled, not "
             "measured"
         )
-    numbers = record(config, where, model, results) | {
-        "configured": None if configured is None else setting_record(configured),
-        "alternatives": [
-            {"change": other.change, **setting_record(other.setting)} for other in alternatives
-        ],
-    }
+    numbers = record(results)
+    numbers["configured"] = None if configured is None else setting_record(configured)
+    numbers["alternatives"] = [
+        {"change": other.change, **setting_record(other.setting)} for other in alternatives
+    ]
     title = f"{model.parameters:,} parameters on {options.hardware}"
     write_picture("--plot", options.plot, partial(draw, results, title))
     if options.generate:
@@ -280,7 +279,7 @@ def _check_overwrite(options: EstimateConfig) -> None:
     if options.write is None:
         return
     if options.json is not None and options.json.absolute() == options.write.absolute():
-        raise ConfigError(f"--write and --json are both {options.write}: name two files")
+        raise ConfigError(f"--write and --json are both {options.write}: name different files")
     if options.write.is_file():
         with options.write.open(errors="replace") as file:
             if not is_written(file.read(4096)):
@@ -337,7 +336,7 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
 
 
 def _compile(
-    options: EstimateConfig, best: Setting, numbers: dict[str, object]
+    options: EstimateConfig, best: Setting, numbers: Record
 ) -> tuple[bool, Exception | None]:
     """Adds tiers 2 and 3 to the numbers.
 

@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.stages import Traced
 
 from jaxtp.analysis.audit import audit
-from jaxtp.analysis.collective import Axes, Traffic, bytes_by_axes, sums
+from jaxtp.analysis.collective import Axes, Traffic, bytes_by, bytes_by_axes
 from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
@@ -43,7 +43,7 @@ from jaxtp.analysis.schedule import (
     read_schedule,
 )
 from jaxtp.analysis.step_costs import LOGIT_PASSES, StepCosts
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import Record, columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
 from jaxtp.data.loader import split
@@ -63,7 +63,7 @@ from jaxtp.train.validation import check, chosen_kernels, kernel_problems
 
 # Virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
 MAX_DEVICES = 1024
-QUICK = {"xla_backend_optimization_level": 0}  # the program after partitioning is all that is read
+QUICK = {"xla_backend_optimization_level": 0}  # only the program after partitioning is read
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
 _NO_DEVICES = {
     "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
@@ -135,10 +135,10 @@ class Partitioned:
             f"compiled {setting} for {setting.target.devices} virtual CPU devices in "
             f"{self.seconds:.0f} s"
         )
-        rows = [
-            (kind, "+".join(axes), f"{planned / GB:,.3f}", f"{realised / GB:,.3f}")
-            for kind, axes, planned, realised in self.rows
-        ]
+        rows = []
+        for kind, axes, planned, realised in self.rows:
+            sent = (f"{planned / GB:,.3f}", f"{realised / GB:,.3f}")
+            rows.append((kind, "+".join(axes), *sent))
         yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
         amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
         if self.within:
@@ -150,7 +150,7 @@ class Partitioned:
         for text in (*self.problems, *self.warnings, *self.notes):
             yield f"  {text}"
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns tier 2 for JSON."""
         return {
             "provenance": "compiled",
@@ -165,7 +165,7 @@ class Partitioned:
         }
 
 
-def _records(sent: Bytes) -> list[dict[str, object]]:
+def _records(sent: Bytes) -> list[Record]:
     return [{"kind": kind, "axes": axes, "bytes_sent": size} for (kind, axes), size in sent.items()]
 
 
@@ -213,9 +213,8 @@ def compile_partitioned(setting: Setting) -> Partitioned:
 
 
 def bytes_sent(moved: Traffic) -> Bytes:
-    """Sums the bytes per device by kind and mesh axes."""
-    totals = sums(moved, lambda collective: (collective.kind, collective.axes))
-    return {place: sent for place, (_, sent) in totals.items()}
+    """Returns the bytes that each device sends, by kind and mesh axes."""
+    return bytes_by(moved, "kind", "axes")
 
 
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
@@ -247,10 +246,8 @@ MIB = 2**20
 # CUDA C++ Programming Guide, table of technical specifications per compute capability; NVIDIA's
 # architecture papers for the counts, caches and clocks.
 _GPUS = {
-    "a100-40": GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41),
-    "a100": GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41),
-    "h100": GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98),
-    "h200": GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98),
+    **dict.fromkeys(("a100-40", "a100"), GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41)),
+    **dict.fromkeys(("h100", "h200"), GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98)),
     "b200": GpuSpec(148, 128, 228 * KIB, 132_644_864, 1.965),
     "l40s": GpuSpec(142, 128, 100 * KIB, 96 * MIB, 2.52, threads=1536),
     "rtx4090": GpuSpec(128, 128, 100 * KIB, 72 * MIB, 2.52, threads=1536),
@@ -384,7 +381,7 @@ class Compiled:
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products; None if a kernel does not tell its own
     in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
-    not_in_float8: Mapping[str, int]  # the others that it takes, by layer and dtypes
+    not_in_float8: Mapping[str, int]  # its other products, by layer and dtypes
     # Differences from the program on real devices, and the compiler's warnings
     notes: tuple[str, ...]
 
@@ -437,20 +434,15 @@ class Compiled:
             yield f"  ({note})"
 
     def _collective_table(self) -> str:
-        rows = [
-            (
-                collective.kind,
-                f"{'+'.join(collective.axes)} {collective.group}",
-                f"{collective.count:,}",
-                f"{collective.bytes / GB:,.3f}",
-                f"{collective.overlapped:,}",
-                f"{collective.computing:,}",
-            )
-            for collective in self.collectives
-        ]
+        rows = []
+        for collective in self.collectives:
+            place = f"{'+'.join(collective.axes)} {collective.group}"
+            size = f"{collective.bytes / GB:,.3f}"
+            overlap = (f"{collective.overlapped:,}", f"{collective.computing:,}")
+            rows.append((collective.kind, place, f"{collective.count:,}", size, *overlap))
         return columns(_COLLECTIVE_HEADER, rows)
 
-    def record(self, setting: Setting) -> dict[str, object]:
+    def record(self, setting: Setting) -> Record:
         """Returns tier 3 for JSON."""
         return {
             "provenance": "compiled",
@@ -566,8 +558,9 @@ def compile_for(
     check(config, dict(sizes))
     if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
         raise TargetError(
-            f"mesh {describe_mesh(sizes)} takes {needed} devices, and {hosts} "
-            f"host{'s' if hosts > 1 else ''} of {devices_per_host} have another number"
+            f"mesh {describe_mesh(sizes)} needs {needed} devices, and {hosts} "
+            f"host{'s' if hosts > 1 else ''} of {devices_per_host} have "
+            f"{hosts * devices_per_host}"
         )
     target = topology(hardware, hosts, devices_per_host)
     if "cudnn" not in chosen_kernels(config, sizes, TABLE[hardware].architecture):
@@ -625,19 +618,18 @@ def ask(
         ) from None
     if "error" in answer:
         raise DoesNotFitError(answer["error"])
-    collectives = tuple(
-        Scheduled(**{**record, "axes": tuple(record["axes"])})
-        for record in answer.pop("collectives")
-    )
+    collectives = []
+    for record in answer.pop("collectives"):
+        collectives.append(Scheduled(**record | {"axes": tuple(record["axes"])}))
     notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(process.stderr))))
-    return Compiled(**answer, collectives=collectives, notes=notes)
+    return Compiled(**answer, collectives=tuple(collectives), notes=notes)
 
 
 def _describe_failure(process: subprocess.CompletedProcess[str]) -> str:
     code = process.returncode
     verb = f"crashed ({signal_name(-code)})" if code < 0 else "failed"
     lines = [f"\n  {line}" for line in process.stderr.splitlines() if line.strip(" ^~")]
-    return f"{verb}:{''.join(lines[-_LAST_LINES:])}" if lines else f"{verb} without a word"
+    return f"{verb}:{''.join(lines[-_LAST_LINES:])}" if lines else f"{verb} without a message"
 
 
 def main() -> None:
@@ -684,7 +676,7 @@ def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
 
 
-def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> dict[str, object]:
+def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> Record:
     text = compiled.as_text() or ""
     flops = None
     kernels = dict[str, Part]()

@@ -21,9 +21,9 @@ import tyro
 from jax.sharding import Mesh
 from pydantic import Field
 
-from jaxtp.analysis.collective import Traffic, bytes_by_axes
+from jaxtp.analysis.collective import Traffic, bytes_by_axes, with_joined_axes
 from jaxtp.analysis.hardware import GB, RANGES, TABLE, parse
-from jaxtp.analysis.tables import between, columns
+from jaxtp.analysis.tables import Cells, Record, between, columns
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
@@ -160,14 +160,14 @@ class Estimate(Candidate):
     blueprint: Blueprint
     flops: float  # with recomputation
     traffic: Traffic
-    plan: list[str]  # lines on a proposed plan
+    plan: list[str]  # notes about a proposed plan
 
     @property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis."""
         return mesh_sizes(self.blueprint.mesh)
 
-    def row(self) -> tuple[str, ...]:
+    def row(self) -> Cells:
         """Returns a line of the table."""
         return (
             describe_split(self.sizes),
@@ -180,7 +180,7 @@ class Estimate(Candidate):
         )
 
     def summary(self) -> str:
-        """Returns the memory by kind, and the first line of each note on a proposed plan."""
+        """Returns the memory by kind, and the first line of each note about a proposed plan."""
         kinds = dataclasses.asdict(self.memory).items()
         memory = ", ".join(
             f"{kind.replace('_', ' ')} {size / MB:,.1f}" for kind, size in kinds if size
@@ -188,16 +188,14 @@ class Estimate(Candidate):
         plan = [line.partition("\n")[0] for line in self.plan]
         return "\n".join([f"best    {describe_split(self.sizes)}: {memory} MB", *plan])
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns the estimate for JSON."""
         return {
             **self.sizes,
             "fits": self.fits,
             "bytes_per_device": dataclasses.asdict(self.memory) | {"total": self.memory.total},
             "flops_per_device": self.flops,
-            "bytes_sent": {
-                "+".join(axes): sent for axes, sent in bytes_by_axes(self.traffic).items()
-            },
+            "bytes_sent": with_joined_axes(bytes_by_axes(self.traffic)),
             "seconds": {"serial": self.time.serial, "overlapped": self.time.overlapped},
             "plan": self.plan,
         }
@@ -250,23 +248,23 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
 
 
 def simplest_first(ranked: list[Estimate]) -> list[Estimate]:
-    """Moves the mesh of the smallest tp, then cp, that is as fast as the first to the front."""
+    """Moves the mesh with the smallest tp, then cp, among the fastest meshes to the front."""
     first = ranked[0]
     if not first.fits:
         return ranked
-    as_fast = [
-        estimate
-        for estimate in ranked
-        if ranking_key(estimate)[0] == ranking_key(first)[0] and _is_as_fast(estimate, first)
-    ]
+    as_fast = []
+    for estimate in ranked:
+        fits_alike = ranking_key(estimate)[0] == ranking_key(first)[0]
+        if fits_alike and _is_as_fast(estimate, first):
+            as_fast.append(estimate)
     simplest = min(as_fast, key=lambda estimate: (estimate.sizes[TP], estimate.sizes[CP]))
     return move_to_front(simplest, ranked)
 
 
 def _is_as_fast(estimate: Estimate, first: Estimate) -> bool:
-    # A tp group whose devices all compute the same sends little. In a small step that could make it
-    # the fastest, although overlap may hide what other meshes send. So a mesh that computes less is
-    # as fast unless it is slower whatever overlaps.
+    # A tp group whose devices all compute the same numbers sends little. In a small step this could
+    # make its mesh the fastest, although overlap may hide the communication of other meshes. So a
+    # mesh that computes less counts as equally fast, unless it is slower at any overlap.
     if NEAR * estimate.flops < first.flops and estimate.time.overlapped <= first.time.serial:
         return True
     return estimate.time.expected <= NEAR * first.time.expected

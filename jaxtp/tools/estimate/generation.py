@@ -1,9 +1,9 @@
 """Costs of generating: weights and KV cache per device, and the time of a token with a full cache.
 
 Weights are laid out as in `generate/decode_model.py`: fsdp splits rows, as dp does. A token reads
-all weights and cache once, and waits for each layer's collectives. With E experts, n rows that
-choose k each read the share 1 - (1 - k / E) ** n. Left out: prefill (time and activations),
-sampling, arithmetic.
+all weights and the whole cache once, and waits for each layer's collectives. Of E experts, n rows
+that choose k each read a share of 1 - (1 - k / E) ** n. Prefill (time and activations), sampling
+and arithmetic are left out.
 """
 
 import math
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jaxtp.analysis.hardware import GB
 from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import StepCosts, costs_of
-from jaxtp.analysis.tables import columns, gigabytes
+from jaxtp.analysis.tables import Record, columns, gigabytes
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import decode_sizes
 from jaxtp.mesh import CP, TP, Sizes, batch_parts, describe_mesh
@@ -96,13 +96,10 @@ def generations(
     # Generating multiplies in the compute dtype.
     config = replace(config, precision=replace(config.precision, matmul="compute"))
     generations = [_generation(config, where, model, sizes, rows, length) for sizes in layouts]
-    return sorted(generations, key=_rank)
-
-
-def _rank(generation: Generation) -> tuple[bool, float]:
-    if generation.fits:
-        return False, generation.seconds
-    return True, generation.total
+    return sorted(
+        generations,
+        key=lambda costs: (not costs.fits, costs.seconds if costs.fits else costs.total),
+    )
 
 
 def _generation(
@@ -139,22 +136,18 @@ def _costs(config: ModelConfig, sizes: Sizes, rows: int, length: int) -> StepCos
 
 def table(generations: Sequence[Generation], length: int) -> str:
     """Formats a line per mesh."""
-    lines = [
-        (
-            describe_mesh(generation.sizes),
-            f"{generation.weights / GB:,.2f}",
-            f"{generation.cache / GB:,.2f}",
-            gigabytes(generation.spare) if generation.fits else "does not fit",
-            f"{generation.tokens_per_second:,.0f}",
-        )
-        for generation in generations[:MAX_ROWS]
-    ]
+    lines = []
+    for generation in generations[:MAX_ROWS]:
+        sizes = (f"{generation.weights / GB:,.2f}", f"{generation.cache / GB:,.2f}")
+        spare = gigabytes(generation.spare) if generation.fits else "does not fit"
+        speed = f"{generation.tokens_per_second:,.0f}"
+        lines.append((describe_mesh(generation.sizes), *sizes, spare, speed))
     header = ("mesh", "GB of weights", "GB of cache", "to spare", "tokens/s with a full cache")
     title = f"generating {generations[0].rows} rows of {length:,} tokens"
     return f"{title}\n{columns(header, lines)}\n{LEFT_OUT}"
 
 
-def record(generation: Generation) -> dict[str, object]:
+def record(generation: Generation) -> Record:
     """Returns a mesh for JSON."""
     return {
         **generation.sizes,

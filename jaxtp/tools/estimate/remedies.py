@@ -34,15 +34,15 @@ MAX_DOUBLINGS = 10  # of the devices
 SHORTEST = 512  # Tokens of the shortest sequence to propose
 LORA_RANK = 16
 CHUNK = 128
-"""Tokens of a memory-saving chunk of the loss; with fewer, products wait for the head to be
-read."""
+"""Tokens of a memory-saving chunk of the loss. With fewer, reading the head limits the speed."""
 
 
 class Run(NamedTuple):
-    """A configuration and its target."""
+    """A configuration, its target, and the facts of its model."""
 
     config: TrainConfig
     where: Target
+    model: Model
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ class Alternative:
 
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE} (--memory-fraction {CLUSTER_SHARE})"
 Change = dict[str, object]  # Settings, by their dotted names
+
+
+def flags_of(change: Change) -> str:
+    """Returns the flags that make a change."""
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+
+
 FREE: dict[str, Change] = {
     # This change is first: kernels may need 16 bits.
     "--model.precision.compute bfloat16": {"model.precision.compute": "bfloat16"},
@@ -68,7 +75,7 @@ FREE: dict[str, Change] = {
 }
 """Settings that cost nothing, by their flags."""
 CHEAP: dict[str, Change] = {**FREE, f"--model.loss-chunk {CHUNK}": {"model.loss_chunk": CHUNK}}
-"""The same, and settings that save memory and make nothing faster."""
+"""The settings of `FREE`, and settings that only save memory."""
 
 
 def changed(run: Run, flags: str) -> Run | None:
@@ -78,7 +85,7 @@ def changed(run: Run, flags: str) -> Run | None:
         on_cluster = target(where.hardware, where.devices, CLUSTER_SHARE)
         if on_cluster.room > where.room:
             where = on_cluster
-    other = Run(replace_nested(run.config, CHEAP[flags]), where)
+    other = Run(replace_nested(run.config, CHEAP[flags]), where, run.model)
     if _facts(other) == _facts(run):
         return None
     return other
@@ -93,17 +100,17 @@ def _facts(run: Run) -> tuple[object, ...]:
     return in_float32, kernels, multiplies_all(model, hardware.platform), chunk, run.where.room
 
 
-def faster(results: Search, model: Model) -> list[Alternative]:
+def faster(results: Search) -> list[Alternative]:
     """Returns the free changes that together speed up the best setting or free a GB, or none."""
     best = results.settings[0]
     used = []
-    run = Run(best.config, best.target)
+    run = Run(best.config, best.target, results.model)
     meshes = [setting.sizes for setting in results.settings]
     for flags in FREE:
         other = changed(run, flags)
         if other is None:
             continue
-        setting = search(*other, model, meshes, as_configured=results.as_configured).settings[0]
+        setting = search(*other, meshes, as_configured=results.as_configured).settings[0]
         ratio = best.time.expected / setting.time.expected
         frees = other.where == run.where and setting.spare - best.spare > GB and ratio > 1 / NEAR
         if setting.fits and (ratio > NEAR or frees):
@@ -115,42 +122,43 @@ def faster(results: Search, model: Model) -> list[Alternative]:
     return [Alternative(" ".join(used), best)]
 
 
-def remedies(results: Search, model: Model) -> Iterator[Alternative]:
+def remedies(results: Search) -> Iterator[Alternative]:
     """Yields changes that make the run fit, cheapest first.
 
     Costly changes add the cheap ones if needed.
     """
-    run = Run(results.settings[0].config, results.settings[0].target)
-    changes = {flags: changed(run, flags) for flags in CHEAP}
-    single = ((flags, other, model) for flags, other in changes.items() if other)
+    best = results.settings[0]
+    run = Run(best.config, best.target, results.model)
+    single = []
+    for flags in CHEAP:
+        if changed_run := changed(run, flags):
+            single.append((flags, changed_run))
     cheap = list(_fitting(single))
     together = _stacked(run)
     if not cheap:
-        cheap = _first((flags, other, model) for flags, other in together.items())
+        cheap = _first(together.items())
     yield from cheap
-    yield from _without_accumulation(run, model)
+    yield from _without_accumulation(run)
     yield from _shorter(run)
-    costly = _costly(run, model)
+    costly = _costly(run)
     if together and not (cheap or costly):
         flags, run = list(together.items())[-1]
-        costly = [
-            dataclasses.replace(other, change=f"{flags} {other.change}")
-            for other in _costly(run, model)
-        ]
+        for other in _costly(run):
+            costly.append(dataclasses.replace(other, change=f"{flags} {other.change}"))
     yield from costly
 
 
-def _costly(run: Run, model: Model) -> list[Alternative]:
-    return [*_other_training(run), *_more_devices(run, model)]
+def _costly(run: Run) -> list[Alternative]:
+    return [*_other_training(run), *_more_devices(run)]
 
 
-def _fitting(candidates: Iterable[tuple[str, Run, Model]]) -> Iterator[Alternative]:
-    for change, run, model in candidates:
-        if setting := _fits(run, model):
+def _fitting(candidates: Iterable[tuple[str, Run]]) -> Iterator[Alternative]:
+    for change, run in candidates:
+        if setting := _fits(run):
             yield Alternative(change, setting)
 
 
-def _first(candidates: Iterable[tuple[str, Run, Model]]) -> list[Alternative]:
+def _first(candidates: Iterable[tuple[str, Run]]) -> list[Alternative]:
     return list(itertools.islice(_fitting(candidates), 1))
 
 
@@ -166,83 +174,78 @@ def _stacked(run: Run) -> dict[str, Run]:
     return stacked
 
 
-def _without_accumulation(run: Run, model: Model) -> list[Alternative]:
-    # The largest batch of one sequence on each device: gradients are not summed in a wider dtype,
-    # and a mesh that the run's batch cannot be split over may be the one that fits.
+def _without_accumulation(run: Run) -> list[Alternative]:
+    # The largest batch with one sequence on each device. Gradients are then not summed in a wider
+    # dtype, and a mesh that does not divide the run's batch may fit.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     for size in sorted(set(map(batch_parts, meshes)), reverse=True):
         if size >= run.config.data.global_batch_size:
             continue
-        changes = {"data.global_batch_size": size, "train.accumulation": 1}
-        smaller = Run(replace_nested(run.config, changes), run.where)
-        setting = _fits(smaller, model, [mesh for mesh in meshes if batch_parts(mesh) == size])
+        changes: Change = {"data.global_batch_size": size, "train.accumulation": 1}
+        smaller = Run(replace_nested(run.config, changes), run.where, run.model)
+        setting = _fits(smaller, [mesh for mesh in meshes if batch_parts(mesh) == size])
         if setting:
-            flags = f"--data.global-batch-size {size} --train.accumulation 1"
-            return [Alternative(flags, setting, "a batch without accumulation")]
+            return [Alternative(flags_of(changes), setting, "a batch without accumulation")]
     return []
 
 
 def _shorter(run: Run) -> list[Alternative]:
-    def candidates() -> Iterator[tuple[str, Run, Model]]:
+    def candidates() -> Iterator[tuple[str, Run]]:
         length = run.config.data.sequence_length // 2
         while length >= SHORTEST:
-            config = replace_nested(run.config, {"data.sequence_length": length})
-            flags = f"--data.sequence-length {length}"
-            yield flags, Run(config, run.where), describe_model(config)
+            change: Change = {"data.sequence_length": length}
+            config = replace_nested(run.config, change)
+            yield flags_of(change), Run(config, run.where, describe_model(config))
             length //= 2
 
     return _first(candidates())
 
 
 def _other_training(run: Run) -> Iterator[Alternative]:
-    bits = "--model.precision.param bfloat16"
-    lora = f"--model.lora.rank {LORA_RANK}"
-    base = "--model.lora.base float8"
     in_16_bits: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK}
     float8_base: Change = {"model.lora.base": "float8"}
     if run.config.model.lora.rank:
         options = [
-            (bits, in_16_bits, "frozen weights in 16 bits"),
-            (base, float8_base, "frozen kernels in 8 bits"),
+            (in_16_bits, "frozen weights in 16 bits"),
+            (float8_base, "frozen kernels in 8 bits"),
         ]
     else:
-        moment: Change = {"optimizer.first_moment": "bfloat16"}
-        all_changes = adapters | in_16_bits | float8_base
         options = [
-            ("--optimizer.first-moment bfloat16", moment, "rounded stochastically"),
-            (bits, in_16_bits, "weights lose updates smaller than 1/256 of them"),
-            (lora, adapters, "trains adapters only"),
-            (f"{lora} {bits}", adapters | in_16_bits, "frozen weights in 16 bits"),
-            (f"{lora} {bits} {base}", all_changes, "frozen kernels in 8 bits"),
+            ({"optimizer.first_moment": "bfloat16"}, "rounded stochastically"),
+            (in_16_bits, "weights lose updates smaller than 1/256 of them"),
+            (adapters, "trains adapters only"),
+            (adapters | in_16_bits, "frozen weights in 16 bits"),
+            (adapters | in_16_bits | float8_base, "frozen kernels in 8 bits"),
         ]
-    for flags, change, note in options:
+    for change, note in options:
         config = replace_nested(run.config, change)
         if config == run.config:
             continue
-        if setting := _fits(Run(config, run.where), describe_model(config)):
-            yield Alternative(flags, setting, note)
+        if setting := _fits(Run(config, run.where, describe_model(config))):
+            yield Alternative(flags_of(change), setting, note)
 
 
-def _more_devices(run: Run, model: Model) -> list[Alternative]:
-    def candidates() -> Iterator[tuple[str, Run, Model]]:
+def _more_devices(run: Run) -> list[Alternative]:
+    def candidates() -> Iterator[tuple[str, Run]]:
         where = run.where
         for _ in range(MAX_DOUBLINGS):
             where = dataclasses.replace(where, devices=2 * where.devices)
             if where.devices <= MAX_DEVICES:
-                yield f"{where.devices} x {where.hardware.name}", Run(run.config, where), model
+                larger = Run(run.config, where, run.model)
+                yield f"{where.devices} x {where.hardware.name}", larger
 
     return _first(candidates())
 
 
-def _fits(run: Run, model: Model, meshes: Sequence[Sizes] | None = None) -> Setting | None:
+def _fits(run: Run, meshes: Sequence[Sizes] | None = None) -> Setting | None:
     # A full search is slow, so first try only the settings that use the least memory. Search all
     # settings only if one of those fits with margin.
     if meshes is None:
         meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     configs, _ = runnable(run.config, meshes)
     lean_configs = itertools.chain.from_iterable(map(leanest, configs))
-    if not any(estimate(config, run.where, model).has_margin for config in lean_configs):
+    if not any(estimate(config, run.where, run.model).has_margin for config in lean_configs):
         return None
-    best = search(*run, model, [config.mesh.sizes for config in configs]).settings[0]
+    best = search(*run, [config.mesh.sizes for config in configs]).settings[0]
     return best if best.has_margin else None

@@ -90,12 +90,11 @@ def step_time(
     """
 
     def seconds_of(products: Iterable[Product], itemsize: int) -> float:
-        return sum(
-            product_seconds(
-                hardware, product.flops, product.count * product.bytes, itemsize, product.dtype
-            )
-            for product in products
-        )
+        seconds = []
+        for product in products:
+            size = product.count * product.bytes
+            seconds.append(product_seconds(hardware, product.flops, size, itemsize, product.dtype))
+        return sum(seconds)
 
     speed = hardware.memory_speed
     communication = communication_seconds(hardware, sizes, costs.traffic)

@@ -58,14 +58,14 @@ MEMORY_ERROR = 0.2
 NEAR = 1.05  # times within this factor count as equal
 MIN_PART = 8192  # with cp, minimum tokens of a sequence on each device
 MAX_REASONS = 3  # in the error that no mesh works
-FURTHEST = 64  # how many devices more or fewer that error may propose
+FURTHEST = 64  # devices more or fewer that this error may propose
 MAX_ACCUMULATIONS = 16  # numbers of micro-batches to try on a mesh
 MAX_SETTINGS = 4096  # approximate limit per search; each takes milliseconds
 
 
 @dataclass(frozen=True)
 class Target:
-    """Devices and a step's memory."""
+    """Devices, and their memory for a step."""
 
     hardware: Hardware
     devices: int
@@ -235,10 +235,8 @@ class Setting(Candidate):
     def mfu_range(self) -> tuple[float, float]:
         """Model FLOPs utilization, relative to the dense bfloat16 peak."""
         peak = self.target.devices * self.target.hardware.flops
-        low, high = (
-            tokens * self.flops_per_token / peak for tokens in self.tokens_per_second_range
-        )
-        return low, high
+        slow, fast = self.tokens_per_second_range
+        return slow * self.flops_per_token / peak, fast * self.flops_per_token / peak
 
     @property
     def tokens(self) -> int:
@@ -258,6 +256,7 @@ class Search:
     all: Sequence[Setting]
     refused: Mapping[str, str]  # why the other meshes cannot run the configuration, by mesh
     as_configured: bool  # remat and accumulation are as configured
+    model: Model
 
 
 def search(
@@ -285,7 +284,7 @@ def search(
         best.append(_choose(on_mesh))
         settings += on_mesh
     best.sort(key=rank)
-    return Search(_simplest_first(best), settings, refused, as_configured)
+    return Search(_simplest_first(best), settings, refused, as_configured, model)
 
 
 def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:
@@ -314,14 +313,13 @@ def meshes_to_try(
     each).
     """
     longest = max(1, config.data.sequence_length // MIN_PART)
-    meshes = [
-        sizes
-        for sizes in fitting_meshes(devices)
-        if sizes[CP] <= longest or sizes[CP] == config.mesh.cp
-    ]
-    if config.mesh.tp_across_hosts or domain is None:
-        return meshes
-    return [sizes for sizes in meshes if not spans_hosts(sizes, domain)]
+    meshes = []
+    for sizes in fitting_meshes(devices):
+        has_usual_cp = sizes[CP] <= longest or sizes[CP] == config.mesh.cp
+        is_across_hosts = domain is not None and spans_hosts(sizes, domain)
+        if has_usual_cp and (config.mesh.tp_across_hosts or not is_across_hosts):
+            meshes.append(sizes)
+    return meshes
 
 
 def spans_hosts(sizes: Sizes, domain: int) -> bool:
@@ -362,10 +360,10 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
     def can_run(number: int) -> bool:
-        return any(
-            next(violations_on(config, sizes), None) is None
-            for sizes in meshes_to_try(config, number)
-        )
+        for sizes in meshes_to_try(config, number):
+            if next(violations_on(config, sizes), None) is None:
+                return True
+        return False
 
     problem = (
         f"none of the requested meshes can run this configuration; others of {devices:,} "
@@ -452,9 +450,8 @@ def _choices(config: TrainConfig, max_counts: int) -> Iterator[TrainConfig]:
 
 def is_plain(model: ModelConfig) -> bool:
     """Returns whether the formulas are exact, not upper bounds."""
-    plain = all(
-        not (block.attention_bias or block.attention_out_bias or block.mlp_bias)
-        and block.qk_norm == "none"
-        for block in model.block_kinds()
-    )
-    return plain and not (model.tie_embeddings or model.lora.rank)
+    for block in model.block_kinds():
+        has_bias = block.attention_bias or block.attention_out_bias or block.mlp_bias
+        if has_bias or block.qk_norm != "none":
+            return False
+    return not (model.tie_embeddings or model.lora.rank)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import jax
 
 import jaxtp
-from jaxtp.analysis.collective import Collective
+from jaxtp.analysis.collective import Collective, with_joined_axes
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
-from jaxtp.analysis.tables import between, columns, gigabytes
+from jaxtp.analysis.tables import Cells, Record, between, columns, gigabytes
 from jaxtp.distributed.allocator import advice
 from jaxtp.mesh import TP, mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
@@ -110,7 +110,7 @@ def ranking(results: Search) -> str:
     return "\n".join([*lines, counts])
 
 
-def _row(setting: Setting) -> tuple[str, ...]:
+def _row(setting: Setting) -> Cells:
     low, high = setting.mfu_range
     spare = gigabytes(setting.spare) if setting.fits else "does not fit"
     if setting.fits and not setting.has_margin:
@@ -144,7 +144,7 @@ def explained(
     """Formats the best setting: its fit, memory, time and cost, and changes that improve it.
 
     Args:
-      configured: the mesh of the configuration, if that is another one.
+      configured: the configuration on its own mesh, if it can run there.
       price: of a device hour.
     """
     best = results.settings[0]
@@ -179,14 +179,16 @@ def _range(low: float, high: float) -> str:
 
 
 def _proposed(setting: Setting, best: Setting, price: float | None) -> str:
-    # The cost is for all tokens of the run: with the change, a step may have fewer.
+    # The cost is for all tokens of the run, because a step may have fewer tokens with the change.
     cost = _cost(setting, best.tokens / setting.tokens, price)
     return f"{_beside(setting, best)}; {speed_range(setting)} tokens/s, {cost}"
 
 
 def _cost(setting: Setting, runs: float, price: float | None) -> str:
     """Formats the device hours of `runs` times the steps of a setting, and their price."""
-    low, high = (runs * hours for hours in device_hours(setting))
+    low, high = device_hours(setting)
+    low *= runs
+    high *= runs
     hours = f"{_range(low, high)} {setting.target.hardware.name} hours"
     return hours if price is None else f"{hours}; cost {_range(low * price, high * price)}"
 
@@ -264,12 +266,15 @@ def device_hours(best: Setting) -> tuple[float, float]:
     return best.time.overlapped * steps, best.time.serial * steps
 
 
-def record(config: TrainConfig, where: Target, model: Model, results: Search) -> dict[str, object]:
+def record(results: Search) -> Record:
     """Returns the search for JSON; sizes in bytes, times in seconds."""
     best = results.settings[0]
+    config = best.config
+    where = best.target
+    model = results.model
     moves = EXACT if is_plain(config.model) else AT_MOST
     if not optimizers.is_modelled(config.optimizer):
-        moves = f"{moves}, but for the update by {config.optimizer.name}"
+        moves = f"{moves}, except for the update by {config.optimizer.name}"
     return {
         "jaxtp": jaxtp.__version__,
         "jax": jax.__version__,
@@ -280,10 +285,10 @@ def record(config: TrainConfig, where: Target, model: Model, results: Search) ->
         "parameters": model.parameters,
         "flops_per_token": model.flops_per_token,
         "loss": None if model.loss is None else dataclasses.asdict(model.loss),
-        "tokens": config.data.global_batch_size * config.data.sequence_length,
+        "tokens": best.tokens,
         "steps": config.train.steps,
         "save_host_bytes": save_bytes(
-            best.config, best.sizes, model.arrays, where.hosts["devices_per_host"]
+            config, best.sizes, model.arrays, where.hosts["devices_per_host"]
         ),
         "device_hours": list(device_hours(best)),
         "provenance": {
@@ -301,7 +306,7 @@ def record(config: TrainConfig, where: Target, model: Model, results: Search) ->
     }
 
 
-def setting_record(setting: Setting) -> dict[str, object]:
+def setting_record(setting: Setting) -> Record:
     """Returns a setting for JSON; `tokens_per_second` is at the expected time."""
     time = setting.time
     return {
@@ -322,9 +327,7 @@ def setting_record(setting: Setting) -> dict[str, object]:
             "attention": time.attention,
             "elementwise": time.elementwise,
             "update": time.update,
-            "communication": {
-                "+".join(axes): seconds for axes, seconds in time.communication.items()
-            },
+            "communication": with_joined_axes(time.communication),
             "serial": time.serial,
             "overlapped": time.overlapped,
         },
@@ -334,7 +337,7 @@ def setting_record(setting: Setting) -> dict[str, object]:
     }
 
 
-def _collective_record(collective: Collective, times: float) -> dict[str, object]:
+def _collective_record(collective: Collective, times: float) -> Record:
     return {
         "module": collective.module,
         "kind": collective.kind,
@@ -346,9 +349,9 @@ def _collective_record(collective: Collective, times: float) -> dict[str, object
 
 
 def draw(results: Search, title: str, figure: "Figure") -> None:
-    """Draws bars of memory by kind and seconds by part, for each tp's best setting.
+    """Draws bars of memory by kind and seconds by part, for the best setting of each tp.
 
-    Marks the best of all.
+    The best setting of all is marked.
     """
     by_tp: dict[int, Setting] = {}
     for setting in results.settings:

@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -117,10 +118,7 @@ def _measure_models(config: EvaluateConfig) -> None:
             if names.count(name) > 1:
                 raise ConfigError(f"--model {name} is given twice")
         length = window_length(config, sources)
-        inputs = [
-            open_inputs(config, path, source)
-            for path, source in zip(config.model, sources, strict=True)
-        ]
+        inputs = list(map(partial(open_inputs, config), config.model, sources))
         meshes = [inference_mesh(config.mesh, source.config) for source in sources]
     records: list[Record] = []
     try:
@@ -218,14 +216,14 @@ def _report(table: str, path: Path | None, record: Mapping[str, object]) -> None
 def _record(measured: Measured, by: Sequence[str]) -> Record:
     record: Record = {"all": measured.whole().numbers()}
     if "source" in by:
-        record["by_source"] = [
-            {"source": name, **part.numbers()} for name, part in measured.by_source().items()
-        ]
+        record["by_source"] = []
+        for name, part in measured.by_source().items():
+            record["by_source"].append({"source": name, **part.numbers()})
     if "length" in by:
-        record["by_length"] = [
-            {"tokens_from": length, "tokens_to": 2 * length - 1, **part.numbers()}
-            for length, part in measured.by_length().items()
-        ]
+        record["by_length"] = []
+        for length, part in measured.by_length().items():
+            lengths = {"tokens_from": length, "tokens_to": 2 * length - 1}
+            record["by_length"].append({**lengths, **part.numbers()})
     return record
 
 
@@ -239,11 +237,10 @@ def _table(records: Sequence[Record]) -> str:
         for name, numbers in [*parts, ("all", record["all"])]:
             if len(records) > 1:
                 name = f"{record['model']}: {name}" if parts else record["model"]
-            cells = [
-                "-" if numbers[key] is None else f"{numbers[key]:{style}}"
-                for key, style in _FORMATS.items()
-            ]
-            rows.append([name, f"{record['sequence_length']:,}", *cells])
+            cells = [name, f"{record['sequence_length']:,}"]
+            for key, style in _FORMATS.items():
+                cells.append("-" if numbers[key] is None else f"{numbers[key]:{style}}")
+            rows.append(cells)
     name_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [[name.ljust(name_width), *map(str.rjust, cells, widths)] for name, *cells in rows]
     return "\n".join("  ".join(line).rstrip() for line in lines)

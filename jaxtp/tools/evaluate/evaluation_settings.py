@@ -56,8 +56,8 @@ class EvaluateConfig(SourceConfig):
     """Field of the text in JSONL and Parquet."""
 
     max_document_bytes: Count = 2**26
-    """Refuse larger documents, and lines of JSONL: a document and its tokens take ten times as much
-    memory."""
+    """Refuse larger documents and longer lines of JSONL; a document with its tokens takes ten times
+    as much memory."""
 
     by: _Groupings = ()
     """Also show the numbers by document length in tokens, or by source (dataset or file). Can be
@@ -67,8 +67,8 @@ class EvaluateConfig(SourceConfig):
     """Read at most this many documents of each dataset and file, or examples of each task."""
 
     sequence_length: Count | None = None
-    """Tokens in a window; by default the model's context, at most 2,048, or a run's training
-    length. The latter is for a run that started from random weights. Several models all use the
+    """Tokens in a window. The default is the model's context, but at most 2,048; for a run that
+    started from random weights, it is the run's sequence length. Several models all use the
     shortest of their windows."""
 
     stride: Count | None = None
@@ -145,7 +145,7 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
             )
         return
     if not (config.data or config.text):
-        yield "name what to measure on by --data DIR, --text FILE, or --tasks NAME"
+        yield "give documents by --data DIR or --text FILE, or tasks by --tasks NAME"
     if config.split != "auto" and not config.data:
         yield f"--split {config.split} needs --data DIR"
     if config.field != TEXT_FIELD and not config.text:

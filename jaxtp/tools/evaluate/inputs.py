@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import nearest_file
@@ -18,6 +17,7 @@ from jaxtp.data.prepare.sources import find_sources
 from jaxtp.data.store import Dataset, Split, open_dataset
 from jaxtp.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtp.generate.loading import ModelSource
+from jaxtp.generate.request import Ids
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
 
 
@@ -29,7 +29,7 @@ class InputError(UserError):
 class Document:
     """A tokenized document."""
 
-    tokens: NDArray[np.int32]
+    tokens: Ids
     first: int  # Index of the first counted token: after the prompt, and at least 1
     num_bytes: int  # Bytes of the counted tokens' text as UTF-8
 
@@ -59,7 +59,7 @@ def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[
 
 
 def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: ModelSource) -> Input:
-    if not (folder / MANIFEST).exists() and folder.is_file():
+    if folder.is_file():
         raise InputError(
             f"--data {folder} is a file: read it by --text {folder}, or make a dataset by "
             "jaxtp prepare"
@@ -164,7 +164,7 @@ def _documents_of_texts(
             yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
 
 
-def _check_ids(tokens: NDArray[np.int32], model: ModelSource, place: str) -> None:
+def _check_ids(tokens: Ids, model: ModelSource, place: str) -> None:
     size = model.config.vocab_size
     largest = tokens.max(initial=0)
     if largest >= size:

@@ -27,6 +27,7 @@ from jaxtp.config.entry import Interrupt, NumericsError
 from jaxtp.data.packing import pack
 from jaxtp.data.rows import SEGMENTS, Row, empty_row
 from jaxtp.generate.decode_model import model_mesh
+from jaxtp.generate.request import Ids
 from jaxtp.layers.loss import IGNORE, vocab_parallel_statistics
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -38,8 +39,8 @@ MAX_EXPONENT = 700.0  # `math.exp` overflows above 709
 GROUPS = "groups"
 """Key of a row: the group of each counted label's document, `[T]`; -1 for other labels."""
 POOL_TOKENS = 2**20
-"""Number of tokens whose windows are packed together. Independent of the batch size, so packing is
-reproducible."""
+"""Number of tokens whose windows are packed together. It does not depend on the batch size, so
+packing is reproducible."""
 MIN_ROW = 64  # Shortest length of a row
 
 
@@ -47,7 +48,7 @@ MIN_ROW = 64  # Shortest length of a row
 class Window:
     """Consecutive tokens of a document."""
 
-    tokens: NDArray[np.int32]  # 2 to T + 1 tokens
+    tokens: Ids  # 2 to T + 1 tokens
     counted: int  # number of counted tokens, which are the last ones; never the first token
     group: int  # index of the document's group
 
@@ -155,7 +156,7 @@ class Scorer:
         with jax.set_mesh(self._mesh):
             return self._scores(self._state, self._put_batch(batch), None)[0]
 
-    def next_token_logprobs(self, batch: Row, last_B: NDArray[np.int32]) -> tuple[Scores, Array]:
+    def next_token_logprobs(self, batch: Row, last_B: Ids) -> tuple[Scores, Array]:
         """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`.
 
         The mesh must have cp=1.
@@ -224,7 +225,7 @@ class Group(NamedTuple):
 class Measured:
     """Sums of each group of documents.
 
-    Documents count when they are read, their tokens later, when the devices have scored them.
+    A document counts when it is read; its tokens count later, when the devices have scored them.
     """
 
     def __init__(self) -> None:

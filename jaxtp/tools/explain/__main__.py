@@ -6,7 +6,7 @@ if __name__ == "__main__":
     start("jaxtp explain")
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, cast
 
@@ -27,6 +27,7 @@ from jaxtp.config.schema import ConfigError, OptionalFile, Switch, from_yaml
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
+from jaxtp.parallelize.parallelize import Build
 from jaxtp.tools.explain.explanation import explain
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_own_step, has_settings
 from jaxtp.train import setup
@@ -70,8 +71,8 @@ class Explain(Output, PythonModel):
     configuration of jaxtp train."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
-    """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has a
-    mesh already."""
+    """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has
+    its own mesh, which this flag replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,7 @@ def _with_fixed_sizes(sizes: dict[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _decoder(config: TrainConfig) -> tuple[Callable[[], nnx.Module], Forward]:
+def _decoder(config: TrainConfig) -> tuple[Build, Forward]:
     return (
         lambda: Decoder(config.model, rngs=nnx.Rngs(0)),
         lambda model, *inputs: model(*inputs, context=config.mesh.context),

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
@@ -18,24 +18,24 @@ from jaxtp.analysis.audit import added_by_compiler
 from jaxtp.analysis.census import A_TURN, AT_MOST, count_collectives
 from jaxtp.analysis.collective import (
     ALL_REDUCE,
+    Axes,
     Collective,
     Traffic,
     bytes_by_axes,
     sums,
-    total_sent,
+    with_joined_axes,
 )
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.propose import merge_equal, replicate_input, undivided_parameters
-from jaxtp.analysis.tables import columns
+from jaxtp.analysis.tables import Cells, Record, columns
 from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.config.hints import dotted
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import (
     BATCH,
-    TOKENS,
     TP,
     Sizes,
     abstract_mesh,
@@ -47,8 +47,8 @@ from jaxtp.mesh import (
     parts,
 )
 from jaxtp.parallelize.layouts import as_tuple
-from jaxtp.parallelize.module_wrappers import original_class
-from jaxtp.parallelize.parallelize import original_model, parallelize
+from jaxtp.parallelize.module_wrappers import Method, original_class
+from jaxtp.parallelize.parallelize import Build, original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.run_styles import role_of
 from jaxtp.parallelize.styles import (
@@ -80,7 +80,7 @@ class SplitParameter:
     shape: tuple[int, ...]
     dtype: str
     # Axes that split each dim; trailing whole dims may be missing
-    split: tuple[tuple[str, ...], ...]
+    split: tuple[Axes, ...]
 
     def bytes(self, sizes: Sizes) -> int:
         """Returns the bytes per device."""
@@ -138,18 +138,18 @@ class Explanation:
         """Returns the bytes per device over groups of axes that contain `axis`."""
         return sum(sent for axes, sent in self.sent_by_axes().items() if axis in axes)
 
-    def sent_by_axes(self) -> dict[tuple[str, ...], float]:
+    def sent_by_axes(self) -> dict[Axes, float]:
         """Returns the bytes per device over each group of axes."""
         return bytes_by_axes(Counter(self.traffic) + Counter(self.added))
 
-    def record(self) -> dict[str, object]:
+    def record(self) -> Record:
         """Returns everything as JSON values."""
         return {
             "mesh": self.sizes,
             "parameter_bytes_per_device": self.bytes_per_device,
             "flops_per_device": self.flops,
             "saved_bytes_per_device": self.saved,
-            "bytes_sent": {"+".join(axes): sent for axes, sent in self.sent_by_axes().items()},
+            "bytes_sent": with_joined_axes(self.sent_by_axes()),
             "modules": list(map(self._module_record, self.rows)),
             "collectives": [
                 *_traffic_records(_BY_PROGRAM, self.traffic),
@@ -158,11 +158,11 @@ class Explanation:
             "notes": list(self.notes),
         }
 
-    def _module_record(self, row: ModuleRow) -> dict[str, object]:
-        parameters = [
-            {**asdict(parameter), "bytes_per_device": parameter.bytes(self.sizes)}
-            for parameter in row.parameters
-        ]
+    def _module_record(self, row: ModuleRow) -> Record:
+        parameters = []
+        for parameter in row.parameters:
+            per_device = parameter.bytes(self.sizes)
+            parameters.append({**asdict(parameter), "bytes_per_device": per_device})
         return {
             "module": row.path,
             "class": row.kind,
@@ -174,7 +174,7 @@ class Explanation:
         return "\n\n".join(_sections(self))
 
 
-def _traffic_records(by: str, traffic: Traffic) -> Iterator[dict[str, object]]:
+def _traffic_records(by: str, traffic: Traffic) -> Iterator[Record]:
     for collective, count in traffic.items():
         yield {
             "module": _module_of(collective) or ROOT,
@@ -183,7 +183,7 @@ def _traffic_records(by: str, traffic: Traffic) -> Iterator[dict[str, object]]:
             "axes": list(collective.axes),
             "by": by,
             "count": count,
-            "bytes_sent": total_sent({collective: count}),
+            "bytes_sent": count * collective.bytes_sent,
         }
 
 
@@ -192,7 +192,7 @@ def _pass_of(collective: Collective) -> str:
 
 
 def explain(
-    model: nnx.Module | Callable[[], nnx.Module],
+    model: nnx.Module | Build,
     *inputs: object,
     plan: Plan | None = None,
     mesh: MeshLike = None,
@@ -206,11 +206,12 @@ def explain(
         `parallelize`.
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass
         unchanged. Without inputs there are no collectives.
-      plan: for a model that is not parallel yet.
+      plan: the plan of a model that is not parallel yet.
       mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}`. A parallel model is
         split again.
       call: a function of the model and the inputs; by default `model(*inputs)`.
-      compiled: also list the collectives that the compiler adds, which needs the devices.
+      compiled: also compile the model, to list the collectives that the compiler adds. This needs
+        the devices.
 
     Raises:
       PlanError: the plan does not fit, or the model has one already.
@@ -230,11 +231,10 @@ def explain(
         notes = [*merge_equal(notes), *repeated_work(work.products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
     for counted, meaning in _INEXACT.items():
-        modules = dict.fromkeys(
-            _module_of(collective) or ROOT
-            for collective in (*work.traffic, *added)
-            if collective.counted == counted
-        )
+        modules = dict[str, None]()
+        for collective in (*work.traffic, *added):
+            if collective.counted == counted:
+                modules[_module_of(collective) or ROOT] = None
         if modules:
             notes.append(f"{', '.join(modules)}: {meaning}")
     return Explanation(
@@ -249,7 +249,7 @@ def explain(
 
 
 def _parallelized(
-    model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, mesh: Mesh | AbstractMesh
+    model: nnx.Module | Build, plan: Plan | None, mesh: Mesh | AbstractMesh
 ) -> nnx.Module:
     original, plan_of_model, fsdp = original_model(model)
     if plan_of_model and plan:
@@ -264,9 +264,7 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
     stack.
     """
 
-    def scoped(
-        path: str, _: str, method: Callable[..., Any], /, *args: object, **kwargs: object
-    ) -> Any:
+    def scoped(path: str, _: str, method: Method, /, *args: object, **kwargs: object) -> Any:
         with jax.named_scope(f"{_SCOPE}{path}"):
             return method(*args, **kwargs)
 
@@ -289,7 +287,7 @@ def sum_of_outputs(outputs: object) -> jax.Array:
 
 
 def _compiler_collectives(
-    model: nnx.Module | Callable[[], nnx.Module],
+    model: nnx.Module | Build,
     plan: Plan | None,
     call: ModelCall,
     sizes: dict[str, int],
@@ -351,7 +349,7 @@ def _sections(explanation: Explanation) -> Iterator[str]:
     groups: dict[str, list[ModuleRow]] = {}
     for row in explanation.rows:
         groups.setdefault(patterns[row.path], []).append(row)
-    lines: list[tuple[str, ...]] = []
+    lines: list[Cells] = []
     for pattern, rows in groups.items():
         lines += _module_cells(pattern, rows, sizes)
     yield columns(_MODULE_HEADER, lines)
@@ -361,10 +359,8 @@ def _sections(explanation: Explanation) -> Iterator[str]:
     ]
     if traffic:
         yield columns(_TRAFFIC_HEADER, traffic)
-        totals = ", ".join(
-            f"{sent:,.0f} over {'+'.join(axes)}"
-            for axes, sent in explanation.sent_by_axes().items()
-        )
+        sent_by_axes = with_joined_axes(explanation.sent_by_axes())
+        totals = ", ".join(f"{sent:,.0f} over {axes}" for axes, sent in sent_by_axes.items())
         yield f"each device sends, forward and backward, in bytes: {totals}"
     if explanation.products:
         yield (
@@ -375,7 +371,7 @@ def _sections(explanation: Explanation) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator[tuple[str, ...]]:
+def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator[Cells]:
     row = rows[0]
     times = f" x {len(rows)}" if len(rows) > 1 else ""
     first = (f"{pattern or ROOT}{times}", row.kind, format_style(row.style) if row.style else "")
@@ -393,10 +389,8 @@ def _join_axes(axes: Iterable[str], sizes: Sizes) -> str:
     return "+".join(axis for axis in axes if sizes[axis] > 1)
 
 
-def _traffic_cells(
-    explanation: Explanation, by: str, traffic: Traffic
-) -> Iterator[tuple[str, ...]]:
-    def key(collective: Collective) -> tuple[str, ...]:
+def _traffic_cells(explanation: Explanation, by: str, traffic: Traffic) -> Iterator[Cells]:
+    def key(collective: Collective) -> Cells:
         path = _module_of(collective)
         return (
             explanation.patterns.get(path, path) or ROOT,
@@ -414,14 +408,11 @@ def _avoidable_communication(
     call: ModelCall, styles: Mapping[str, Style], sizes: Sizes
 ) -> list[str]:
     traced = trace_model(call)
-    split = {
-        path
-        for path, style in styles.items()
-        if isinstance(style, Colwise) and style.output_layouts is None
-    }
-    dataflow = find_dataflow(
-        traced, set(traced.modules) - split, tp=sizes[TP], batch_shards=parts(sizes, TOKENS)
-    )
+    excluded = set(traced.modules)
+    for path, style in styles.items():
+        if isinstance(style, Colwise) and style.output_layouts is None:
+            excluded.discard(path)
+    dataflow = find_dataflow(traced, excluded, sizes)
     return [
         *_gathered_outputs(dataflow),
         *_whole_row_inputs(dataflow, styles),
@@ -464,12 +455,10 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> It
             readers.setdefault(call.input.key, {})[call.path] = call
     for calls in readers.values():
         first = next(iter(calls.values()))
-        entered_whole = any(
-            _replicates_argument(styles.get(path), argument)
-            for path, argument in first.input.entered
-        )
-        left_whole = any(_replicates_result(styles.get(path)) for path in first.input.left)
-        if len(calls) > 1 and not (entered_whole or left_whole):
+        is_shared = any(_replicates_result(styles.get(path)) for path in first.input.left)
+        for path, argument in first.input.entered:
+            is_shared |= _replicates_argument(styles.get(path), argument)
+        if len(calls) > 1 and not is_shared:
             sent = (len(calls) - 1) * dataflow.sent(first, 0, ALL_REDUCE)
             remedy = "PrepareInput(Replicate(), Replicate()) for a module around them"
             for path, argument in first.input.entered:

@@ -1,7 +1,7 @@
 """Flags of `jaxtp explain` and `jaxtp estimate` that name a Flax model, and a user's step."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from jaxtp.config.schema import ConfigError, Switch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.own_decoder import builder
+from jaxtp.parallelize.parallelize import Build
 from jaxtp.parallelize.plan import Plan
 from jaxtp.tools.explain.explanation import Explanation, explain
 from jaxtp.train.config import TrainConfig
@@ -61,7 +62,7 @@ class PythonModel:
             )
         return plan
 
-    def builder(self) -> Callable[[], nnx.Module]:
+    def builder(self) -> Build:
         """Returns the function that builds the model; mistakes in it are ConfigErrors."""
         function = load_object(self.model, "MODEL")
         build = builder(function, ModelConfig(build=self.model))

@@ -23,8 +23,8 @@ from jaxtp.distributed.supervisor import Group, supervise
 
 PROGRAM = "jaxtp launch"
 DESCRIPTION = """\
-Starts the processes of one machine, each with its share of the GPUs; ends all of them when one
-dies.
+Starts the processes of one machine, each with its share of the GPUs; when one dies, ends all of
+them.
 
     jaxtp launch --processes 2 -- jaxtp train --config FILE
 
@@ -44,8 +44,8 @@ class Launch:
     """Number of processes."""
 
     devices: Number | None = None
-    """Virtual CPU devices of each process; by default the processes divide the GPUs of the machine,
-    or without GPUs the virtual devices of the mesh."""
+    """Virtual CPU devices of each process. By default the processes divide the GPUs of the machine,
+    or, if it has none, the virtual devices of the mesh."""
 
     restarts: Annotated[
         int, pydantic.Field(ge=0, le=MAX_PROCESSES), allowed(f"0 to {MAX_PROCESSES}")
@@ -54,7 +54,7 @@ class Launch:
     numbers (3)."""
 
     logs: Annotated[UserPath, tyro.conf.arg(metavar="DIR")] = Path("logs")
-    """Folder of the logs process-0.log, ..., to which a later start appends."""
+    """Folder of the logs process-0.log, ...; a later start appends to them."""
 
     command: Annotated[
         tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")

@@ -7,7 +7,6 @@ if __name__ == "__main__":
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -42,7 +41,6 @@ from jaxtp.generate.loading import (
     inference_mesh,
     load_model,
     open_source,
-    open_stored,
     print_status,
     request_devices,
 )
@@ -178,7 +176,7 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
     with raise_everywhere():
         dataset = open_dataset(config.dataset)
         source = _open_model(config, path)
-        _check(config, dataset, source)
+        _check(config, dataset, source, length)
         mesh = inference_mesh(config.mesh, source.config)
         _check_length(source, mesh, length)
         settings = RowSettings(
@@ -199,6 +197,11 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
 def _record(
     config: ScoreConfig, source: ModelSource, dataset: Dataset, rows: Mapping[str, Rows]
 ) -> Record:
+    scored = {}
+    for name, split_rows in rows.items():
+        split = dataset.splits[name]
+        shards = len(split.shard_sizes)
+        scored[name] = Scored(split.identity, split_rows.identity, ({},) * shards)
     return Record(
         format=1,
         model=source.name,
@@ -212,23 +215,18 @@ def _record(
         sequence_length=config.data.sequence_length or 0,
         packing=config.data.packing,
         long_documents=config.data.long_documents,
-        splits={
-            name: Scored(split.identity, rows[name].identity, ({},) * len(split.shard_sizes))
-            for name, split in dataset.splits.items()
-            if name in rows
-        },
+        splits=scored,
     )
 
 
 def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
-    # The weights are as stored, so that their identity does not depend on --dtype.
+    # The weights keep their stored dtype, so that their checksum does not depend on --dtype.
     source = open_source(path, config)
-    stored = open_stored(path, config)
-    model = replace(source.config, precision=replace(source.config.precision, param=stored.dtype))
-    return replace(source, config=model, load=partial(stored.load, model))
+    precision = replace(source.config.precision, param=source.stored.dtype)
+    return replace(source, config=replace(source.config, precision=precision))
 
 
-def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource) -> None:
+def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource, length: int) -> None:
     if dataset.tokenizer.name != source.tokenizer.info.name:
         raise ScoresError(
             f"{dataset.folder} was made with tokenizer {dataset.tokenizer.name[:12]}, and "
@@ -239,7 +237,6 @@ def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource) -> None:
         raise ConfigError(
             f"--top-k {config.top_k}: {source.name} has only {source.config.vocab_size} tokens"
         )
-    length = config.data.sequence_length or 0
     if source.context is not None and length > source.context:
         print_status(
             f"warning: sequences of {length:,} tokens, but the model was made for "

@@ -68,7 +68,7 @@ Scores = Mapping[str, NDArray[np.generic]]  # Scores of a batch `[B, T, ...]`, b
 
 @dataclass(frozen=True)
 class Job:
-    """A command: folder, what to score, and its arguments."""
+    """The folder for the scores, the rows to score, and the command's arguments."""
 
     out: Path
     record: Record
@@ -208,10 +208,9 @@ def finished_rows(job: Job) -> dict[str, int] | None:
     finished: dict[str, int] | None = None
     if (out / SCORES).exists():
         record = open_scores(out).record
-        splits = {
-            name: replace(split, shards=({},) * len(split.shards))  # without the checksums
-            for name, split in record.splits.items()
-        }
+        splits = {}
+        for name, split in record.splits.items():
+            splits[name] = replace(split, shards=({},) * len(split.shards))  # without checksums
         record = replace(record, splits=splits)
     elif (journal := read_journal(out)) is not None:
         record = journal.record

@@ -229,7 +229,7 @@ def test_a_loss_of_pairs_of_rows_passes_without_accumulation(capsys):
     assert check(loss="contrastive_loss", meshes=("fsdp=2",)) == 0
     out = capsys.readouterr().out
     assert "--    one device, accumulation 2" in out
-    assert "the loss is no sum over single rows" in out
+    assert "the loss is not a sum over single rows" in out
     words = [*command(loss="contrastive_loss", meshes=("fsdp=2",)), "--train.accumulation=2"]
     assert_refused(main, words, "Micro-batches change it", capsys)
 

@@ -213,6 +213,6 @@ def test_the_list_of_families_says_which_published_weights_were_loaded(capsys):
     """The evidence in README rests on them."""
     convert("list")
     listed = " ".join(capsys.readouterr().out.split())
-    assert "Published weights were loaded of one model alone, SmolLM2-135M (llama)" in listed
+    assert "Published weights were loaded for only one model, SmolLM2-135M (llama)" in listed
     readme = Path(__file__).parents[3] / "README.md"
     assert "published weights of SmolLM2-135M alone" in readme.read_text()

@@ -360,7 +360,7 @@ def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
     words = ["--hardware=h100x1", "--mesh=tp=1", "--as-configured", f"--write={file}"]
     for _ in range(2):
         assert main([*TINY, *words]) == 0
-    assert_refused(main, [*TINY, *words, f"--json={file}"], "name two files", capsys)
+    assert_refused(main, [*TINY, *words, f"--json={file}"], "name different files", capsys)
     own = "model:\n  num_layers: 3\n"
     file.write_text(own)
     message = "it exists, and no earlier --write made it"
@@ -390,8 +390,8 @@ H100S = "--hardware h100x8"
 IN_CUDNN = "x8 --model.attention cudnn"
 REFUSED = {
     "--hardware h1000x8": "hardware 'h1000' is not known; did you mean h100",
-    "--hardware h100": "how many devices? Such as h100x8",
-    "--hardware h100x-3": "--hardware h100x-3: '-3' is no number of devices",
+    "--hardware h100": "how many devices? For example h100x8",
+    "--hardware h100x-3": "--hardware h100x-3: '-3' is not a number of devices",
     "--hardware h100x8 --mesh tp=4": "is 4 devices, and --hardware h100x8 is 8",
     "--hardware h100x9999999967": "--hardware h100x9999999967: from 1 to 1,048,576 devices",
     f"--hardware h100x1{'0' * 5000}": "--hardware h100x10000000000000000000...: from 1 to",

@@ -181,7 +181,7 @@ def test_a_default_length_is_shown_as_one():
 def test_the_best_setting_is_explained():
     result = of_eight()
     best, *_, other = result.settings
-    alternatives = faster(result, facts())
+    alternatives = faster(result)
     told = words(result, other, alternatives)
     assert told["best"].startswith(
         f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows}: "
@@ -219,7 +219,7 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
     """With less to hold, another mesh or remat may be the best."""
     room = least(of_eight()) * 1.7
     result = found(room=room, hardware=with_room(room))
-    told = words(result, None, faster(result, facts()))["try"]
+    told = words(result, None, faster(result))["try"]
     assert told.startswith("--model.attention auto: ")
     best = found(FUSED, room=room).settings[0]
     slow = result.settings[0]
@@ -236,14 +236,14 @@ def test_a_kernel_that_runs_already_is_not_proposed():
         "fused": False,
         "auto": False,
     }.items():
-        run = Run(replace_nested(CONFIG, {"model.attention": attention}), WHERE)
+        run = Run(replace_nested(CONFIG, {"model.attention": attention}), WHERE, facts())
         assert (changed(run, "--model.attention auto") is not None) == is_other
 
 
 @pytest.mark.wide
 def test_changes_are_searched_together():
     result = found(IN_FLOAT32)
-    (together,) = faster(result, facts())
+    (together,) = faster(result)
     assert together.change == "--model.precision.compute bfloat16 --model.attention auto"
     first = of_eight().settings[0].time.expected
     assert NEAR * together.setting.time.expected < first < result.settings[0].time.expected
@@ -253,7 +253,7 @@ def test_changes_are_searched_together():
 def test_more_memory_for_jax_is_told_where_it_helps():
     where = target(replace(H100, memory=4.2e9, reserved=0.0), 8, 0.5)
     result = search(CONFIG, where, facts(), meshes_to_try(CONFIG, 8))
-    (more,) = (other for other in faster(result, facts()) if "MEM_FRACTION" in other.change)
+    (more,) = (other for other in faster(result) if "MEM_FRACTION" in other.change)
     assert more.setting.target.room == 0.9 * 4.2e9
     assert more.setting.time.expected * NEAR < result.settings[0].time.expected
 
@@ -270,7 +270,7 @@ def test_changes_that_only_together_make_it_fit():
     room = (room_for(FUSED) + min(map(room_for, singly))) / 2
     tight = found(IN_FLOAT32, room=room, hardware=with_room(room))
     assert not tight.settings[0].fits
-    changes = proposed(remedies(tight, facts()))
+    changes = proposed(remedies(tight))
     assert "--model.precision.compute bfloat16 --model.attention auto" in changes
     assert "--model.precision.compute bfloat16" not in changes
     for change in changes:
@@ -294,9 +294,7 @@ def test_where_no_single_change_would_do_all_go_together():
     small = with_room(1.01 * room_for(lora, devices=256))
     anywhere = replace_nested(IN_FLOAT32, {"mesh.tp_across_hosts": True})
     tight = search(anywhere, target(small, 256, 0.75), facts(), meshes_to_try(anywhere, 256))
-    remedy = next(
-        other for other in remedies(tight, facts()) if "--model.lora.rank 16" in other.change
-    )
+    remedy = next(other for other in remedies(tight) if "--model.lora.rank 16" in other.change)
     assert remedy.change.startswith(
         "--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON"
     )
@@ -320,8 +318,8 @@ def test_products_with_all_experts_are_warned_of_and_cost_as_much():
     warned = heading(dense.settings[0].config, WHERE, mixture)
     assert "WARNING: it multiplies every row by every expert, 6 times" in warned
     assert dense.settings[0].time.products > 2 * own.settings[0].time.products
-    assert "--model.grouped auto" in words(dense, None, faster(dense, mixture))["try"]
-    assert "grouped" not in str(list(proposed(faster(own, mixture))))
+    assert "--model.grouped auto" in words(dense, None, faster(dense))["try"]
+    assert "grouped" not in str(list(proposed(faster(own))))
 
 
 LACKING = {
@@ -357,7 +355,7 @@ def test_changes_that_would_make_it_fit_are_proposed():
     room = least(of_eight()) * 0.8
     tight = found(room=room)
     assert not tight.settings[0].fits
-    alternatives = list(remedies(tight, facts()))
+    alternatives = list(remedies(tight))
     told = words(tight, None, alternatives)
     assert told["best"].startswith("nothing fits; the least is ")
     more = next(line for line in told["try"].splitlines() if " x h100: " in line)
@@ -384,7 +382,7 @@ def test_where_nothing_fits_a_batch_without_accumulation_is_proposed():
     tight = found(narrow, [OVER_FSDP], room, hardware=with_room(room))
     assert not tight.settings[0].fits
     note = "a batch without accumulation"
-    once = next(other for other in remedies(tight, facts(narrow)) if other.note == note)
+    once = next(other for other in remedies(tight) if other.note == note)
     assert re.fullmatch(r"--data.global-batch-size \d --train.accumulation 1", once.change)
     assert once.setting.config.train.accumulation == once.setting.rows == 1
     assert once.setting.has_margin

@@ -274,7 +274,7 @@ FILES = {
 }
 GIVEN = "--model {model} --text {lines}"
 REFUSED = {
-    "": "--model DIR; name what to measure on by --data DIR, --text FILE, or --tasks NAME",
+    "": "--model DIR; give documents by --data DIR or --text FILE, or tasks by --tasks NAME",
     f"{GIVEN} --stride 65 --sequence-length 64": "tokens between windows would be skipped",
     f"{GIVEN} --split train": "--split train needs --data DIR",
     f"{GIVEN} --num-fewshot 2": "--num-fewshot needs --tasks NAME",

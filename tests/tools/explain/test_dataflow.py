@@ -11,6 +11,7 @@ from tools.explain.nets import net, over_sum, seeded
 from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.dataflow import find_dataflow
 from jaxtp.analysis.traced_model import ModelCall, trace_model
+from jaxtp.mesh import mesh_shape
 
 X = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)
 
@@ -26,7 +27,7 @@ def pair(between):
 def look(make, excluded=(), batch_shards=1):
     """Returns what is found in a model that `make(rngs=...)` makes."""
     call = ModelCall.of(seeded(make), (X,), None)
-    return find_dataflow(trace_model(call), excluded, tp=4, batch_shards=batch_shards)
+    return find_dataflow(trace_model(call), excluded, mesh_shape(fsdp=batch_shards, tp=4))
 
 
 def feeds(dataflow):
@@ -150,7 +151,7 @@ def test_an_abstract_model_is_traced_and_numbers_are_passed_as_they_are():
 
     abstract = nnx.eval_shape(seeded(net(run, **UP_AND_DOWN)))
     call = ModelCall.of(abstract, (X, 3), None)
-    assert len(find_dataflow(trace_model(call), (), tp=4, batch_shards=1).calls) == 6
+    assert len(find_dataflow(trace_model(call), (), mesh_shape(tp=4)).calls) == 6
 
 
 def test_a_layer_that_no_result_needs_is_not_there():

@@ -233,7 +233,7 @@ def test_a_second_plan_and_a_missing_mesh_are_refused():
 
 
 NO_MESHES = {
-    "model: no axis": {"model": 2},
+    "model: not a mesh axis": {"model": 2},
     "-1 means all other devices": {"fsdp": -1},
     r"fsdp=2\.0: the size of a mesh axis is a whole": {"fsdp": 2.0},
     "tp='4': the size of a mesh axis is a whole": {"tp": "4"},
