@@ -218,8 +218,7 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    names = [setting.name for setting in leaf_settings(schema)]
-    problems = list(_unknown_keys(schema, values, "", names))
+    problems = list(_unknown_keys(schema, values, "", _leaf_names(schema)))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
@@ -232,17 +231,36 @@ def validate(
     raise ConfigError("\n  ".join([f"{source}:", *problems]))
 
 
-def check_fields(config: object) -> None:
-    """Raises ConfigError if a dataclass made in Python has a value that its types do not allow."""
-    hints = get_type_hints(type(config), include_extras=True)
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        value = getattr(config, field.name)
-        try:
-            pydantic.TypeAdapter(hints[field.name]).validate_python(value, strict=True)
-        except pydantic.ValidationError as error:
-            raise ConfigError(
-                f"{type(config).__name__}: {field.name}={value!r}: {_complaint(error.errors()[0])}"
-            ) from None
+class Settings:
+    """Base class of a dataclass of settings: its constructor checks and converts their values.
+
+    It takes and refuses what a file can have, so a list becomes a tuple. Defaults are not checked.
+    """
+
+    def __post_init__(self) -> None:
+        kind = type(self)
+        values = {}
+        for name, default in _defaults(kind).items():
+            if getattr(self, name) is not default:
+                values[name] = getattr(self, name)
+        if values:
+            checked = validate(_without_constructor(kind), values, source=kind.__name__)
+            for name in values:
+                object.__setattr__(self, name, getattr(checked, name))
+
+
+@cache
+def _defaults(kind: type) -> Mapping[str, object]:
+    settings = settings_of(kind).values()
+    return {setting.path[0]: setting.default for setting in settings if len(setting.path) == 1}
+
+
+@cache
+def _without_constructor(kind: Any) -> type:
+    """Returns a dataclass with the same fields, whose constructor checks nothing."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [(field.name, hints[field.name], None) for field in dataclasses.fields(kind)]
+    return dataclasses.make_dataclass(kind.__name__, fields)
 
 
 def replace_nested(config: T, values: Mapping[str, object]) -> T:
@@ -364,10 +382,7 @@ def _complaint(item: ErrorDetails) -> str:
 def _unknown_keys(
     schema: object, values: Mapping[str, object], prefix: str, names: Sequence[str]
 ) -> Iterator[str]:
-    kinds: dict[str, object] = {}
-    for setting in settings_of(schema).values():
-        if len(setting.keys) == 1:
-            kinds |= dict.fromkeys((*setting.keys, *setting.path), setting.kind)
+    kinds = _kinds_by_key(schema)
     for key, value in values.items():
         kind = kinds.get(key)
         if key not in kinds:
@@ -386,6 +401,20 @@ def _unknown_keys(
             for name, item in value.items():
                 if dataclasses.is_dataclass(section) and isinstance(item, Mapping):
                     yield from _unknown_keys(section, item, f"{prefix}{key}.{truncate(name)}.", ())
+
+
+@cache
+def _kinds_by_key(schema: object) -> Mapping[str, object]:
+    kinds: dict[str, object] = {}
+    for setting in settings_of(schema).values():
+        if len(setting.keys) == 1:
+            kinds |= dict.fromkeys((*setting.keys, *setting.path), setting.kind)
+    return kinds
+
+
+@cache
+def _leaf_names(schema: object) -> list[str]:
+    return [setting.name for setting in leaf_settings(schema)]
 
 
 def _is_number(kind: object) -> bool:

@@ -35,6 +35,7 @@ from jaxtp.config.schema import (
     Keys,
     Positive,
     Reference,
+    Settings,
     UserPath,
     allowed,
     replace_nested,
@@ -112,7 +113,7 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderSizes:
+class DecoderSizes(Settings):
     """Init source and sizes of a model, the first settings in `--help`."""
 
     from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
@@ -223,14 +224,6 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     lora: LoraConfig = LoraConfig()
     """Adapters to train instead of the model's own parameters."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", Changes(self.arguments))
-        for name in ("first_blocks", "pattern"):
-            blocks = getattr(self, name)
-            if isinstance(blocks, list | tuple):
-                hashable = [Changes(b) if isinstance(b, Mapping) else b for b in blocks]
-                object.__setattr__(self, name, tuple(hashable))
 
     @property
     def is_foreign(self) -> bool:
@@ -377,22 +370,13 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     return tuple(stacks)
 
 
-def validate_model(
-    config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
-) -> ModelConfig:
-    """Returns the validated config.
-
-    Raises a ConfigError that lists values that are invalid or do not fit the mesh.
-    """
+def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> None:
+    """Raises a ConfigError that lists the values that do not fit the mesh."""
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a Decoder takes a ModelConfig, not {str(config)[:100]!r}")
-    values = dataclasses.asdict(config)
-    decoder = values.pop("decoder")
-    config = replace(validate(type(config), values, source=type(config).__name__), decoder=decoder)
     problems = list(violations(config, mesh, fixed=fixed))
     if problems:
         raise ConfigError("\n  ".join(["the model does not fit the mesh:", *problems]))
-    return config
 
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:

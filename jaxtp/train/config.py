@@ -30,6 +30,7 @@ from jaxtp.config.schema import (
     NonNegative,
     Positive,
     Reference,
+    Settings,
     UserPath,
     allowed,
 )
@@ -52,7 +53,7 @@ Folder = Annotated[UserPath, AfterValidator(_not_here)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Settings):
     """Folder, seed and initial weights."""
 
     dir: Annotated[Folder, NOTHING, SHORT_HELP] = Path("runs/tiny")
@@ -68,7 +69,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig:
+class MeshConfig(Settings):
     """Devices along each axis; one axis may be -1, for all remaining."""
 
     dp: int = 1
@@ -106,7 +107,7 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
@@ -160,7 +161,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupConfig:
+class GroupConfig(Settings):
     """Settings of a group of parameters."""
 
     learning_rate_scale: NonNegative = 1.0
@@ -171,7 +172,7 @@ class GroupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """Optimizer and learning rate schedule."""
 
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
@@ -231,7 +232,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class LoopConfig(Settings):
     """Length of the training, loss, logging and failures."""
 
     steps: Annotated[Count, STEP, SHORT_HELP] = 400
@@ -326,7 +327,7 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
+class MetricsConfig(Settings):
     """Trackers besides metrics.jsonl, and norms to log."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "aim"], ...] = ("tensorboard",)
@@ -343,7 +344,7 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Settings):
     """Processes and start of a run."""
 
     allocator: Annotated[Allocator, COST] = "default"
@@ -365,7 +366,7 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
+class ProfileConfig(Settings):
     """A trace of a few steps, for XProf and Perfetto."""
 
     start: CountOrZero = 0
@@ -376,7 +377,7 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Settings):
     """Evaluation on the held-out split."""
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 100
@@ -389,7 +390,7 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """When to save, and which checkpoints to keep."""
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 50

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 from pydantic import Field
 
-from jaxtp.config.schema import Count, Positive, allowed, check_fields
+from jaxtp.config.schema import Count, Positive, Settings, allowed
 from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.data.scores import TOP_IDS, TOP_LOG_PROBS
 from jaxtp.models.decoder import Decoder
@@ -33,7 +33,7 @@ so its logarithm is extended linearly."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation:
+class Distillation(Settings):
     """A loss that makes a model predict a teacher's probabilities, read from `data.scores`.
 
     Metrics are means over positions with a label: `kl`; `teacher_mass`, the teacher's probability
@@ -56,9 +56,6 @@ class Distillation:
     """Number of tokens at a position, used only if no data is read, as in `jaxtp estimate`."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", TOP_IDS, TOP_LOG_PROBS)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def scores_temperature(self) -> float:
