@@ -218,7 +218,7 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    problems = list(_unknown_keys(schema, values, "", _leaf_names(schema)))
+    problems = list(_unknown_keys(schema, values, "", schema))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
@@ -238,19 +238,19 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        kind = type(self)
+        kind: Any = type(self)
         values = {}
         for name, default in _defaults(kind).items():
             if getattr(self, name) is not default:
                 values[name] = getattr(self, name)
         if values:
-            checked = validate(_without_constructor(kind), values, source=kind.__name__)
+            checked: Any = validate(_without_constructor(kind), values, source=kind.__name__)
             for name in values:
                 object.__setattr__(self, name, getattr(checked, name))
 
 
 @cache
-def _defaults(kind: type) -> Mapping[str, object]:
+def _defaults(kind: Any) -> Mapping[str, object]:
     settings = settings_of(kind).values()
     return {setting.path[0]: setting.default for setting in settings if len(setting.path) == 1}
 
@@ -380,7 +380,7 @@ def _complaint(item: ErrorDetails) -> str:
 
 
 def _unknown_keys(
-    schema: object, values: Mapping[str, object], prefix: str, names: Sequence[str]
+    schema: object, values: Mapping[str, object], prefix: str, root: object
 ) -> Iterator[str]:
     kinds = _kinds_by_key(schema)
     for key, value in values.items():
@@ -390,17 +390,20 @@ def _unknown_keys(
             hint = f"known keys: {', '.join(kinds)}"
             if close := closest(truncate(key), kinds):
                 hint = f"did you mean {prefix}{close}?"
+            names = [] if root is None else [setting.name for setting in leaf_settings(root)]
             yield f"{name}: unknown key; {hint_for(name, names, str) or hint}"
         elif isinstance(value, bool) and _is_number(kind):
             # YAML reads yes and on as true, which pydantic would take for 1.
             yield f"{prefix}{key} = {value}: should be a number"
         elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-            yield from _unknown_keys(kind, value, f"{prefix}{key}.", names)
+            yield from _unknown_keys(kind, value, f"{prefix}{key}.", root)
         elif get_origin(kind) is dict and isinstance(value, Mapping):
             section = get_args(kind)[1]
             for name, item in value.items():
                 if dataclasses.is_dataclass(section) and isinstance(item, Mapping):
-                    yield from _unknown_keys(section, item, f"{prefix}{key}.{truncate(name)}.", ())
+                    yield from _unknown_keys(
+                        section, item, f"{prefix}{key}.{truncate(name)}.", None
+                    )
 
 
 @cache
@@ -410,11 +413,6 @@ def _kinds_by_key(schema: object) -> Mapping[str, object]:
         if len(setting.keys) == 1:
             kinds |= dict.fromkeys((*setting.keys, *setting.path), setting.kind)
     return kinds
-
-
-@cache
-def _leaf_names(schema: object) -> list[str]:
-    return [setting.name for setting in leaf_settings(schema)]
 
 
 def _is_number(kind: object) -> bool:
