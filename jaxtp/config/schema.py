@@ -263,6 +263,12 @@ def _without_constructor(kind: Any) -> type:
     return dataclasses.make_dataclass(kind.__name__, fields)
 
 
+def part_of(config: object, kind: type[T]) -> T:
+    """Returns the settings of `config` that a base class of it has, as that class."""
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: getattr(config, name) for name in names})
+
+
 def replace_nested(config: T, values: Mapping[str, object]) -> T:
     """Returns a copy with new values by dotted name: `replace_nested(config, {"mesh.tp": 4})`."""
     sections: dict[str, Any] = {}
@@ -401,9 +407,8 @@ def _unknown_keys(
             section = get_args(kind)[1]
             for name, item in value.items():
                 if dataclasses.is_dataclass(section) and isinstance(item, Mapping):
-                    yield from _unknown_keys(
-                        section, item, f"{prefix}{key}.{truncate(name)}.", None
-                    )
+                    inner = f"{prefix}{key}.{truncate(name)}."
+                    yield from _unknown_keys(section, item, inner, None)
 
 
 @cache

@@ -38,6 +38,7 @@ from jaxtp.config.schema import (
     Settings,
     UserPath,
     allowed,
+    part_of,
     replace_nested,
     to_plain,
     validate,
@@ -280,7 +281,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns the settings of a block without changes."""
         bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
         kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
-        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
+        return part_of(self, kind)
 
     @property
     def layer_context(self) -> LayerContext:

@@ -3,7 +3,7 @@
 The defaults are `configs/tiny.yaml`. `validation.py` checks it.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,6 +33,7 @@ from jaxtp.config.schema import (
     Settings,
     UserPath,
     allowed,
+    part_of,
 )
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
@@ -433,4 +434,4 @@ IGNORED_BY_COST = tuple(settings(TrainConfig, lambda mark: not mark.cost))
 
 def training_of(config: TrainConfig) -> TrainConfig:
     """Returns the training part of a command's configuration."""
-    return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
+    return part_of(config, TrainConfig)
