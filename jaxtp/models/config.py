@@ -114,8 +114,8 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderSizes(Settings):
-    """Init source and sizes of a model, the first settings in `--help`."""
+class ModelSource(Settings):
+    """What a run makes its model from, the first settings in `--help`."""
 
     from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
     """Folder of a model in Hugging Face format to start from. Its config.json sets the sizes of the
@@ -138,6 +138,11 @@ class DecoderSizes(Settings):
     """Plan that splits the model of model.build: a dict from patterns of module paths to styles. By
     default its own PartitionSpecs, or else the plan that jaxtp.propose_plan returns."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes(Settings):
+    """Sizes of a decoder."""
+
     vocab_size: Count = 256
     """Number of token ids. It may have any size: layers pad it to a multiple of mesh.tp."""
 
@@ -158,7 +163,7 @@ class DecoderSizes(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(BlockConfig, DecoderSizes):
+class ModelConfig(BlockConfig, DecoderSizes, ModelSource):
     """A decoder, by default like Llama.
 
     `first_blocks` and `pattern` change the settings of single blocks.
