@@ -240,19 +240,14 @@ class Settings:
     def __post_init__(self) -> None:
         kind: Any = type(self)
         values = {}
-        for name, default in _defaults(kind).items():
-            if getattr(self, name) is not default:
-                values[name] = getattr(self, name)
+        for name, value in vars(self).items():
+            default = getattr(kind, name, dataclasses.MISSING)
+            if value is not default and name in _kinds_by_key(kind):
+                values[name] = value
         if values:
             checked: Any = validate(_without_constructor(kind), values, source=kind.__name__)
             for name in values:
                 object.__setattr__(self, name, getattr(checked, name))
-
-
-@cache
-def _defaults(kind: Any) -> Mapping[str, object]:
-    settings = settings_of(kind).values()
-    return {setting.path[0]: setting.default for setting in settings if len(setting.path) == 1}
 
 
 @cache
