@@ -238,7 +238,7 @@ class Settings:
     """
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
+        kind: type = type(self)
         values = {}
         for name, value in vars(self).items():
             default = getattr(kind, name, dataclasses.MISSING)
@@ -251,7 +251,7 @@ class Settings:
 
 
 @cache
-def _without_constructor(kind: Any) -> type:
+def _without_constructor(kind: type) -> type:
     """Returns a dataclass with the same fields, whose constructor checks nothing."""
     hints = get_type_hints(kind, include_extras=True)
     fields = [(field.name, hints[field.name], None) for field in dataclasses.fields(kind)]
@@ -273,7 +273,7 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
             inner = sections.get(section, getattr(config, section))
             value = replace_nested(inner, {inner_name: value})
         sections[section] = value
-    return dataclasses.replace(config, **sections) if sections else config  # type: ignore[type-var]
+    return dataclasses.replace(config, **sections)  # type: ignore[type-var]
 
 
 def to_plain(config: object) -> dict[str, Any]:

@@ -127,11 +127,6 @@ class AttentionConfig(Settings):
     documents or sinks. blockwise and xla run everywhere; xla stores all scores."""
 
     @property
-    def rope_width(self) -> int:
-        """Width of the part of a head that has positions."""
-        return self.head_dim
-
-    @property
     def heads(self) -> "PaddedHeads":
         """The division of query heads over tp."""
         return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))

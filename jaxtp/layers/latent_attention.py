@@ -77,11 +77,6 @@ class LatentAttentionConfig(AttentionConfig):
     """Latent attention: width of a head's values and results."""
 
     @property
-    def rope_width(self) -> int:
-        """See `AttentionConfig`."""
-        return self.rope_head_dim // 2 * 2 or self.head_dim  # models refuse odd ones
-
-    @property
     def heads(self) -> PaddedHeads:
         """See `AttentionConfig`."""
         return LatentHeads((self.num_heads, 1, self.head_dim))

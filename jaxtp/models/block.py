@@ -5,7 +5,6 @@ A user's branches add theirs through the methods of `BranchConfig`.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtp.config.schema import Positive, part_of
 from jaxtp.layers.attention import AttentionConfig, PaddedHeads
@@ -39,16 +38,11 @@ class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionCo
         return part_of(self, LatentAttentionConfig if self.kv_rank else AttentionConfig)
 
     @property
-    def rope_width(self) -> int:
-        """See `AttentionConfig`."""
-        return self._attention().rope_width
-
-    @property
     def heads(self) -> PaddedHeads:
         """See `AttentionConfig`."""
         return self._attention().heads
 
-    def use(self, **fields: Any) -> Use:
+    def use(self, **fields: object) -> Use:
         """See `AttentionConfig`."""
         return self._attention().use(**fields)
 

@@ -38,6 +38,8 @@ from jaxtp.config.schema import (
     Settings,
     UserPath,
     allowed,
+    leaves,
+    nested,
     part_of,
     replace_nested,
     to_plain,
@@ -115,7 +117,7 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(Settings):
-    """What a run makes its model from, the first settings in `--help`."""
+    """The source of a run's model, the first settings in `--help`."""
 
     from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
     """Folder of a model in Hugging Face format to start from. Its config.json sets the sizes of the
@@ -284,9 +286,8 @@ class ModelConfig(BlockConfig, DecoderSizes, ModelSource):
 
     def block(self) -> BlockConfig:
         """Returns the settings of a block without changes."""
-        bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
-        kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
-        return part_of(self, kind)
+        kinds = (base for base in type(self).__mro__ if issubclass(base, BlockConfig))
+        return part_of(self, next(kind for kind in kinds if not issubclass(kind, ModelConfig)))
 
     @property
     def layer_context(self) -> LayerContext:
@@ -357,7 +358,7 @@ def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> Bl
             f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for "
             "all of them"
         )
-    return validate(type(block), {**dataclasses.asdict(block), **changes}, source=place)
+    return validate(type(block), {**vars(block), **changes}, source=place)
 
 
 @lru_cache(maxsize=256)
@@ -393,16 +394,12 @@ def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that must equal those in a checkpoint."""
-
-    def select(plain: Mapping[str, Any], section: str) -> dict[str, Any]:
-        selected = {}
-        for name, value in plain.items():
-            if affects(ModelConfig, section + name, ARCHITECTURE).architecture:
-                selected[name] = value
-        return selected
-
-    plain = to_plain(config)
-    return select(plain, "") | {"lora": select(plain["lora"], "lora.")}
+    settings = (
+        (keys, value)
+        for keys, value in leaves(to_plain(config))
+        if affects(ModelConfig, dotted(keys), ARCHITECTURE).architecture
+    )
+    return nested(settings)
 
 
 def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
