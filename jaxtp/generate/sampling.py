@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from pydantic import Field
 
 from jaxtp.collectives import batch_spec, constrain, device_view
-from jaxtp.config.schema import ConfigError, Count, CountOrZero, Settings, allowed
+from jaxtp.config.schema import ConfigError, Count, CountOrZero, Settings, Share, allowed
 
 # Tokens that `propose` compares
 _LOOKED_UP = 3
@@ -53,7 +53,7 @@ class GenerationSettings(Settings):
     top_p: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 1.0
     """Chooses only among the most likely tokens whose probabilities add up to p; 1 is off."""
 
-    min_p: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
+    min_p: Share = 0.0
     """Chooses only among tokens with at least p times the probability of the most likely one; 0 is
     off."""
 

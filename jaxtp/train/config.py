@@ -31,6 +31,7 @@ from jaxtp.config.schema import (
     Positive,
     Reference,
     Settings,
+    Share,
     UserPath,
     allowed,
     part_of,
@@ -211,7 +212,7 @@ class OptimizerConfig(Settings):
     warmup_steps: CountOrZero = 20
     """Steps in which the learning rate rises linearly from zero; at most train.steps."""
 
-    final_fraction: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.1
+    final_fraction: Share = 0.1
     """Learning rate at the last step, as a fraction of the peak; unused by the constant
     schedule."""
 
@@ -273,7 +274,7 @@ class LoopConfig(Settings):
     """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3 is
     usual, 0 is off."""
 
-    selection_bias_rate: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1"), NUMBERS] = 1e-3
+    selection_bias_rate: Annotated[Share, NUMBERS] = 1e-3
     """Distance by which an update moves each expert's bias against its load, if
     model.selection_bias is on."""
 
