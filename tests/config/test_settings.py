@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from jaxtp.config.affects import settings_of
-from jaxtp.config.schema import ConfigError, Settings, validate
+from jaxtp.config.schema import ConfigError, Settings, part_of, validate
+from jaxtp.generate.sampling import GenerationSettings
 from jaxtp.layers.attention import AttentionConfig
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.gated_delta import GatedDeltaConfig
@@ -15,6 +16,8 @@ from jaxtp.layers.mlp import MLPConfig
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import Precision
 from jaxtp.layers.rope import RopeScaling
+from jaxtp.layers.sequence_parallel import LocalShape
+from jaxtp.mesh import mesh_shape
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
@@ -46,7 +49,7 @@ def outcome(construct, name):
 
 
 def test_nonsense():
-    for kind in (*LAYERS, *SECTIONS, Distillation, DPO):
+    for kind in (*LAYERS, *SECTIONS, Distillation, DPO, GenerationSettings):
         assert issubclass(kind, Settings)
         for setting in settings_of(kind).values():
             name, *inner = setting.path
@@ -95,3 +98,19 @@ def test_all_problems_are_listed():
     with pytest.raises(ConfigError) as refused:
         ModelConfig(d_model=0, vocab_size=0)
     assert str(refused.value).count("should be greater than or equal to 1") == 2
+
+
+def test_a_block_answers_as_the_attention_that_it_has():
+    assert not issubclass(GatedDeltaConfig, AttentionConfig)
+    shape = LocalShape(sizes=mesh_shape(cp=2), rows=1, length=8, context="gather")
+    for kind, settings, zigzag in (
+        (AttentionConfig, {}, True),
+        (LatentAttentionConfig, {"kv_rank": 4, "rope_head_dim": 2, "value_head_dim": 3}, True),
+        (AttentionConfig, {"delta_value_heads": 4}, False),
+    ):
+        block = BlockConfig(**settings)
+        alone = part_of(block, kind)
+        assert type(block.heads) is type(alone.heads)
+        assert block.heads == alone.heads
+        assert block.use(dtype="float32") == alone.use(dtype="float32")
+        assert block.zigzag(shape) == zigzag
