@@ -56,6 +56,7 @@ Count = Annotated[int, pydantic.Field(ge=1, lt=2**31), allowed("1 or more")]
 CountOrZero = Annotated[int, pydantic.Field(ge=0, lt=2**31), allowed("0 or more")]
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False), allowed("above 0")]
 Fraction = Annotated[float, pydantic.Field(gt=0, le=1), allowed("above 0, at most 1")]
+Share = Annotated[float, pydantic.Field(ge=0, le=1), allowed("from 0 to 1")]
 NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
 Even = Annotated[int, pydantic.Field(ge=2, multiple_of=2), allowed("even")]
 Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16), allowed("0 or more")]
@@ -218,8 +219,7 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    names = [setting.name for setting in leaf_settings(schema)]
-    problems = list(_unknown_keys(schema, values, "", names))
+    problems = list(_unknown_keys(schema, values, "", schema))
     try:
         config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
@@ -232,17 +232,37 @@ def validate(
     raise ConfigError("\n  ".join([f"{source}:", *problems]))
 
 
-def check_fields(config: object) -> None:
-    """Raises ConfigError if a dataclass made in Python has a value that its types do not allow."""
-    hints = get_type_hints(type(config), include_extras=True)
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        value = getattr(config, field.name)
-        try:
-            pydantic.TypeAdapter(hints[field.name]).validate_python(value, strict=True)
-        except pydantic.ValidationError as error:
-            raise ConfigError(
-                f"{type(config).__name__}: {field.name}={value!r}: {_complaint(error.errors()[0])}"
-            ) from None
+class Settings:
+    """Base class of a dataclass of settings: its constructor checks and converts their values.
+
+    It takes and refuses what a file can have, so a list becomes a tuple. Defaults are not checked.
+    """
+
+    def __post_init__(self) -> None:
+        kind: type = type(self)
+        values = {}
+        for name, value in vars(self).items():
+            default = getattr(kind, name, dataclasses.MISSING)
+            if value is not default and name in _kinds_by_key(kind):
+                values[name] = value
+        if values:
+            checked: Any = validate(_without_constructor(kind), values, source=kind.__name__)
+            for name in values:
+                object.__setattr__(self, name, getattr(checked, name))
+
+
+@cache
+def _without_constructor(kind: type) -> type:
+    """Returns a dataclass with the same fields, whose constructor checks nothing."""
+    hints = get_type_hints(kind, include_extras=True)
+    fields = [(field.name, hints[field.name], None) for field in dataclasses.fields(kind)]
+    return dataclasses.make_dataclass(kind.__name__, fields)
+
+
+def part_of(config: object, kind: type[T]) -> T:
+    """Returns the settings of `config` that a base class of it has, as that class."""
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: getattr(config, name) for name in names})
 
 
 def replace_nested(config: T, values: Mapping[str, object]) -> T:
@@ -254,7 +274,7 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
             inner = sections.get(section, getattr(config, section))
             value = replace_nested(inner, {inner_name: value})
         sections[section] = value
-    return dataclasses.replace(config, **sections) if sections else config  # type: ignore[type-var]
+    return dataclasses.replace(config, **sections)  # type: ignore[type-var]
 
 
 def to_plain(config: object) -> dict[str, Any]:
@@ -362,12 +382,9 @@ def _complaint(item: ErrorDetails) -> str:
 
 
 def _unknown_keys(
-    schema: object, values: Mapping[str, object], prefix: str, names: Sequence[str]
+    schema: object, values: Mapping[str, object], prefix: str, root: object
 ) -> Iterator[str]:
-    kinds: dict[str, object] = {}
-    for setting in settings_of(schema).values():
-        if len(setting.keys) == 1:
-            kinds |= dict.fromkeys((*setting.keys, *setting.path), setting.kind)
+    kinds = _kinds_by_key(schema)
     for key, value in values.items():
         kind = kinds.get(key)
         if key not in kinds:
@@ -375,17 +392,28 @@ def _unknown_keys(
             hint = f"known keys: {', '.join(kinds)}"
             if close := closest(truncate(key), kinds):
                 hint = f"did you mean {prefix}{close}?"
+            names = [] if root is None else [setting.name for setting in leaf_settings(root)]
             yield f"{name}: unknown key; {hint_for(name, names, str) or hint}"
         elif isinstance(value, bool) and _is_number(kind):
             # YAML reads yes and on as true, which pydantic would take for 1.
             yield f"{prefix}{key} = {value}: should be a number"
         elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-            yield from _unknown_keys(kind, value, f"{prefix}{key}.", names)
+            yield from _unknown_keys(kind, value, f"{prefix}{key}.", root)
         elif get_origin(kind) is dict and isinstance(value, Mapping):
             section = get_args(kind)[1]
             for name, item in value.items():
                 if dataclasses.is_dataclass(section) and isinstance(item, Mapping):
-                    yield from _unknown_keys(section, item, f"{prefix}{key}.{truncate(name)}.", ())
+                    inner = f"{prefix}{key}.{truncate(name)}."
+                    yield from _unknown_keys(section, item, inner, None)
+
+
+@cache
+def _kinds_by_key(schema: object) -> Mapping[str, object]:
+    kinds: dict[str, object] = {}
+    for setting in settings_of(schema).values():
+        if len(setting.keys) == 1:
+            kinds |= dict.fromkeys((*setting.keys, *setting.path), setting.kind)
+    return kinds
 
 
 def _is_number(kind: object) -> bool:

@@ -623,8 +623,8 @@ def _lora_config(
     configs: dict[str, LoraConfig] = {}
     for name, module in adapted.items():
         target = name if _suffixes(name) & parameters else name.removesuffix(".weight")
+        _check_shapes(rank_of(target), module, made_for)
         configs[name] = LoraConfig(rank=rank_of(target), alpha=alpha_of(target), rslora=rslora)
-        _check_shapes(configs[name].rank, module, made_for)
     fused = {name: module for name, module in adapted.items() if len(module.kernels) > 1}
     diagonal = bool(fused) and all(
         configs[name].rank == len(module.kernels) * rank

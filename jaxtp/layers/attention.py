@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
-from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive
+from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive, Settings
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, Sequences, of_heads
@@ -53,7 +53,7 @@ any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(Settings):
     """Settings of a block's attention."""
 
     num_heads: Count = 8
@@ -125,11 +125,6 @@ class AttentionConfig:
     """Kernel of attention; auto takes the first that supports the run. On GPUs a run times cudnn
     and fused if it can use both. Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed
     documents or sinks. blockwise and xla run everywhere; xla stores all scores."""
-
-    @property
-    def rope_width(self) -> int:
-        """Width of the part of a head that has positions."""
-        return self.head_dim
 
     @property
     def heads(self) -> "PaddedHeads":

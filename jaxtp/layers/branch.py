@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.config.hints import Problem
+from jaxtp.config.schema import Settings
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.lora import Target
@@ -76,7 +77,7 @@ class PositionwiseBranch(Branch):
         return y, ()
 
 
-class BranchConfig:
+class BranchConfig(Settings):
     """Settings of a branch of your own, with what models and tools ask about them; all optional.
 
     A block inherits it: `class Block(ConvolutionConfig, BlockConfig)`. jaxtp's layers have none of

@@ -23,19 +23,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
-from jaxtp.config.schema import Count, CountOrZero
+from jaxtp.config.schema import Count, CountOrZero, Settings
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.kernels.delta_rule import Scan, Tokens, chunk_states, delta_rule, delta_step
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
-from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
-from jaxtp.layers.sequence_parallel import LocalShape, segment_positions
+from jaxtp.layers.sequence_parallel import segment_positions
 from jaxtp.mesh import CP, TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
@@ -47,8 +46,8 @@ _INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedDeltaConfig(LatentAttentionConfig):
-    """Settings of a block's attention, or of its Gated DeltaNet."""
+class GatedDeltaConfig(Settings):
+    """Settings of Gated DeltaNet."""
 
     delta_value_heads: CountOrZero = 0
     """Value heads of Gated DeltaNet, which replaces attention in blocks where this is not 0.
@@ -72,10 +71,6 @@ class GatedDeltaConfig(LatentAttentionConfig):
         """The division of value heads over tp; key heads, which have the width, are kv heads."""
         group = self.delta_value_heads // self.delta_key_heads
         return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
-
-    def zigzag(self, shape: LocalShape) -> bool:
-        """See `AttentionConfig`."""
-        return not self.delta_value_heads and super().zigzag(shape)
 
 
 class GatedDeltaNet(Branch):

@@ -60,7 +60,7 @@ LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig(AttentionConfig):
-    """Settings of a block's attention, with or without latents."""
+    """Settings of latent attention: an attention's, and the widths of its latents."""
 
     kv_rank: CountOrZero = 0
     """Width of the latent from which multi-head latent attention computes keys and values; 0 is
@@ -77,18 +77,13 @@ class LatentAttentionConfig(AttentionConfig):
     """Latent attention: width of a head's values and results."""
 
     @property
-    def rope_width(self) -> int:
-        """See `AttentionConfig`."""
-        return self.rope_head_dim // 2 * 2 or self.head_dim  # models refuse odd ones
-
-    @property
     def heads(self) -> PaddedHeads:
         """See `AttentionConfig`."""
-        return LatentHeads((self.num_heads, 1, self.head_dim)) if self.kv_rank else super().heads
+        return LatentHeads((self.num_heads, 1, self.head_dim))
 
     def use(self, **fields: object) -> Use:
         """See `AttentionConfig`."""
-        return super().use(**fields, value_head_dim=self.value_head_dim if self.kv_rank else None)
+        return super().use(**fields, value_head_dim=self.value_head_dim)
 
 
 class LatentHeads(PaddedHeads):

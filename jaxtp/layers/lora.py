@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jaxtp.collectives import PROJECTED
 from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.hints import dotted
-from jaxtp.config.schema import FromPath, Positive, Rank
+from jaxtp.config.schema import FromPath, Positive, Rank, Settings
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.parameter import (
     DType,
@@ -44,7 +44,7 @@ _Module = TypeVar("_Module", bound=nnx.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Settings):
     """Low-rank adapters of frozen kernels."""
 
     from_peft: Annotated[FromPath, STEP] = None

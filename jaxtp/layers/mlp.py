@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import GATHERED, REDUCED, axis_size, device_view, token_spec
-from jaxtp.config.schema import Count, Positive
+from jaxtp.config.schema import Count, Positive, Settings
 from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import (
@@ -52,7 +52,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class MLPConfig:
+class MLPConfig(Settings):
     """Settings of a block's MLP."""
 
     d_ff: Count = 384

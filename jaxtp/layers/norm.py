@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, axis_size, device_view
-from jaxtp.config.schema import Positive
+from jaxtp.config.schema import Positive, Settings
 from jaxtp.layers.linear import FixedBias, LayerContext
 from jaxtp.layers.parameter import (
     DType,
@@ -39,7 +39,7 @@ ATTEND = "attend"  # name in profiles of attention without its projections
 
 
 @dataclass(frozen=True, kw_only=True)
-class NormConfig:
+class NormConfig(Settings):
     """Settings of the norms of a block."""
 
     norm: NormKind = "rms"

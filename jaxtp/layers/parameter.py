@@ -28,7 +28,7 @@ from jaxtp.collectives import (
     load_weight,
 )
 from jaxtp.config.hints import by_dotted_path
-from jaxtp.config.schema import Count
+from jaxtp.config.schema import Count, Settings
 from jaxtp.layers.float8 import Float8, load_dequantised
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
@@ -46,7 +46,7 @@ Matmul = Literal["compute", "float8", "mxfp8"]
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Settings):
     """The dtypes of a layer; norms and softmax are always computed in float32.
 
     Training refuses float16: without loss scaling, gradients below 6e-8 would vanish.

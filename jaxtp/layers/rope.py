@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from numpy.typing import NDArray
 
 from jaxtp.collectives import KEPT
-from jaxtp.config.schema import Count, Positive
+from jaxtp.config.schema import Count, Positive, Settings
 
 RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope", "proportional"]
 
@@ -29,7 +29,7 @@ Frequencies = NDArray[np.float64]  # radians per position, `[head_dim / 2]`
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+class RopeScaling(Settings):
     """Scaling of rotary frequencies for contexts longer than in training."""
 
     kind: RopeScalingKind = "none"

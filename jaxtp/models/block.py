@@ -6,18 +6,26 @@ A user's branches add theirs through the methods of `BranchConfig`.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jaxtp.config.schema import Positive
+from jaxtp.config.schema import Positive, part_of
+from jaxtp.layers.attention import AttentionConfig, PaddedHeads
 from jaxtp.layers.branch import BranchConfig, Padded
 from jaxtp.layers.experts import EXPERT_TARGETS, ExpertsConfig
 from jaxtp.layers.gated_delta import DELTA_TARGETS, GatedDeltaConfig
+from jaxtp.layers.kernels.select import Use
+from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import PaddedDim
+from jaxtp.layers.sequence_parallel import LocalShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, BranchConfig):
-    """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms."""
+class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionConfig, BranchConfig):
+    """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms.
+
+    It has the settings of all these layers. Methods that differ between kinds of attention answer
+    for the kind that the block has.
+    """
 
     residual_scale: Positive = 1.0
     """Factor of the outputs of attention and MLP (Granite)."""
@@ -25,6 +33,22 @@ class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, BranchConfig):
     layer_scale: bool = False
     """Multiply the residual stream at the end of each block by a number that is not trained (Gemma
     4)."""
+
+    def _attention(self) -> AttentionConfig:
+        return part_of(self, LatentAttentionConfig if self.kv_rank else AttentionConfig)
+
+    @property
+    def heads(self) -> PaddedHeads:
+        """See `AttentionConfig`."""
+        return self._attention().heads
+
+    def use(self, **fields: object) -> Use:
+        """See `AttentionConfig`."""
+        return self._attention().use(**fields)
+
+    def zigzag(self, shape: LocalShape) -> bool:
+        """See `AttentionConfig`; Gated DeltaNet works equally on all devices in any order."""
+        return not self.delta_value_heads and super().zigzag(shape)
 
 
 def adapter_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:

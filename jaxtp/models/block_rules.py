@@ -59,12 +59,10 @@ def _attention_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterato
             among={"model.num_kv_heads": heads},
         )
     yield from _idle_devices("model.num_heads", heads, sizes[TP])
-    yield from map(
-        Problem,
-        rope_problems(
-            block.rope_width, block.rope_theta, block.rope_scaling, block.rotary_fraction
-        ),
-    )
+    # Latent attention rotates a part of each head; `_latent_problems` refuses an odd one.
+    width = block.rope_head_dim // 2 * 2 or block.head_dim
+    ropes = rope_problems(width, block.rope_theta, block.rope_scaling, block.rotary_fraction)
+    yield from map(Problem, ropes)
     yield from map(Problem, unsupported(block.attention, block.use()))
 
 

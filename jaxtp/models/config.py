@@ -35,8 +35,12 @@ from jaxtp.config.schema import (
     Keys,
     Positive,
     Reference,
+    Settings,
     UserPath,
     allowed,
+    leaves,
+    nested,
+    part_of,
     replace_nested,
     to_plain,
     validate,
@@ -112,8 +116,8 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderSizes:
-    """Init source and sizes of a model, the first settings in `--help`."""
+class ModelSource(Settings):
+    """The source of a run's model, the first settings in `--help`."""
 
     from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
     """Folder of a model in Hugging Face format to start from. Its config.json sets the sizes of the
@@ -136,6 +140,11 @@ class DecoderSizes:
     """Plan that splits the model of model.build: a dict from patterns of module paths to styles. By
     default its own PartitionSpecs, or else the plan that jaxtp.propose_plan returns."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderSizes(Settings):
+    """Sizes of a decoder."""
+
     vocab_size: Count = 256
     """Number of token ids. It may have any size: layers pad it to a multiple of mesh.tp."""
 
@@ -156,7 +165,7 @@ class DecoderSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(BlockConfig, DecoderSizes):
+class ModelConfig(BlockConfig, DecoderSizes, ModelSource):
     """A decoder, by default like Llama.
 
     `first_blocks` and `pattern` change the settings of single blocks.
@@ -224,14 +233,6 @@ class ModelConfig(BlockConfig, DecoderSizes):
     lora: LoraConfig = LoraConfig()
     """Adapters to train instead of the model's own parameters."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "arguments", Changes(self.arguments))
-        for name in ("first_blocks", "pattern"):
-            blocks = getattr(self, name)
-            if isinstance(blocks, list | tuple):
-                hashable = [Changes(b) if isinstance(b, Mapping) else b for b in blocks]
-                object.__setattr__(self, name, tuple(hashable))
-
     @property
     def is_foreign(self) -> bool:
         """Whether `build` names a model that the other settings do not describe.
@@ -285,9 +286,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def block(self) -> BlockConfig:
         """Returns the settings of a block without changes."""
-        bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
-        kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
-        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
+        kinds = (base for base in type(self).__mro__ if issubclass(base, BlockConfig))
+        return part_of(self, next(kind for kind in kinds if not issubclass(kind, ModelConfig)))
 
     @property
     def layer_context(self) -> LayerContext:
@@ -358,7 +358,7 @@ def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> Bl
             f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for "
             "all of them"
         )
-    return validate(type(block), {**dataclasses.asdict(block), **changes}, source=place)
+    return validate(type(block), {**vars(block), **changes}, source=place)
 
 
 @lru_cache(maxsize=256)
@@ -377,22 +377,13 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     return tuple(stacks)
 
 
-def validate_model(
-    config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
-) -> ModelConfig:
-    """Returns the validated config.
-
-    Raises a ConfigError that lists values that are invalid or do not fit the mesh.
-    """
+def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> None:
+    """Raises a ConfigError that lists the values that do not fit the mesh."""
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a Decoder takes a ModelConfig, not {str(config)[:100]!r}")
-    values = dataclasses.asdict(config)
-    decoder = values.pop("decoder")
-    config = replace(validate(type(config), values, source=type(config).__name__), decoder=decoder)
     problems = list(violations(config, mesh, fixed=fixed))
     if problems:
         raise ConfigError("\n  ".join(["the model does not fit the mesh:", *problems]))
-    return config
 
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
@@ -403,16 +394,12 @@ def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """Returns the settings that must equal those in a checkpoint."""
-
-    def select(plain: Mapping[str, Any], section: str) -> dict[str, Any]:
-        selected = {}
-        for name, value in plain.items():
-            if affects(ModelConfig, section + name, ARCHITECTURE).architecture:
-                selected[name] = value
-        return selected
-
-    plain = to_plain(config)
-    return select(plain, "") | {"lora": select(plain["lora"], "lora.")}
+    settings = (
+        (keys, value)
+        for keys, value in leaves(to_plain(config))
+        if affects(ModelConfig, dotted(keys), ARCHITECTURE).architecture
+    )
+    return nested(settings)
 
 
 def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:

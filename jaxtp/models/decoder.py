@@ -298,7 +298,8 @@ class Decoder(EmbeddingAndHead):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config = validate_model(config, mesh_sizes(current_mesh()))
+        validate_model(config, mesh_sizes(current_mesh()))
+        self.config = config
         vocab_size = config.vocab_size
         width = config.d_model
         context = config.layer_context

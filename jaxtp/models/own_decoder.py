@@ -25,19 +25,19 @@ from jaxtp.config.python_object import (
 )
 from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.mesh import abstract_mesh, mesh_shape
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import ModelConfig, ModelSource
 from jaxtp.models.decoder import Decoder
 
 Builder = Callable[[nnx.Rngs], nnx.Module]
 
 
-def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
-    """Returns a function that builds a model with the settings' arguments.
+def builder(function: Callable[..., Any], source: ModelSource) -> Builder:
+    """Returns a function that builds a model with the source's arguments.
 
     Raises `ConfigError` if it takes others.
     """
-    name = config.build or describe_value(function)
-    arguments = dict(config.arguments)
+    name = source.build or describe_value(function)
+    arguments = dict(source.arguments)
     if isinstance(function, nnx.Module):
         raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
     if not callable(function):
@@ -64,33 +64,33 @@ def builder(function: Callable[..., Any], config: ModelConfig) -> Builder:
     return build
 
 
-def decoder_settings(source: Any, config: ModelConfig) -> ModelConfig | None:
+def decoder_settings(model: Any, source: ModelSource) -> ModelConfig | None:
     """Returns the settings of a Decoder, or None if the model is another.
 
     Args:
-      source: a function that builds the model, or a subclass of `ModelConfig` or its instance.
-      config: names `source`, and gives its arguments.
+      model: a function that builds the model, or a subclass of `ModelConfig` or its instance.
+      source: has the name of `model`, and its arguments.
 
     Raises:
-      ConfigError: `source` does not take the arguments, fails, or returns a Decoder that its class
+      ConfigError: `model` does not take the arguments, fails, or returns a Decoder that its class
         does not make from settings.
     """
-    if isinstance(source, type) and issubclass(source, ModelConfig):
-        source = validate(source, config.arguments, source="model.arguments")
-    elif isinstance(source, ModelConfig) and config.arguments:
-        raise ConfigError(f"{config.build} are settings, which take no model.arguments")
-    if isinstance(source, ModelConfig):
+    if isinstance(model, type) and issubclass(model, ModelConfig):
+        model = validate(model, source.arguments, source="model.arguments")
+    elif isinstance(model, ModelConfig) and source.arguments:
+        raise ConfigError(f"{source.build} are settings, which take no model.arguments")
+    if isinstance(model, ModelConfig):
         settings: ModelConfig | None = replace(
-            source,
-            decoder=source.decoder or Decoder,
-            build=config.build,
-            arguments=config.arguments,
+            model,
+            decoder=model.decoder or Decoder,
+            build=source.build,
+            arguments=source.arguments,
         )
     else:
-        settings = _settings_of_built(builder(source, config), config)
+        settings = _settings_of_built(builder(model, source), source)
     if settings is not None and (settings.lora.rank or settings.from_hf is not None):
         raise ConfigError(
-            f"{config.build}: a Decoder of your own takes weights by --run.init-from, and has no "
+            f"{source.build}: a Decoder of your own takes weights by --run.init-from, and has no "
             "adapters"
         )
     return settings
@@ -110,7 +110,7 @@ def call_of_load(path: Path, build: str | None) -> str:
     return f"jaxtp.load_run({str(path)!r}, build={reference})"
 
 
-def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | None:
+def _settings_of_built(build: Builder, source: ModelSource) -> ModelConfig | None:
     model = _abstract(build)
     if not isinstance(model, Decoder):
         return None
@@ -122,7 +122,7 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
             return build(rngs)
         return kind(config, rngs=rngs)
 
-    settings = replace(model.config, decoder=make, build=config.build, arguments=config.arguments)
+    settings = replace(model.config, decoder=make, build=source.build, arguments=source.arguments)
     call = f"{kind.__name__}(config, rngs=rngs)"
     rule = (
         "jaxtp makes the model with other settings too, to check it and to generate: its __init__ "
@@ -131,10 +131,10 @@ def _settings_of_built(build: Builder, config: ModelConfig) -> ModelConfig | Non
     try:
         other = _shapes(_abstract(lambda rngs: kind(model.config, rngs=rngs)))
     except TypeError as error:
-        raise ConfigError(f"{config.build}: {call} fails: {error}. {rule}") from error
+        raise ConfigError(f"{source.build}: {call} fails: {error}. {rule}") from error
     differing = sorted({path for path, _ in _shapes(model).items() ^ other.items()})
     if differing:
-        raise ConfigError(f"{config.build} and {call} differ in {', '.join(differing[:3])}. {rule}")
+        raise ConfigError(f"{source.build} and {call} differ in {', '.join(differing[:3])}. {rule}")
     return settings
 
 

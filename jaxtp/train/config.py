@@ -3,7 +3,7 @@
 The defaults are `configs/tiny.yaml`. `validation.py` checks it.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,8 +30,11 @@ from jaxtp.config.schema import (
     NonNegative,
     Positive,
     Reference,
+    Settings,
+    Share,
     UserPath,
     allowed,
+    part_of,
 )
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
@@ -52,7 +55,7 @@ Folder = Annotated[UserPath, AfterValidator(_not_here)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Settings):
     """Folder, seed and initial weights."""
 
     dir: Annotated[Folder, NOTHING, SHORT_HELP] = Path("runs/tiny")
@@ -68,7 +71,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeshConfig:
+class MeshConfig(Settings):
     """Devices along each axis; one axis may be -1, for all remaining."""
 
     dp: int = 1
@@ -106,7 +109,7 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Settings):
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
@@ -160,7 +163,7 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupConfig:
+class GroupConfig(Settings):
     """Settings of a group of parameters."""
 
     learning_rate_scale: NonNegative = 1.0
@@ -171,7 +174,7 @@ class GroupConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """Optimizer and learning rate schedule."""
 
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
@@ -209,7 +212,7 @@ class OptimizerConfig:
     warmup_steps: CountOrZero = 20
     """Steps in which the learning rate rises linearly from zero; at most train.steps."""
 
-    final_fraction: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.1
+    final_fraction: Share = 0.1
     """Learning rate at the last step, as a fraction of the peak; unused by the constant
     schedule."""
 
@@ -231,7 +234,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class LoopConfig(Settings):
     """Length of the training, loss, logging and failures."""
 
     steps: Annotated[Count, STEP, SHORT_HELP] = 400
@@ -271,7 +274,7 @@ class LoopConfig:
     """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3 is
     usual, 0 is off."""
 
-    selection_bias_rate: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1"), NUMBERS] = 1e-3
+    selection_bias_rate: Annotated[Share, NUMBERS] = 1e-3
     """Distance by which an update moves each expert's bias against its load, if
     model.selection_bias is on."""
 
@@ -326,7 +329,7 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsConfig:
+class MetricsConfig(Settings):
     """Trackers besides metrics.jsonl, and norms to log."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "aim"], ...] = ("tensorboard",)
@@ -343,7 +346,7 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchConfig:
+class LaunchConfig(Settings):
     """Processes and start of a run."""
 
     allocator: Annotated[Allocator, COST] = "default"
@@ -365,7 +368,7 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileConfig:
+class ProfileConfig(Settings):
     """A trace of a few steps, for XProf and Perfetto."""
 
     start: CountOrZero = 0
@@ -376,7 +379,7 @@ class ProfileConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(Settings):
     """Evaluation on the held-out split."""
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 100
@@ -389,7 +392,7 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Settings):
     """When to save, and which checkpoints to keep."""
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 50
@@ -432,4 +435,4 @@ IGNORED_BY_COST = tuple(settings(TrainConfig, lambda mark: not mark.cost))
 
 def training_of(config: TrainConfig) -> TrainConfig:
     """Returns the training part of a command's configuration."""
-    return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
+    return part_of(config, TrainConfig)

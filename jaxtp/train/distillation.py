@@ -11,15 +11,14 @@ divergence over the whole vocabulary, and equals it if the k tokens are the whol
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from pydantic import Field
 
-from jaxtp.config.schema import Count, Positive, allowed, check_fields
+from jaxtp.config.schema import Count, Positive, Settings, Share
 from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.data.scores import TOP_IDS, TOP_LOG_PROBS
 from jaxtp.models.decoder import Decoder
@@ -33,7 +32,7 @@ so its logarithm is extended linearly."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation:
+class Distillation(Settings):
     """A loss that makes a model predict a teacher's probabilities, read from `data.scores`.
 
     Metrics are means over positions with a label: `kl`; `teacher_mass`, the teacher's probability
@@ -48,7 +47,7 @@ class Distillation:
     """Divides the student's logits, as `jaxtp score --temperature` divided the teacher's; its
     square multiplies the divergence (arXiv 1503.02531)."""
 
-    cross_entropy: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
+    cross_entropy: Share = 0.0
     """Weight w of the cross-entropy of the labels, at temperature 1; the divergence has weight
     1 - w."""
 
@@ -56,9 +55,6 @@ class Distillation:
     """Number of tokens at a position, used only if no data is read, as in `jaxtp estimate`."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", TOP_IDS, TOP_LOG_PROBS)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
     @property
     def scores_temperature(self) -> float:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from jaxtp.config.entry import UserError
-from jaxtp.config.schema import ConfigError, NonNegative, Positive, allowed, check_fields
+from jaxtp.config.schema import ConfigError, NonNegative, Positive, Settings, allowed
 from jaxtp.data.rows import IGNORE, PAIRS, SEGMENTS
 from jaxtp.data.scores import LOG_PROBS
 from jaxtp.layers.lora import without_adapters
@@ -30,7 +30,7 @@ from jaxtp.train.config import TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPO:
+class DPO(Settings):
     """A loss that makes the chosen answer of each pair more likely, the rejected one less likely.
 
     Likelihoods are relative to a reference: the model without its adapters, or the scores of
@@ -62,7 +62,7 @@ class DPO:
     reads_reference: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        super().__post_init__()
         if self.label_smoothing and self.loss != "sigmoid":
             raise ConfigError(
                 f"DPO: label_smoothing={self.label_smoothing} is for loss='sigmoid', not "

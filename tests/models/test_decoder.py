@@ -106,19 +106,17 @@ def test_remat_changes_no_gradient():
 
 def test_a_configuration_that_cannot_be_is_refused_in_python_too():
     def error_of(row):
-        config = replace(PLAIN, **with_tuples(row["model"]))
-        return raised_by(lambda: decoder(config)(), kind=ConfigError)
+        return raised_by(
+            lambda: decoder(replace(PLAIN, **with_tuples(row["model"])))(), kind=ConfigError
+        )
 
-    rows = [
-        *TABLE["refused"],
-        {"model": {"precision": jaxtp.Precision(param="float64")}, "says": "param = 'float64'"},
+    refused = [
+        ({"precision": {"param": "float64"}}, "precision.param = 'float64'"),
+        ({"lora": {"rank": -1}}, "lora.rank = -1"),
+        ({"lora": {"rank": 2, "targets": ("query",)}}, "lora.targets.0"),
     ]
-    for lora, says in (
-        ({"rank": -1}, "lora.rank = -1"),
-        ({"rank": 2, "targets": ("query",)}, "lora.targets.0"),
-    ):
-        rows.append({"model": {"lora": jaxtp.LoraConfig(**lora)}, "says": says})
-    assert_errors(rows, error_of)
+    rows = [{"model": model, "says": says} for model, says in refused]
+    assert_errors([*TABLE["refused"], *rows], error_of)
 
 
 def test_a_sequence_beyond_the_learned_positions_is_refused():

@@ -210,10 +210,10 @@ def test_no_array_has_the_logits_of_all_tokens():
 
 def test_values_out_of_range_are_refused():
     messages = {
-        "direction='backward': should be 'forward' or 'reverse'": {"direction": "backward"},
-        "temperature=0.0: should be greater than 0": {"temperature": 0.0},
-        "temperature=inf": {"temperature": math.inf},
-        "cross_entropy=1.5: should be less than or equal to 1": {"cross_entropy": 1.5},
+        "direction = 'backward': should be 'forward' or 'reverse'": {"direction": "backward"},
+        "temperature = 0.0: should be greater than 0": {"temperature": 0.0},
+        "temperature = inf": {"temperature": math.inf},
+        "cross_entropy = 1.5: should be less than or equal to 1": {"cross_entropy": 1.5},
     }
     for message, values in messages.items():
         with pytest.raises(ConfigError, match=message):

@@ -206,15 +206,15 @@ def test_an_answer_alone_does_not_count(stored):
 
 def test_settings_are_refused():
     messages = {
-        "loss='sigmoyd': should be 'sigmoid', 'ipo' or 'hinge'": {"loss": "sigmoyd"},
-        "beta=0.0: should be greater than 0": {"beta": 0.0},
-        "beta=nan": {"beta": float("nan")},
-        "label_smoothing=0.5: should be less than 0.5": {"label_smoothing": 0.5},
+        "loss = 'sigmoyd': should be 'sigmoid', 'ipo' or 'hinge'": {"loss": "sigmoyd"},
+        "beta = 0.0: should be greater than 0": {"beta": 0.0},
+        "beta = nan": {"beta": float("nan")},
+        "label_smoothing = 0.5: should be less than 0.5": {"label_smoothing": 0.5},
         "label_smoothing=0.1 is for loss='sigmoid', not 'hinge'": {
             "label_smoothing": 0.1,
             "loss": "hinge",
         },
-        "sft_weight=-1.0: should be greater than or equal to 0": {"sft_weight": -1.0},
+        "sft_weight = -1.0: should be greater than or equal to 0": {"sft_weight": -1.0},
     }
     for message, settings in messages.items():
         with pytest.raises(ConfigError, match=message):

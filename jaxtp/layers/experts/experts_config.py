@@ -11,7 +11,7 @@ from jaxtp.layers.mlp import MLPConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(MLPConfig):
-    """Settings of a block's MLP, or of experts in its place, each with the MLP's hidden width."""
+    """Settings of experts, each of them an MLP."""
 
     num_experts: CountOrZero = 0
     """Number of experts; 0 for a dense MLP. d_ff is the width of each expert."""

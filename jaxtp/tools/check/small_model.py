@@ -11,7 +11,7 @@ from typing import Any
 from jaxtp.layers.rope import RopeScaling, rotated_dims
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.block_rules import rope_problems
-from jaxtp.models.config import Changes, ModelConfig, matmul_layers
+from jaxtp.models.config import ModelConfig, matmul_layers
 
 _MIN_D_MODEL = 64
 _MIN_VOCAB = 96
@@ -83,7 +83,7 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     for changes, block in zip(all_changes, config.listed_blocks().values(), strict=True):
         # The same settings of the small block
         shrunk = {**changes, **shrink_block(block, small)}
-        listed.append(Changes((name, shrunk[name]) for name in changes))
+        listed.append({name: shrunk[name] for name in changes})
     return replace(
         config,
         vocab_size=small.size(config.vocab_size, _MIN_VOCAB),

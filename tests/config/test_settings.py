@@ -1,0 +1,116 @@
+"""Settings that are constructed in Python take and refuse what a file can have."""
+
+import dataclasses
+
+import pytest
+
+from jaxtp.config.affects import settings_of
+from jaxtp.config.schema import ConfigError, Settings, part_of, validate
+from jaxtp.generate.sampling import GenerationSettings
+from jaxtp.layers.attention import AttentionConfig
+from jaxtp.layers.experts import ExpertsConfig
+from jaxtp.layers.gated_delta import GatedDeltaConfig
+from jaxtp.layers.latent_attention import LatentAttentionConfig
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.mlp import MLPConfig
+from jaxtp.layers.norm import NormConfig
+from jaxtp.layers.parameter import Precision
+from jaxtp.layers.rope import RopeScaling
+from jaxtp.layers.sequence_parallel import LocalShape
+from jaxtp.mesh import mesh_shape
+from jaxtp.models.block import BlockConfig
+from jaxtp.models.config import ModelConfig
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.distillation import Distillation
+from jaxtp.train.preference import DPO
+
+SECTIONS = [type(field.default) for field in dataclasses.fields(TrainConfig)]
+LAYERS = [
+    AttentionConfig,
+    LatentAttentionConfig,
+    GatedDeltaConfig,
+    MLPConfig,
+    ExpertsConfig,
+    NormConfig,
+    LoraConfig,
+    Precision,
+    RopeScaling,
+    BlockConfig,
+]
+NONSENSE = (-3, True, "nonsense", object())
+
+
+def outcome(construct, name):
+    """Returns what a field becomes, or the error."""
+    try:
+        return getattr(construct(), name)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_nonsense():
+    for kind in (*LAYERS, *SECTIONS, Distillation, DPO, GenerationSettings):
+        assert issubclass(kind, Settings)
+        for setting in settings_of(kind).values():
+            name, *inner = setting.path
+            if inner:
+                continue
+            for value in NONSENSE:
+                in_file = outcome(
+                    lambda values={name: value}, kind=kind: validate(
+                        kind, values, source=kind.__name__
+                    ),
+                    name,
+                )
+                in_python = outcome(lambda values={name: value}, kind=kind: kind(**values), name)
+                assert in_python == in_file, (kind, name, value)
+            assert in_python.startswith(f"{kind.__name__}:\n  {name} = <object")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        (ModelConfig, {"d_model": -3}, "d_model = -3: should be greater than or equal to 1"),
+        (ModelConfig, {"norm": "foo"}, "norm = 'foo': should be 'rms', 'rms_plus_one', "),
+        (ModelConfig, {"lora": {"rank": -1}}, "lora.rank = -1: should be greater than or equal to"),
+        (ModelConfig, {"num_layers": True}, "num_layers = True: should be a number"),
+        (AttentionConfig, {"num_heads": 0}, "num_heads = 0: should be greater than or equal to 1"),
+        (LoraConfig, {"rank": -1}, "rank = -1: should be greater than or equal to 0"),
+        (Precision, {"param": "int3"}, "param = 'int3': should be 'float32', 'bfloat16' or 'fl"),
+    ],
+)
+def test_messages(kind, values, message):
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}:") as refused:
+        kind(**values)
+    assert message in str(refused.value)
+
+
+def test_converts():
+    """Lists become tuples, so settings can be hashed."""
+    lora = LoraConfig(targets=["q_proj"])
+    assert lora.targets == ("q_proj",)
+    model = ModelConfig(pattern=[{"sliding_window": 4}, {}], lora=lora)
+    assert dataclasses.replace(model, d_model=64) != model
+    assert {model: 1}[dataclasses.replace(model)] == 1
+
+
+def test_all_problems_are_listed():
+    with pytest.raises(ConfigError) as refused:
+        ModelConfig(d_model=0, vocab_size=0)
+    assert str(refused.value).count("should be greater than or equal to 1") == 2
+
+
+def test_a_block_answers_as_the_attention_that_it_has():
+    assert not issubclass(GatedDeltaConfig, AttentionConfig)
+    shape = LocalShape(sizes=mesh_shape(cp=2), rows=1, length=8, context="gather")
+    for kind, settings, zigzag in (
+        (AttentionConfig, {}, True),
+        (LatentAttentionConfig, {"kv_rank": 4, "rope_head_dim": 2, "value_head_dim": 3}, True),
+        (AttentionConfig, {"delta_value_heads": 4}, False),
+    ):
+        block = BlockConfig(**settings)
+        alone = part_of(block, kind)
+        assert type(block.heads) is type(alone.heads)
+        assert block.heads == alone.heads
+        assert block.use(dtype="float32") == alone.use(dtype="float32")
+        assert block.zigzag(shape) == zigzag
