@@ -332,8 +332,8 @@ def nonfinite_gradient(
     except (UserError, OSError) as error:
         saved = f"could not be saved for inspection ({error})"
     return NonFiniteError(
-        f"{description}: not finite. The update was not applied; the weights and the batch {saved}. "
-        f"{_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad "
+        f"{description}: not finite. The update was not applied; the weights and the batch "
+        f"{saved}. {_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad "
         f"sample), or {remedy}"
     )
 

@@ -38,7 +38,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("does", ENDINGS)
-def test_slurm_queues_again_what_failed_and_was_no_mistake(tmp_path, does):
+def test_slurm_requeues_failures_except_user_errors(tmp_path, does):
     """An srun that does what it is given, and an scontrol that says what it was asked."""
     failures, code, said = ENDINGS[does]
     (tmp_path / "slurm-7.failures").write_text("exit code 1\n" * failures)
@@ -69,14 +69,14 @@ def mesh_of(arguments):
     return config.mesh
 
 
-def test_the_script_for_slurm_fits_its_own_example():
+def test_slurm_script_matches_its_example():
     (signalled,) = re.findall(r"^#SBATCH --signal=B:(\w+)@180$", SBATCH, re.MULTILINE)
     assert f"trap stop {signalled}" in SBATCH
     (command,) = re.findall(r"^# sbatch scripts/cluster/slurm.sbatch (.*)", SBATCH, re.MULTILINE)
     assert mesh_of(command.split()).fsdp == 2
 
 
-def test_the_jobset_fits_the_command():
+def test_jobset_runs_a_valid_command():
     jobset = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
     (hosts,) = jobset["spec"]["replicatedJobs"]
     job = hosts["template"]["spec"]
@@ -131,7 +131,7 @@ def check_fields(value, allowed, place="jobset"):
         assert value in allowed.split(" | "), f"{place}: {value}"
 
 
-def test_the_jobset_has_fields_and_types_of_its_definition():
+def test_jobset_conforms_to_its_definition():
     allowed = read_table(__file__, "jobset_crd")
     text = (CLUSTER / "jobset.yaml").read_text()
     check_fields(yaml.safe_load(text), allowed)
@@ -148,7 +148,7 @@ def test_the_jobset_has_fields_and_types_of_its_definition():
             check_fields(yaml.safe_load(text.replace(right, wrong)), allowed)
 
 
-def test_the_settings_for_gpus_are_variables_and_flags_that_there_are():
+def test_gpu_settings_name_existing_variables_and_flags():
     """Docker and Kubernetes take such a file as it is: no quotes, nothing after a value."""
     lines = (CLUSTER / "gpu.env").read_text().splitlines()
     settings = [line for line in lines if line and not line.startswith("# ")]
@@ -160,7 +160,7 @@ def test_the_settings_for_gpus_are_variables_and_flags_that_there_are():
     assert hasattr(jax.config, "jax_optimization_level")
 
 
-def test_python_and_drivers_for_gpus_are_named():
+def test_guide_names_python_and_driver_versions():
     """jax has left Python 3.11; its installation page names the least driver of each version of
     CUDA.
     """
@@ -174,7 +174,7 @@ def test_python_and_drivers_for_gpus_are_named():
         assert said in readme
 
 
-def test_the_image_is_made_of_what_is_there():
+def test_image_copies_existing_files():
     lines = (CLUSTER / "Dockerfile").read_text().splitlines()
     ignored = (ROOT / ".dockerignore").read_text()
     for line in lines:

@@ -91,7 +91,7 @@ def message(link):
     return None
 
 
-def test_a_process_that_ends_is_named_to_all(start, capsys):
+def test_ended_process_is_named_to_all(start, capsys):
     process = start(0)
     process.others[2].close()
     assert message(process.others[1]) == LOST | {"code": TEMPORARY}
@@ -103,7 +103,7 @@ def test_a_process_that_ends_is_named_to_all(start, capsys):
     assert line.endswith("step 7 and ends (exit code 75)")
 
 
-def test_a_loss_that_process_0_reports_ends_the_others_too(start, capsys):
+def test_failure_reported_by_process_0_ends_all_processes(start, capsys):
     process = start(1)
     process.others[0].send(LOST)
     assert codes_at_the_end(process) == [TEMPORARY]
@@ -113,7 +113,7 @@ def test_a_loss_that_process_0_reports_ends_the_others_too(start, capsys):
 
 
 @swept("me", [0, 1], 1)
-def test_a_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
+def test_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
     monkeypatch.setattr(peers, "SILENCE", 1.0)
     process = start(me)
     silent = {0: 2, 1: 0}[me]
@@ -130,7 +130,7 @@ def test_a_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, TEMPORARY)])
-def test_the_failure_of_another_decides_the_exit_code(said, code, start, capsys):
+def test_failure_of_a_peer_determines_the_exit_code(said, code, start, capsys):
     process = start(0)
     why = "TokenError: a\nerror: \x1b[31mb " + "ü" * 1000
     process.others[1].send({"process": 1, "failure": why, "code": said})
@@ -146,7 +146,7 @@ def test_the_failure_of_another_decides_the_exit_code(said, code, start, capsys)
     assert error.count("\n") == 1
 
 
-def test_after_the_failure_of_another_a_process_may_still_end_by_itself(start, capsys):
+def test_process_may_exit_by_itself_after_a_peer_fails(start, capsys):
     process = start(0, grace=60)
     failure = {"failure": "TokenError: token 9", "code": MISTAKE}
     process.others[1].send(failure | {"process": 1})
@@ -158,7 +158,7 @@ def test_after_the_failure_of_another_a_process_may_still_end_by_itself(start, c
     assert capsys.readouterr().err == ""
 
 
-def test_processes_that_leave_at_their_end_are_not_lost(start):
+def test_processes_that_leave_are_not_lost(start):
     process = start(0)
     for other, link in process.others.items():
         link.send({"process": other, "failure": None, "code": 0})
@@ -167,14 +167,14 @@ def test_processes_that_leave_at_their_end_are_not_lost(start):
 
 
 @pytest.mark.parametrize("data", [b"\n", b"\xff\n", b"[" * 4000 + b"\n", b"[1]\n", b"x" * 70000])
-def test_invalid_data_counts_as_the_end_of_its_sender(data, start):
+def test_invalid_data_counts_as_a_lost_process(data, start):
     process = start(0)
     process.sockets[1].setblocking(True)
     process.sockets[1].sendall(data)
     assert codes_at_the_end(process) == [TEMPORARY]
 
 
-def test_heartbeats_come_by_the_clock(start):
+def test_heartbeats_are_regular(start):
     """A heartbeat that was answered at once would be answered without end."""
     process = start(0, beat=0.5)
     link = process.others[1]
@@ -188,7 +188,7 @@ def test_heartbeats_come_by_the_clock(start):
     assert process.codes == []
 
 
-def test_a_failure_like_that_of_another_is_announced_and_any_other_is_its_consequence(start):
+def test_only_an_equal_failure_is_announced_after_a_peer_fails(start):
     """Gloo and NCCL fail where a process has ended."""
     for failure, grace, codes in (
         ("NonFiniteError: step 3", 0.5, [TEMPORARY]),
@@ -201,10 +201,8 @@ def test_a_failure_like_that_of_another_is_announced_and_any_other_is_its_conseq
         assert process.codes == codes
 
 
-def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
-    """Every process sees the devices of all, and raises the same; what exchanges values would
-    fail.
-    """
+def test_unequal_numbers_of_devices_are_an_error(monkeypatch):
+    """Every process sees all devices, and raises the same error without an exchange of values."""
     devices = [SimpleNamespace(process_index=process) for process in (0, 0, 1, 1, 2)]
     monkeypatch.setattr(agreement, "is_multiprocess", lambda: True)
     monkeypatch.setattr(peers.jax, "devices", lambda: devices)
@@ -213,7 +211,9 @@ def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
-def test_strangers_are_counted_and_one_host_listens_on_loopback(bind, monkeypatch, capsys):
+def test_rejected_connections_are_counted_and_one_host_listens_on_loopback(
+    bind, monkeypatch, capsys
+):
     """Linux answers on all of 127.0.0.0/8, so that 127.0.0.2 stands for another interface."""
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     monkeypatch.setattr(peers.jax, "process_index", lambda: 1)

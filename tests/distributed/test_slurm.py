@@ -133,7 +133,7 @@ def same_curve(folder, undisturbed, steps):
     assert losses == pytest.approx({step: undisturbed[step] for step in losses}, rel=1e-4)
 
 
-def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(
+def test_time_limit_saves_and_resumed_curve_equals_uninterrupted_run(
     cluster, tmp_path, text, undisturbed
 ):
     arguments = flags(tmp_path / "run", text, (1, 2, 1))
@@ -159,9 +159,7 @@ def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(
     same_curve(job.run, undisturbed, STEPS)
 
 
-def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_checkpoint(
-    cluster, tmp_path, text
-):
+def test_lost_tasks_are_named_and_scancel_leaves_a_complete_checkpoint(cluster, tmp_path, text):
     job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 1)))
     job.wait_for_steps(7)
     (task,) = cluster.tasks(SLURM_JOB_ID=job.number, SLURM_PROCID="1")
@@ -199,9 +197,7 @@ def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_chec
     assert run_command(["checkpoint", "verify", str(job.run)]) == 0
 
 
-def test_two_tasks_a_node_train_and_scancel_saves_where_a_step_is_quick(
-    cluster, tmp_path, text, undisturbed
-):
+def test_two_tasks_per_node_train_and_scancel_saves(cluster, tmp_path, text, undisturbed):
     job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 2)), "--ntasks-per-node=2")
     job.wait_for_steps()
     assert "hosts   4 processes of 1 device: 2 x cpu on n1, 2 x cpu on n2" in job.log
@@ -243,7 +239,7 @@ def shared(tmp_path):
     return tmp_path, [f"--model.{name.replace('_', '-')}={value}" for name, value in size.items()]
 
 
-def test_the_example_of_two_nodes_in_the_guide(cluster, shared):
+def test_two_node_example_of_the_guide(cluster, shared):
     folder, sizes = shared
     example = (
         (ROOT / "jaxtp/distributed/README.md")
