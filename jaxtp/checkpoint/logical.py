@@ -25,10 +25,7 @@ Variable = nnx.Variable[Any]
 
 
 def may_be_infinite(variable: Variable) -> bool:
-    """Returns whether a variable is of a user's class, such as a mask.
-
-    Parameters and statistics are not.
-    """
+    """Returns whether a variable may be infinite, such as a mask: if its class is a user's."""
     return not (
         type(variable).__module__.startswith("jaxtp.")
         or isinstance(variable, nnx.Param | nnx.BatchStat)
@@ -36,7 +33,7 @@ def may_be_infinite(variable: Variable) -> bool:
 
 
 def named_variables(state: nnx.State) -> dict[str, Variable]:
-    """Returns the variables of a state by dotted path; raises `UserError` if two have the same."""
+    """Returns the variables of a state by dotted path; raises `UserError` if two share a path."""
     return by_dotted_path(nnx.to_flat_state(state))
 
 
@@ -94,9 +91,9 @@ def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
 def divisible_axes(
     shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each dim's axes.
+    """Returns the mesh axes of each dim, so that they divide it.
 
-    Axes that do not divide their dim move to a dim that they divide, or are dropped.
+    Axes that do not divide their dim move to another dim that they divide, or are dropped.
     """
     result = list(axes)
     indivisible = [dim for dim, size in enumerate(shape) if size % parts(sizes, result[dim])]
@@ -115,7 +112,7 @@ def logical_spec(variable: Variable, sizes: Mapping[str, int]) -> PartitionSpec:
     return PartitionSpec(*divisible_axes(logical_shape(variable), split_dims(variable), sizes))
 
 
-# JAX caches programs by function: a lambda or `partial` here would recompile at each call.
+# JAX caches programs by function, so a lambda or `partial` here would be compiled at each call.
 def _remove_padding(variable: Variable, mesh: Mesh) -> Array:
     array: Array = variable[...]
     if array.shape == logical_shape(variable):

@@ -40,7 +40,7 @@ from jaxtp.layers.kernels.select import (
     record_fastest,
 )
 from jaxtp.layers.sequence_parallel import Part
-from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes, platform_of
+from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions
 from jaxtp.train.validation import attention_blocks, run_uses
@@ -112,7 +112,7 @@ def operations(dtype: str) -> dict[str, Operation]:
     }
 
 
-def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> None:
+def check_outside_of_jit(mesh: Mesh, dtype: str) -> None:
     """Raises NumericsError if this process's first device computes something wrong, outside of jit.
 
     The arguments are those of `check_devices`.
@@ -120,28 +120,23 @@ def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> Non
     # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and 2 inside
     # (jax-ml/jax#40633).
     first = mesh.local_devices[0]
-    if platform_of(first) == "cpu" and not on_cpu:
-        return
     with jax.default_device(first):
         for name, case in operations(dtype).items():
             result = case.run(*map(jnp.asarray, case.arguments))
             _compare(f"{name} outside of jit", case, result, first)
 
 
-def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
+def check_devices(mesh: Mesh, dtype: str) -> str:
     """Checks all devices and, in a single process, the collectives; all processes must call it.
 
-    With several processes, `preflight` checks the collectives. Returns lines for the summary.
+    With several processes, `preflight` checks the collectives. Returns a line for the summary.
 
     Args:
       dtype: compute dtype of the product.
-      on_cpu: check CPUs too.
 
     Raises:
       NumericsError: a device or collective is wrong.
     """
-    if platform_of(mesh.devices.flat[0]) == "cpu" and not on_cpu:
-        return []
     started = time.perf_counter()
     cases = operations(dtype)
 
@@ -162,10 +157,10 @@ def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
     if not is_multiprocess():
         check_collectives(mesh)
     seconds = time.perf_counter() - started
-    return [
+    return (
         "checked products, sums, softmax, scatter-add and collectives on every device, in "
         f"{seconds:.1f} s"
-    ]
+    )
 
 
 def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.Device) -> None:
@@ -285,7 +280,7 @@ Times = Sequence[Mapping[str, float]]
 """Seconds by kernel, for each use of attention; empty if only one kernel works."""
 
 
-def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) -> Times:
+def check_attention(config: TrainConfig, mesh: Mesh) -> Times:
     """Checks a run's attention kernels, and times alternatives.
 
     Each process's first device computes a small problem of the run's shape, forward and backward,
@@ -297,8 +292,6 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
     # Some kernels were wrong on one model of GPU, or with one kind of mask. If the settings name no
     # kernel, and both cuDNN's and the fused kernel work, the run uses the faster one.
     device = mesh.local_devices[0]
-    if platform_of(device) == "cpu" and not on_cpu:
-        return []
     times: list[dict[str, float]] = []
     for use, heads in _uses(config, mesh):
         preferred, *alternatives = candidates(config.model.attention, use)

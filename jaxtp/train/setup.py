@@ -350,7 +350,7 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
 
         lines += preflight(config, mesh, data.description)
     if self_check:
-        lines += check_devices(mesh, config.model.precision.compute)
+        lines.append(check_devices(mesh, config.model.precision.compute))
         if attention_times is not None:
             select_attention(config, mesh, attention_times)
     return lines

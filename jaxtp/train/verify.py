@@ -333,8 +333,8 @@ def nonfinite_gradient(
         saved = f"could not be saved for inspection ({error})"
     return NonFiniteError(
         f"{description}: not finite. The update was not applied; the weights and the batch "
-        f"{saved}. {_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad "
-        f"sample), or {remedy}"
+        f"{saved}. {_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, "
+        f"a bad sample), or {remedy}"
     )
 
 

@@ -221,7 +221,8 @@ def test_timeout_under_a_scheduler_names_the_node(monkeypatch, capsys):
     end.assert_called_once_with(2)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(
-        "error: process 1 of 2 at no-such-host.invalid:61445: not all came within 1 s: the host has"
+        "error: process 1 of 2 at no-such-host.invalid:61445: not all processes joined within 1 s: "
+        "the host has"
     )
     assert "JAX_COORDINATOR_ADDRESS=HOST:PORT names another" in last
 
@@ -247,7 +248,7 @@ def test_jax_error_while_joining_is_one_message(alone, monkeypatch):
 def test_process_that_times_out_ends_with_one_line():
     """JAX itself would abort the process. Each of two processes waits for another."""
     messages = {
-        "0": "process 1 of 2 did not come within 3 s: does it run",
+        "0": "process 1 of 2 did not join within 3 s: is it running",
         "1": "process 1 of 2 at {}: nothing answers there after",
     }
     for process, message in messages.items():

@@ -99,7 +99,7 @@ def test_missing_process_is_named_to_all():
     first, other = meeting([(0, 4), (2, 4)], seconds=1)
     assert first == other
     assert first.startswith(
-        "process 1, 3 of 4 did not come within 1 s: does it run, with the address 127.0.0.1:"
+        "process 1, 3 of 4 did not join within 1 s: is it running, with the address 127.0.0.1:"
     )
     assert "and JAX_PROCESS_ID=1? (JAXTP_JOIN_SECONDS" in first
 
@@ -174,7 +174,7 @@ def test_silent_connections_delay_no_process():
 def test_unanswered_address_is_reported_before_the_timeout(monkeypatch, capsys):
     monkeypatch.setattr(joining, "LONG_WAIT", 0.1)
     with pytest.raises(
-        LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"
+        LaunchError, match="nothing answers there after 1 s: process 0 must run on that host"
     ):
         come(free_port(), 1, 2, 1)
     assert "still waiting for all to start, up to 1 s" in capsys.readouterr().err
@@ -209,7 +209,7 @@ def test_peers_without_the_token_are_rejected(capsys):
     """
     first, other = meeting([(0, 2, "token 0"), (1, 2, "token 1")], seconds=2)
     dropped = (
-        r"did not come within 2 s.*; dropped \d+ connections that did not prove the "
+        r"did not join within 2 s.*; dropped \d+ connections that did not prove the "
         r"token of "
         r"this run \(the same "
     )

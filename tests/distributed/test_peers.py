@@ -24,7 +24,7 @@ from jaxtp.distributed.links import Link
 # Of `SystemExit`, which Python itself ignores in a thread.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception in thread peers")
 NAMES = ["n0", "n1", "n2"]
-LOST = {"process": 2, "how": "has ended without a word", "grace": 0.0}
+LOST = {"process": 2, "how": "has ended without a message", "grace": 0.0}
 
 
 class Process:
@@ -98,7 +98,7 @@ def test_ended_process_is_named_to_all(start, capsys):
     assert codes_at_the_end(process) == [TEMPORARY]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "error: process 2 (on n2) has ended without a word; process 0 (on n0) cannot continue with"
+        "error: process 2 (on n2) has ended without a message; process 0 (on n0) cannot continue"
     )
     assert line.endswith("step 7 and ends (exit code 75)")
 
@@ -108,7 +108,8 @@ def test_failure_reported_by_process_0_ends_all_processes(start, capsys):
     process.others[0].send(LOST)
     assert codes_at_the_end(process) == [TEMPORARY]
     assert (
-        "process 2 (on n2) has ended without a word; process 1 (on n1)" in capsys.readouterr().err
+        "process 2 (on n2) has ended without a message; process 1 (on n1)"
+        in capsys.readouterr().err
     )
 
 
@@ -256,7 +257,7 @@ def test_rejected_connections_are_counted_and_one_host_listens_on_loopback(
 
 FAILED = "process {} (on {{host}}) failed: RuntimeError: the disk is gone"
 ENDINGS = {
-    "killed": ([TEMPORARY, -9, TEMPORARY], "process 1 (on {host}) has ended without a word"),
+    "killed": ([TEMPORARY, -9, TEMPORARY], "process 1 (on {host}) has ended without a message"),
     "stopped": (
         [TEMPORARY, None, TEMPORARY],
         "process 1 (on {host}) has sent no heartbeat for 4 s",
@@ -264,7 +265,7 @@ ENDINGS = {
     "1": ([TEMPORARY, 1, TEMPORARY], FAILED.format(1)),
     "0": ([1, TEMPORARY, TEMPORARY], FAILED.format(0)),
     "mistake": ([2, 2, 2], "program: error: a mistake of all"),
-    "flags": ([2, 2, 2], "process 1 (on {host}) cannot continue: its command line is refused"),
+    "flags": ([2, 2, 2], "process 1 (on {host}) cannot continue: its command line is invalid"),
     "none": ([0, 0, 0], ""),
 }
 

@@ -167,7 +167,7 @@ def test_lost_tasks_are_named_and_scancel_leaves_a_complete_checkpoint(cluster, 
     job.wait_for_line("queued again after exit code")
     assert "no settings at scripts/cluster/gpu.env: sbatch is for the folder that has it" in job.log
     assert (
-        "error: process 1 (on n2) has ended without a word; process 0 (on n1) cannot continue with"
+        "error: process 1 (on n2) has ended without a message; process 0 (on n1) cannot continue"
         in job.log
     )
     assert "srun: error: n2: task 1: Killed" in job.log
