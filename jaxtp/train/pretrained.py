@@ -211,8 +211,8 @@ class RunSource(Pretrained):
         """Checks the folder and the order of the blocks."""
         if self.checkpoint.is_relative_to(config.run.dir):
             raise ConfigError(
-                f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; to "
-                "resume it, leave --run.init-from out, or name another folder with --run.dir"
+                f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; "
+                "leave --run.init-from out to resume it, or name another folder with --run.dir"
             )
         # Weights are matched by path. If the runs stack layers differently, a path names other
         # layers.

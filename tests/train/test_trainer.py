@@ -187,7 +187,9 @@ def test_what_is_no_task_and_no_mesh_is_refused(tmp_path):
     for task, message in tasks:
         with pytest.raises(ConfigError, match=message):
             jaxtp.Trainer(task)
-    with pytest.raises(ConfigError, match=r'makes its own, of given sizes: mesh="fsdp=2,tp=2"$'):
+    with pytest.raises(
+        ConfigError, match=r'makes its own mesh, of given sizes: mesh="fsdp=2,tp=2"$'
+    ):
         train(tmp_path, mesh=jaxtp.make_mesh(fsdp=2, tp=2))
 
 
