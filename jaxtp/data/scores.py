@@ -1,4 +1,4 @@
-"""Scores of a dataset's tokens by a model, written by `jaxtp score`.
+"""Scores of a dataset's tokens by a model, which `jaxtp score` writes.
 
 Losses that need a reference model or a teacher read them.
 
@@ -59,7 +59,7 @@ class ScoresError(UserError):
 
 @dataclass(frozen=True)
 class Scored:
-    """A split that was scored."""
+    """A scored split."""
 
     documents: str  # `Documents.identity`
     rows: str  # `Rows.identity`
@@ -95,7 +95,7 @@ class Record:
 
     @property
     def layout(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
-        """Dtype on disk, and shape for each token, of the files of a shard."""
+        """The files of a shard, by suffix: the dtype, and the shape for each token."""
         number = np.dtype("<f4")
         if self.top_k is None:
             return {LOG_PROBS: (number, ())}
@@ -103,7 +103,7 @@ class Record:
         return {TOP_IDS: (ids, (self.top_k,)), TOP_LOG_PROBS: (number, (self.top_k,))}
 
     def sizes(self, folder: Path, split: str, shard_tokens: Sequence[int]) -> dict[Path, int]:
-        """Returns the bytes of each file of a split, by the number of tokens in each shard."""
+        """Returns the size in bytes of each file of a split."""
         sizes: dict[Path, int] = {}
         for shard, tokens in enumerate(shard_tokens):
             for suffix, (dtype, shape) in self.layout.items():
@@ -123,7 +123,7 @@ class Journal:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The scores that a run needs, for the command that makes them."""
+    """The scores that a run needs, to write the command that makes them."""
 
     dataset: Path | None = None  # None if it is not known
     model: Path | None = None
@@ -194,10 +194,8 @@ class Scores:
         return f"{self.folder}: {content} by {truncate(self.record.model)}, in {self.record.dtype}"
 
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
-        """Returns a command that makes such scores.
-
-        By default the rows and the temperature are the folder's.
-        """
+        """Returns a command that makes such scores, by default with the same rows and
+        temperature."""
         record = self.record
         rows = settings
         if rows is None:
@@ -212,7 +210,7 @@ class Scores:
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
         """Adds the scores as columns to rows.
 
-        Raises `ScoresError` if they are of other rows, or files have other sizes.
+        Raises `ScoresError` if the scores belong to other rows, or files have wrong sizes.
         """
         splits = {split.documents: (name, split) for name, split in self.record.splits.items()}
         if documents.identity not in splits:
@@ -284,7 +282,7 @@ class _Columns:
 
 
 def free_folder(path: Path) -> Path:
-    """Returns a folder that does not exist, by a number at its end if there is one of this name."""
+    """Returns the path, with a number at its end if there is a folder of this name already."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([path], numbered) if not folder.exists())
 
@@ -329,7 +327,7 @@ def _size_of(path: Path) -> int:
 
 
 def verify(scores: Scores) -> Iterator[str]:
-    """Reads all files; yields differences from `scores.json`, and numbers that are no scores."""
+    """Reads all files; yields differences from `scores.json`, and numbers that are not scores."""
     for name, split in scores.record.splits.items():
         for shard, sums in enumerate(split.shards):
             for suffix, expected in sums.items():

@@ -454,7 +454,7 @@ WRONG = {
     "a path": ("data.jsonl", "is a str"),
     "fewer rows than asked": (
         lambda step, rows: {"x": np.zeros(3)},
-        "returned 3 rows, and was called with 8",
+        "returned 3 rows, but was called with 8",
     ),
     "datasets for streams": ([Dataset(), Dataset()], "dataset of samples"),
 }

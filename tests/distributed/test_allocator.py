@@ -108,7 +108,7 @@ ADVICE = [
         "cuda_async",
         101,
         0.85,
-        f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to 0.9 at most, .*{SMALLER_STEP}",
+        f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to at most 0.9, .*{SMALLER_STEP}",
     ),
     (
         "cuda_async",

@@ -594,7 +594,7 @@ def one_result(model, batch):
 UNUSABLE = [
     ("data.batches", f"{__file__}:without_rows", "its first batch has no rows"),
     ("data.validation_batches", f"{__file__}:without_rows", "its first batch has no rows"),
-    ("data.batches", f"{__file__}:rows_without", "returned 0 rows, and was called with 1"),
+    ("data.batches", f"{__file__}:rows_without", "returned 0 rows, but was called with 1"),
     (
         "train.callbacks",
         f"{__file__}:one_argument",

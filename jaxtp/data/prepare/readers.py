@@ -749,7 +749,7 @@ def text_of(row: Row, name: str) -> str:
         value.isascii() or value.encode()
     except UnicodeEncodeError:
         raise BadInputError(
-            NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is no character"
+            NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is not a character"
         ) from None
     return value
 
