@@ -56,32 +56,30 @@ def load_run(
     build: object = None,
     plan: Plan | str | None = None,
 ) -> object:
-    """Returns the trained model in a run or a checkpoint, on the mesh in context.
+    """Returns the trained model in a run's newest checkpoint, or in a checkpoint.
 
-    A run's newest checkpoint is read.
-
-    Neither the data nor the mesh of the run is needed. Without a mesh in context, the model is on
-    one device. A model of your own is in the mode in which `build` returns it: call `model.eval()`
-    before you use a model with dropout.
+    The model is on the mesh in context, or on one device without a mesh. Neither the data nor the
+    mesh of the run is needed. A model of your own is in the mode in which `build` returns it: call
+    `model.eval()` before you use a model with dropout.
 
     Args:
       base: the base model of a run's adapters, if it has moved.
       build: for a model of your own, the function, class or settings that make it, or the name of
-        this object, `"FILE.py:NAME"`. A function gets the run's `model.arguments`. No code that a
-        run's folder names is imported.
+        this object, `"FILE.py:NAME"`. A function gets the run's `model.arguments`. Code that the
+        run's folder names is never imported.
       plan: for a model of your own, the styles by which `parallelize` splits it over tp, or the
-        name of such a plan. Without a plan, and if the model has no specs, it is replicated over
-        tp.
+        name of such a plan. Without a plan, a model without specs is replicated over tp.
 
     Raises:
-      CheckpointError: the checkpoint is missing, damaged, or of another model; or the base model
-        does not match.
+      CheckpointError: the checkpoint is missing, damaged, or another model's; or the base model
+      does
+        not match.
       ConfigError: `build` does not take the recorded arguments, or fails.
       PlanError: the plan does not fit the model or the mesh.
       HFError: the base model is unreadable.
     """
     has_mesh = current_mesh() is not None
-    # The mesh is made before anything starts JAX's backend.
+    # Makes the mesh before anything else starts JAX's backend.
     mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
     checkpoint = open_checkpoint(expand(Path(path)))
     source = load_object(build, "build") if isinstance(build, str) else build
@@ -132,7 +130,7 @@ def _load_own(
             return model
         return parallelize(model, plan or {}, mesh=mesh)
 
-    # Planned like the state of a run, so that plain arrays and random keys are the run's.
+    # Plans the model like the state of a run, so that it has the run's constants and random keys.
     blueprint = plan_state(config, optax.identity(), mesh, create)
     _require_fit(checkpoint, config, blueprint)
     blueprint, changed = blueprint.with_constants_of(checkpoint.info)
@@ -173,7 +171,7 @@ def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: B
 def split_model(
     config: TrainConfig, mesh: Mesh, task: Task, batch: Shapes
 ) -> tuple[MakeModel, list[str]]:
-    """Returns a function that builds the model split over the mesh, and lines on its plan.
+    """Returns a function that builds the model, split over the mesh, and lines on the plan.
 
     Raises:
       ConfigError: the function that builds it does not take its arguments, or fails.
@@ -230,9 +228,8 @@ def _require_whole_sequences(mesh: Mesh) -> None:
     cp = mesh_sizes(mesh)[CP]
     if cp > 1:
         raise ConfigError(
-            f"mesh.cp={cp} splits sequences, and no plan names their module; bring one "
-            "(--model.plan) with "
-            '{"": ContextParallel()}'
+            f"mesh.cp={cp} splits sequences, and no plan names the module that takes them; bring a "
+            'plan (--model.plan), such as {"": ContextParallel()}'
         )
 
 

@@ -304,7 +304,7 @@ MISTAKES = {
         {"plan": {"sideways": jaxtp.Colwise()}, "mesh": "tp=2"},
         "'sideways' matches no module",
     ),
-    "cp": ({"mesh": "cp=2"}, "no plan names their module"),
+    "cp": ({"mesh": "cp=2"}, "no plan names the module that takes them"),
     "the end": ({"batches": finite(), "steps": 5}, "ended after 3 batches"),
     "rows": ({"batches": lambda step, rows=4: batches(step)}, "rename it"),
     "a size": ({"settings": EIGHT}, "the batches have 32 rows"),
