@@ -255,21 +255,12 @@ class _Columns:
             for at, shard, part in parts:
                 column[at] = self._map(shard, suffix)[part]
             column[labels == IGNORE] = 0
-            if problem := self._problem(column, is_ids=is_ids):
+            for problem in _problems(column, self._vocab_size, "model.vocab_size="):
                 raise ScoresError(
                     f"{self._file(parts[0][1], suffix)}: {problem}; jaxtp score --verify checks "
                     "a folder"
                 )
             row[suffix] = column.astype(np.int32) if is_ids else column  # type: ignore[assignment]
-
-    def _problem(self, column: Numbers, *, is_ids: bool) -> str | None:
-        highest = column.max()
-        if not is_ids:
-            is_valid = np.isfinite(column).all() and highest < _MAX_LOG_PROB
-            return None if is_valid else "no log-probability"
-        if highest >= self._vocab_size:
-            return f"id {highest} is beyond model.vocab_size={self._vocab_size}"
-        return None
 
     def _map(self, shard: int, suffix: str) -> Numbers:
         array = self._maps.get((shard, suffix))
@@ -343,14 +334,19 @@ def verify(scores: Scores) -> Iterator[str]:
                 elif problems := list(verify_sum(path, expected)):
                     yield from problems
                 else:
+                    size = scores.record.vocab_size
                     array = np.memmap(path, dtype, mode="r")
-                    yield from _no_scores(path, array, scores.record.vocab_size)
+                    for problem in _problems(array, size, "the vocabulary of "):
+                        yield f"{path}: {problem}"
 
 
-def _no_scores(path: Path, array: Numbers, vocab_size: int) -> Iterator[str]:
-    lowest = array.min()
-    highest = array.max()
-    if array.dtype.kind == "u" and highest >= vocab_size:
-        yield f"{path}: id {highest} is beyond the vocabulary of {vocab_size}"
-    elif array.dtype.kind == "f" and not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
-        yield f"{path}: log-probabilities from {lowest} to {highest}"
+def _problems(numbers: Numbers, vocab_size: int, setting: str) -> Iterator[str]:
+    # Yields why numbers are not ids or log-probabilities.
+    highest = numbers.max()
+    if numbers.dtype.kind in "iu":
+        if highest >= vocab_size:
+            yield f"id {highest} is beyond {setting}{vocab_size}"
+        return
+    lowest = numbers.min()
+    if not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
+        yield f"log-probabilities from {lowest} to {highest}"
