@@ -334,9 +334,9 @@ def verify(scores: Scores) -> Iterator[str]:
                 elif problems := list(verify_sum(path, expected)):
                     yield from problems
                 else:
-                    size = scores.record.vocab_size
                     array = np.memmap(path, dtype, mode="r")
-                    for problem in _problems(array, size, "the vocabulary of "):
+                    vocab_size = scores.record.vocab_size
+                    for problem in _problems(array, vocab_size, "the vocabulary of "):
                         yield f"{path}: {problem}"
 
 
