@@ -44,7 +44,7 @@ Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 
 def _not_here(path: Path) -> Path:
     if path == Path():
-        raise ValueError("should name a new folder, not the current one")
+        raise ValueError("should not be the current folder; name another one")
     return path
 
 

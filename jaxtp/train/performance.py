@@ -176,14 +176,14 @@ class Stragglers:
             how = f"waits {late:.3g} s longer for data in each step of {step_seconds:.3g} s"
         if name != self._suspect:
             if self._count >= IN_A_ROW:
-                self._warn(f"step {step}: {self._suspect} no longer holds up the others")
+                self._warn(f"step {step}: {self._suspect} no longer holds up the run")
             self._suspect = name
             self._since = step
             self._count = 0
         self._count += bool(name)
         if self._count == IN_A_ROW:
             self._warn(
-                f"step {step}: all devices wait for one: {name} {how}, since step {self._since}"
+                f"step {step}: the run waits for {name}, which {how}, since step {self._since}"
             )
         return factor
 
