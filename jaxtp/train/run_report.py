@@ -494,7 +494,9 @@ def _fitting(texts: Sequence[str], room: int) -> str:
 def _losses(values: Mapping[str, float]) -> str:
     loss = values["loss"]
     text = "no loss" if math.isnan(loss) else f"loss {loss:.4f}"
-    return f"{text}  balance {values['balance_loss']:.2f}" if "balance_loss" in values else text
+    if "balance_loss" in values:
+        text += f"  balance {values['balance_loss']:.2f}"
+    return text
 
 
 def _duration(seconds: float) -> str:
