@@ -82,6 +82,14 @@ def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
     return replace_arrays(state, padded)
 
 
+def padded_shape(shape: Sequence[int], padding: Padding, tp: int) -> list[int]:
+    """Returns the shape of a logical array on a mesh that has `tp` devices along tp."""
+    padded = list(shape)
+    for dim, split in padding:
+        padded[dim] = split.padded(tp)
+    return padded
+
+
 def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes that split each dim of a variable."""
     axes = tuple(map(axes_of, spec_of(variable)))

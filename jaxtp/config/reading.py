@@ -12,7 +12,7 @@ import re
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,13 @@ def truncate(value: object, max_length: int = 100) -> str:
     if len(text) > max_length:
         text = f"{text[:max_length]}..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def first_lines(lines: Sequence[str], max_lines: int) -> list[str]:
+    """Returns the first lines; if there are more, also a line with the number of the others."""
+    if len(lines) <= max_lines:
+        return list(lines)
+    return [*lines[:max_lines], f"and {len(lines) - max_lines} more"]
 
 
 class _Strict(yaml.SafeLoader):

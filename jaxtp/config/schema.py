@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from jaxtp.config.affects import RUNS_CODE, find_setting, leaf_settings, settings_of
 from jaxtp.config.entry import UserError
 from jaxtp.config.hints import closest, dotted, hint_for
-from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, truncate
+from jaxtp.config.reading import MAX_YAML, first_lines, parse_yaml, read_bytes, truncate
 
 T = TypeVar("T")
 
@@ -224,9 +224,7 @@ def validate(
             problems.append(f"{describe(item['loc'], item['input'])}: {_complaint(item)}")
     if not problems:
         return config
-    if (more := len(problems) - _MAX_PROBLEMS) > 0:
-        problems[_MAX_PROBLEMS:] = [f"and {more} more"]
-    raise ConfigError("\n  ".join([f"{source}:", *problems]))
+    raise ConfigError("\n  ".join([f"{source}:", *first_lines(problems, _MAX_PROBLEMS)]))
 
 
 def check_fields(config: object) -> None:

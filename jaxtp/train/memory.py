@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxtp.analysis.step_costs import StepCosts, described, step_costs
-from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
+from jaxtp.checkpoint.logical import divisible_axes, named_variables, padded_shape, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
 from jaxtp.layers.kernels.select import KernelChoice
 from jaxtp.layers.parameter import Padding, padding_of
@@ -52,9 +52,7 @@ class StoredArray:
 
     def bytes_per_device(self, sizes: Sizes, dtype: DTypeLike | None = None) -> int:
         """Returns the bytes per device, in the array's dtype or in `dtype`."""
-        dims = list(self.shape)
-        for dim, split in self.padding:
-            dims[dim] = split.padded(sizes[TP])
+        dims = padded_shape(self.shape, self.padding, sizes[TP])
         shards = parts(sizes, chain(*divisible_axes(dims, self.axes, sizes)))
         return (
             math.prod(dims) // shards * jnp.dtype(self.dtype if dtype is None else dtype).itemsize

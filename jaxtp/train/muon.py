@@ -26,7 +26,7 @@ from jax import Array, lax
 from jaxtp.analysis.collective import ALL_TO_ALL, Axes, Collective
 from jaxtp.analysis.layer_costs import Product
 from jaxtp.analysis.step_costs import StepCosts
-from jaxtp.checkpoint.logical import Arrays, split_dims
+from jaxtp.checkpoint.logical import Arrays, padded_shape, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
 from jaxtp.layers.parameter import Padding, Variable, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, Sizes, current_mesh, mesh_sizes, parts
@@ -218,9 +218,7 @@ def with_muon(costs: StepCosts, variables: Mapping[str, Variable], sizes: Sizes)
         devices = parts(sizes, axes)
         itemsize = kind.dtype.itemsize
         count = -(-sum(member.count for member in members) // devices)
-        dims = list(kind.shape)
-        for dim, split in kind.padding:
-            dims[dim] = split.padded(sizes[TP])
+        dims = padded_shape(kind.shape, kind.padding, sizes[TP])
         whole = count * math.prod(dims) * itemsize
         if devices > 1:
             traffic[Collective(ALL_TO_ALL, axes, devices, whole, f"{OPTIMIZER_SCOPE}/{MUON}")] += 2

@@ -16,6 +16,7 @@ from jaxtp.checkpoint.logical import abstract_logical
 from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
 from jaxtp.config.python_object import describe_value, load_object
+from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.hf.runs import load_decoder, own_or_decoder
 from jaxtp.layers.parameter import Precision
@@ -159,12 +160,9 @@ def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: B
                 "the model"
             )
     if problems:
-        shown = problems[:_MAX_SHOWN]
-        if len(problems) > _MAX_SHOWN:
-            shown.append(f"and {len(problems) - _MAX_SHOWN} more")
         raise CheckpointError(
             f"{checkpoint.folder} was trained with {config.build}, and build makes another model: "
-            f"{'; '.join(shown)}"
+            f"{'; '.join(first_lines(problems, _MAX_SHOWN))}"
         )
 
 

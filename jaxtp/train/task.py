@@ -7,6 +7,7 @@ A part is a plain function or value. `load_task` reads the parts that settings n
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import optax
@@ -167,8 +168,7 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
     """
     parts: dict[str, Any] = {}
     for part, setting in _REFERENCES.items():
-        section, _, name = setting.partition(".")
-        reference = getattr(getattr(config, section), name)
+        reference = attrgetter(setting)(config)
         is_settings = part == "model" and not config.model.is_foreign
         if reference is not None and getattr(task, part) is None and not is_settings:
             parts[part] = load_object(reference, f"--{setting}".replace("_", "-"))
@@ -320,8 +320,7 @@ def is_replaced(config: TrainConfig, name: str) -> bool:
     section, _, key = name.partition(".")
     for part, (replaced_section, _, used) in _REPLACED.items():
         if section == replaced_section and key not in used:
-            _, _, reference = _REFERENCES[part].partition(".")
-            return bool(getattr(getattr(config, section), reference))
+            return bool(attrgetter(_REFERENCES[part])(config))
     return False
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -245,10 +246,9 @@ def _without_switch(config: TrainConfig) -> Iterator[str]:
             "wandb or aim in metrics.trackers",
         ),
     ):
-        section, _, key = name.partition(".")
-        value = getattr(getattr(config, section), key)
-        default = getattr(getattr(TrainConfig(), section), key)
-        if not is_used and value != default:
+        setting = attrgetter(name)
+        value = setting(config)
+        if not is_used and value != setting(TrainConfig()):
             yield f"{name}={value} has no effect without {switch}; set it, or leave {name} out"
 
 

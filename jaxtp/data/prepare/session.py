@@ -29,7 +29,7 @@ from jaxtp.config.files import (
     sync_file,
     write_atomically,
 )
-from jaxtp.config.reading import read_bytes
+from jaxtp.config.reading import first_lines, read_bytes
 from jaxtp.config.schema import expand
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import (
@@ -254,10 +254,7 @@ def _by_path(inputs: Iterable[_Input]) -> dict[str, str]:
 
 def _refuse(out: Path, subject: str, changed: list[str]) -> None:
     if changed:
-        lines = changed[:_MAX_LINES]
-        if len(changed) > _MAX_LINES:
-            lines.append(f"and {len(changed) - _MAX_LINES} more")
-        listed = "\n  ".join(lines)
+        listed = "\n  ".join(first_lines(changed, _MAX_LINES))
         raise PrepareError(
             f"{out} holds {subject} that differs from this command (there -> here):\n  {listed}\n"
             "--overwrite starts over; another --out DIR keeps it. Nothing was changed."
