@@ -1,6 +1,4 @@
-"""The allocator of a GPU's memory: what JAX's plugin for CUDA would be given, and what is said
-of its limit.
-"""
+"""The allocator of GPU memory: options for JAX's CUDA plugin, and advice on its limits."""
 
 import os
 import re
@@ -28,8 +26,7 @@ GB = 10**9
 def options_after(tmp_path, monkeypatch):
     """Chooses an allocator on a machine with a GPU.
 
-    Returns what JAX passes to the plugin for CUDA when the backend starts, as its plugin's
-    `initialize` has it do.
+    Returns the options that JAX passes to its CUDA plugin when the backend starts.
     """
     from jax._src import xla_bridge  # the plugin itself registers by it
 
@@ -77,7 +74,7 @@ def test_existing_variables_and_options_are_kept(options_after, monkeypatch):
 
 
 def test_no_options_are_set_without_a_gpu(tmp_path):
-    """A TPU's backend ends at an option that it does not know."""
+    """The backend of a TPU ends at an unknown option."""
     before = getattr(jax.config, OPTIONS)
     choose_allocator("cuda_async", {}, [tmp_path / "nvidiactl"])
     assert getattr(jax.config, OPTIONS) == before

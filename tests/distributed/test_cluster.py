@@ -1,6 +1,4 @@
-"""The files for clusters: when Slurm's script, with stubs for its commands, queues a job again,
-and what others say.
-"""
+"""The files for clusters: Slurm's script with stubs for Slurm's commands, and others."""
 
 import os
 import re
@@ -39,7 +37,7 @@ ENDINGS = {
 
 @pytest.mark.parametrize("does", ENDINGS)
 def test_slurm_requeues_failures_except_user_errors(tmp_path, does):
-    """An srun that does what it is given, and an scontrol that says what it was asked."""
+    """`srun` runs its command, and `scontrol` prints its arguments."""
     failures, code, said = ENDINGS[does]
     (tmp_path / "slurm-7.failures").write_text("exit code 1\n" * failures)
     for name, ends in (("srun", does), ("scontrol", "")):
@@ -64,7 +62,7 @@ def test_slurm_requeues_failures_except_user_errors(tmp_path, does):
 
 
 def mesh_of(arguments):
-    """Returns the mesh of flags that train takes, with paths from the project's root."""
+    """Returns the mesh in flags of `jaxtp train`, with paths relative to the project's root."""
     config, _ = TRAIN.load([word.replace("configs/", f"{ROOT}/configs/") for word in arguments])
     return config.mesh
 
@@ -111,7 +109,7 @@ TYPES = {
 
 
 def check_fields(value, allowed, place="jobset"):
-    """Compares a part of a file with the fields that are allowed there, and their types."""
+    """Compares a part of a file with the allowed fields and their types."""
     if isinstance(allowed, list):
         assert isinstance(value, list), place
         for index, each in enumerate(value):
@@ -149,7 +147,7 @@ def test_jobset_conforms_to_its_definition():
 
 
 def test_gpu_settings_name_existing_variables_and_flags():
-    """Docker and Kubernetes take such a file as it is: no quotes, nothing after a value."""
+    """Docker and Kubernetes take such a file literally: no quotes, and nothing after a value."""
     lines = (CLUSTER / "gpu.env").read_text().splitlines()
     settings = [line for line in lines if line and not line.startswith("# ")]
     assert all(re.fullmatch(r"#?[A-Z_]+=[^\s'\"#]+", line) for line in settings if line.strip("#"))
@@ -161,8 +159,8 @@ def test_gpu_settings_name_existing_variables_and_flags():
 
 
 def test_guide_names_python_and_driver_versions():
-    """jax has left Python 3.11; its installation page names the least driver of each version of
-    CUDA.
+    """JAX no longer supports Python 3.11; its installation page names the minimum driver for each
+    version of CUDA.
     """
     assert re.search(r"^FROM python:3\.1[2-9]", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
     readme = (ROOT / "README.md").read_text()

@@ -53,9 +53,7 @@ CACHE = (
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """The folder of compiled programs, in a cache of its own; JAX's configuration says nothing
-    of one.
-    """
+    """The folder of programs, in a temporary cache; JAX's configuration names no folder."""
     before = {name: getattr(jax.config, name) for name in CACHE}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
@@ -97,7 +95,7 @@ def test_empty_cache_folder_turns_the_cache_off(kept):
 
 
 def test_unusable_cache_folder_prints_one_line(kept, capsys):
-    """A file in its place, and a folder that is open to others."""
+    """A file is in the folder's place, or others can write to the folder."""
     for make in (
         kept.parent.touch,
         lambda: (kept.parent.unlink(), kept.mkdir(parents=True), kept.chmod(0o777)),
@@ -128,9 +126,7 @@ def test_cache_evicts_least_recently_used_programs(tmp_path):
     ],
 )
 def test_computing_commands_enable_the_cache(module, main, flags, monkeypatch):
-    """Each is stopped by a mistake, which comes after its devices are known and before anything
-    is compiled.
-    """
+    """A mistake stops each command after its devices are known, and before anything is compiled."""
     asked = []
     monkeypatch.setattr(module, "enable_compilation_cache", asked.append)
     source = SimpleNamespace(

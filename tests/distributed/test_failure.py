@@ -1,5 +1,5 @@
-"""A short version of scripts/process_failures.py: one process of four ends, twice, and
-the run goes on with two.
+"""A short version of scripts/process_failures.py: one process of four ends, twice, and two
+processes resume.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""Joining: from the variables that launchers set, as recorded, and from bad ones."""
+"""Joining from the variables that launchers set, as recorded, and from invalid variables."""
 
 import os
 import re
@@ -31,7 +31,7 @@ ENDLESS = "9" * 5000
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Nobody looks for the names of these hosts."""
+    """Nothing looks up the names of these hosts."""
     monkeypatch.setattr(joining.Wait, "reach", lambda self: None)
 
 
@@ -190,7 +190,7 @@ def test_bind_address_must_belong_to_this_host(joined):
 
 
 def test_long_wait_prints_one_line(monkeypatch, capsys):
-    """And that it does not reach a node: at once, since JAX would not say it."""
+    """An unreachable address is also reported at once, because JAX would not report it."""
     said = []
 
     def wait_for_others(*_, **__):
@@ -246,7 +246,7 @@ def test_jax_error_while_joining_is_one_message(alone, monkeypatch):
 
 @pytest.mark.journey
 def test_process_that_times_out_ends_with_one_line():
-    """JAX itself would abort the process. Each of two processes waits for another."""
+    """JAX itself would abort the process. Each of two processes waits for the other."""
     messages = {
         "0": "process 1 of 2 did not join within 3 s: is it running",
         "1": "process 1 of 2 at {}: nothing answers there after",
@@ -267,11 +267,11 @@ def test_process_that_times_out_ends_with_one_line():
 
 
 class MeetingError(Exception):
-    """Ends a command at the meeting of its processes."""
+    """Ends a command when its processes meet."""
 
 
 def test_bind_address_is_read_before_joining(monkeypatch, tmp_path, capsys):
-    """A mistake is reported later, to all."""
+    """A mistake in the flags is reported later, to all processes."""
     meet = Mock(side_effect=MeetingError)
     monkeypatch.setattr(joining, "join_processes", meet)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")

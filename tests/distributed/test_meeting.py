@@ -1,6 +1,4 @@
-"""The processes that people start by hand: all of them, one that is missing, ids and counts that
-cannot be.
-"""
+"""Processes that are started by hand: all of them, a missing one, and invalid ids and counts."""
 
 import os
 import re
@@ -26,7 +24,7 @@ def come(port, process, count, seconds, token=TOKEN, host="127.0.0.1"):
 
 
 def say_hello(port, token=TOKEN, **hello):
-    """What a process says that then goes away; returns whether it is admitted."""
+    """Sends the hello of a process that then goes away; returns whether it is admitted."""
     link = connect(socket.create_connection(("127.0.0.1", port), timeout=1), token, hello, 5.0)
     if link:
         link.close()
@@ -44,7 +42,7 @@ def in_a_thread(action, *arguments):
 
 
 def reached(send):
-    """Sends something to the process that listens, as soon as it does."""
+    """Sends something to the listening process as soon as it listens."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         try:
@@ -60,12 +58,12 @@ def send_bytes(port, data):
 
 
 def meeting(places, seconds=20, strangers=(), gone=None):
-    """What becomes of processes, each with its (id, count) and its token, if it has another: None,
-    or its error.
+    """Returns the error of each process, or None.
 
     Args:
-      strangers: bytes that others send first.
-      gone: what a process says before that goes away.
+      places: the (id, count) of each process, and its token if it has another one.
+      strangers: bytes that unrelated connections send first.
+      gone: the hello of a process that goes away before.
     """
     port = free_port()
     ends = {}
@@ -154,8 +152,8 @@ def test_unrelated_connections_are_dropped():
 
 
 def test_silent_connections_delay_no_process():
-    """Half of them say a byte; they are heard beside the others: one after the other they would
-    take minutes.
+    """Half of them send a byte. All are read in parallel: one after the other, they would take
+    minutes.
     """
     port = free_port()
     processes = [in_a_thread(come, port, 0, 2, 20)]
@@ -204,8 +202,8 @@ def test_unreachable_address_is_reported_at_once_and_in_the_error(monkeypatch, c
 
 
 def test_peers_without_the_token_are_rejected(capsys):
-    """Neither a process by process 0, nor the reverse; both say so, and a line that is not
-    signed ends nobody.
+    """Process 0 rejects a process, and a process rejects process 0; both report it. An unsigned
+    line ends no process.
     """
     first, other = meeting([(0, 2, "token 0"), (1, 2, "token 1")], seconds=2)
     dropped = (

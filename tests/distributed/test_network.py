@@ -1,6 +1,4 @@
-"""Two hosts with names and addresses of their own, by Linux's namespaces: where a machine lets
-us make them.
-"""
+"""Two hosts with their own names and addresses, by Linux's namespaces, if possible."""
 
 import os
 import signal
@@ -56,7 +54,7 @@ def cable():
 
 @pytest.fixture
 def start(tmp_path, cable):
-    """Starts a process of a run of two on one of the hosts."""
+    """Starts one of the two processes of a run on its host."""
     processes = []
 
     def start(process, *flags):

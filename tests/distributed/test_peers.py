@@ -1,5 +1,5 @@
-"""What a process learns of the others: one ends, hangs, fails or leaves, and what it says before
-it ends itself.
+"""Processes that watch each other: one ends, hangs, fails or leaves; messages and exit codes of the
+others.
 """
 
 import json
@@ -28,7 +28,7 @@ LOST = {"process": 2, "how": "has ended without a message", "grace": 0.0}
 
 
 class Process:
-    """One process of three, with quick heartbeats, and the other ends of its connections."""
+    """One process of three, with frequent heartbeats, and the other ends of its connections."""
 
     def __init__(self, me, **settings):
         self.codes = []
@@ -49,7 +49,7 @@ class Process:
 
 
 def watch_ends():
-    """Waits for the end of the threads that watch the others."""
+    """Waits for the end of the watching threads."""
     for thread in threading.enumerate():
         if thread.name == "peers":
             thread.join(10)
@@ -57,7 +57,7 @@ def watch_ends():
 
 
 def codes_at_the_end(process):
-    """Returns the exit codes with which a process was to end."""
+    """Returns the exit codes with which a process would end."""
     watch_ends()
     return process.codes
 
@@ -83,7 +83,7 @@ def start(monkeypatch):
 
 
 def message(link):
-    """Returns what comes first besides heartbeats; None after five seconds."""
+    """Returns the next message that is not a heartbeat; None after five seconds."""
     until = time.monotonic() + 5
     while time.monotonic() < until:
         if found := link.receive(0.5):
@@ -176,7 +176,7 @@ def test_invalid_data_counts_as_a_lost_process(data, start):
 
 
 def test_heartbeats_are_regular(start):
-    """A heartbeat that was answered at once would be answered without end."""
+    """If each heartbeat were answered at once, two processes would never stop answering."""
     process = start(0, beat=0.5)
     link = process.others[1]
     began = time.monotonic()
@@ -190,7 +190,7 @@ def test_heartbeats_are_regular(start):
 
 
 def test_only_an_equal_failure_is_announced_after_a_peer_fails(start):
-    """Gloo and NCCL fail where a process has ended."""
+    """Gloo and NCCL fail if another process has ended."""
     for failure, grace, codes in (
         ("NonFiniteError: step 3", 0.5, [TEMPORARY]),
         ("FloatingPointError: step 3", 60, []),
@@ -215,7 +215,7 @@ def test_unequal_numbers_of_devices_are_an_error(monkeypatch):
 def test_rejected_connections_are_counted_and_one_host_listens_on_loopback(
     bind, monkeypatch, capsys
 ):
-    """Linux answers on all of 127.0.0.0/8, so that 127.0.0.2 stands for another interface."""
+    """Linux answers on all of 127.0.0.0/8, so 127.0.0.2 represents another interface."""
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     monkeypatch.setattr(peers.jax, "process_index", lambda: 1)
     exchanged = queue.Queue()
@@ -272,7 +272,7 @@ ENDINGS = {
 
 @pytest.mark.journey
 def test_three_processes(tmp_path):
-    """One program imports JAX, and forks three processes for each ending."""
+    """One program imports JAX, and forks three processes for each case."""
     command = [
         sys.executable,
         str(Path(__file__).parent.parent / "three_processes.py"),

@@ -1,4 +1,4 @@
-"""The script for Slurm, with Slurm itself: two nodes on this machine."""
+"""The script for Slurm, with Slurm itself and two nodes on this machine."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def flags(folder, text, axes):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, text):
-    """The losses of a run of one process, by step."""
+    """The losses of an uninterrupted run in one process, by step."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     assert train(flags(folder, text, (1, 2, 1))) == 0
     return records(folder)
@@ -69,10 +69,10 @@ class Job:
     """A job of the script.
 
     Args:
-      cluster: where it runs.
+      cluster: the cluster on which it runs.
       folder: the folder in which `sbatch` is called.
       arguments: flags of `jaxtp train`.
-      options: those of `sbatch`, which win over the script's.
+      options: options of `sbatch`, which override the script's.
     """
 
     def __init__(self, cluster, folder, arguments, *options):
@@ -91,7 +91,7 @@ class Job:
         self.number = cluster("sbatch", "--parsable", place, *options, str(SBATCH), *arguments)
 
     def pace(self, seconds):
-        """Sets the least time of a step."""
+        """Sets the minimum time of a step."""
         (self.folder / "pace").write_text(str(seconds))
 
     @property
@@ -110,7 +110,7 @@ class Job:
         )
 
     def wait_for_steps(self, more=3):
-        """Waits for steps that are new."""
+        """Waits for new steps."""
         metrics = self.run / "metrics.jsonl"
         last = max(records(self.run)) if metrics.exists() else 0
         reached = lambda: metrics.exists() and f'"step": {last + more},' in metrics.read_text()
@@ -212,7 +212,7 @@ def test_two_tasks_per_node_train_and_scancel_saves(cluster, tmp_path, text, und
 
 @pytest.fixture
 def shared(tmp_path):
-    """What the guide's example finds in /shared: a clone, conversations, and the model, here a
+    """The files of the guide's example in /shared: a clone, conversations, and the model, here a
     tiny one.
     """
     (tmp_path / "jaxtp").symlink_to(ROOT)

@@ -1,4 +1,4 @@
-"""`jaxtp launch`: several processes that end well, fail, hang and are asked to end."""
+"""`jaxtp launch`: several processes that succeed, fail, hang, or get a signal to end."""
 
 import fcntl
 import re
@@ -38,7 +38,7 @@ def runs(pid):
 
 
 def wait_for_end(logs):
-    """Waits until the processes have ended whose ids are in logs."""
+    """Waits until the processes whose ids are in the logs have ended."""
     processes = [int(log.read_text()) for log in logs]
     wait_until(lambda: not any(map(runs, processes)))
 
@@ -49,7 +49,7 @@ def logs_of(folder, count):
 
 def launched(folder, count, code, *flags, shell=()):
     """Starts `jaxtp launch`, and waits until each process has written a line to its log; returns
-    it and the logs.
+    both.
     """
     command = [
         *shell,
@@ -85,7 +85,7 @@ def test_successful_processes_return_0_and_write_logs(tmp_path, capsys):
 
 
 def test_all_end_after_one_fails_and_its_last_lines_are_shown(tmp_path, monkeypatch, capsys):
-    """Those that ignore being asked to end are killed, with what they have started."""
+    """Processes that ignore SIGTERM are killed, with their children."""
     monkeypatch.setattr(supervisor, "GRACE", 0.5)
     child = (
         "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; "
@@ -119,7 +119,7 @@ def test_processes_restart_at_most_the_requested_number_of_times(tmp_path, capsy
 
 
 def test_log_of_a_failed_process_is_kept(tmp_path, capsys):
-    """Also by another start; the last lines that are shown are those of the last start."""
+    """Another start keeps it too, and the last lines that are shown are those of the last start."""
     log = tmp_path / "logs/process-1.log"
     for words in ("first", "second"):
         assert (
@@ -173,7 +173,7 @@ def test_gloo_log_lines_are_hidden(tmp_path, capsys):
 
 
 def with_gpus(monkeypatch, *counts):
-    """Sets the numbers of GPUs that are there at each look."""
+    """Sets the number of GPUs that each look finds."""
     monkeypatch.setattr(supervisor, "gpus_present", Mock(side_effect=counts))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -218,7 +218,7 @@ def test_processes_end_with_their_launcher(tmp_path):
 
 
 def test_ignored_sighup_stays_ignored(tmp_path):
-    """As under nohup."""
+    """Under nohup, SIGHUP is ignored."""
     ignoring = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
     process, _ = launched(tmp_path, 1, "print('up', flush=True); time.sleep(1)", shell=ignoring)
     process.send_signal(signal.SIGHUP)
@@ -248,7 +248,7 @@ except ConnectionRefusedError:
 
 @pytest.mark.journey
 def test_local_processes_meet_on_loopback_and_bypass_the_proxy(tmp_path, monkeypatch):
-    """Linux answers on all of 127.0.0.0/8, so that 127.0.0.2 stands for another interface."""
+    """Linux answers on all of 127.0.0.0/8, so 127.0.0.2 represents another interface."""
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("JAXTP_JOIN_SECONDS", "60")
