@@ -20,7 +20,8 @@ from typing import Any
 import yaml
 
 MAX_JSON = 2**25
-"""Maximum bytes of a JSON file; the weight index of the largest models has less than 10 million."""
+"""Maximum bytes of a JSON file; the weight index of the largest models has fewer than 10
+million."""
 MAX_YAML = 2**18  # Maximum bytes of a YAML file
 _MAX_JSON_VALUES = 2**22
 _MAX_DEPTH = 64

@@ -88,7 +88,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
         hint = "pad its rows to one length" if "inhomogeneous" in str(error) else error
-        raise BatchError(f"column {name!r} is no array of numbers: {hint}") from error
+        raise BatchError(f"column {name!r} is not an array of numbers: {hint}") from error
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 4 and array.dtype.isnative:
         return array
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
@@ -98,7 +98,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
             )
         kind = "text" if array.dtype.kind in "US" else array.dtype
         raise BatchError(
-            f"column {name!r} is {kind}, not numbers; leave it out, as by "
+            f"column {name!r} is {kind}, not numbers; leave it out, for example by "
             f"remove_columns([{name!r}])"
         )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
@@ -106,7 +106,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
         limits = np.iinfo(dtype)
         for number in (int(array.min()), int(array.max())):
             if not limits.min <= number <= limits.max:
-                raise BatchError(f"column {name!r} has {number}, which {dtype} does not hold")
+                raise BatchError(f"column {name!r} has {number}, which does not fit into {dtype}")
     return array.astype(dtype, copy=False)
 
 

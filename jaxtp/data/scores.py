@@ -291,7 +291,7 @@ def open_scores(folder: Path, needs: Wanted = Wanted()) -> Scores:
     if (journal := read_journal(folder)) is not None:
         command = truncate(shlex.join(["jaxtp", "score", *journal.arguments]), 1000)
         raise ScoresError(f"{folder} has unfinished scores; this command finishes them: {command}")
-    raise ScoresError(f"{folder} has no {SCORES}: it is no folder of jaxtp score")
+    raise ScoresError(f"{folder} has no {SCORES}: it is not a folder of jaxtp score")
 
 
 def read_journal(folder: Path) -> Journal | None:

@@ -100,7 +100,7 @@ def template_day(folder: Path) -> str | None:
         return datetime.date.fromisoformat(day).isoformat()
     except (ValueError, TypeError):
         raise TokenizerError(
-            f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_DAY} = {truncate(day)}: no day"
+            f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_DAY} = {truncate(day)}: not a day"
         ) from None
 
 

@@ -103,7 +103,7 @@ def load_run(
         return load_decoder(checkpoint, config, mesh, base)
     if base is not None:
         raise ConfigError(
-            "base names the base model of a decoder's adapters, but the run's model is no Decoder"
+            "base is for the base model of a decoder's adapters, but the run's model is no Decoder"
         )
     assert callable(source), "settings are a decoder's"
     # Without a mesh and a plan the model stays plain Flax.

@@ -436,7 +436,7 @@ def with_steps(
         )
     if rows is None:
         raise ConfigError(
-            f"train.epochs={epochs:,.15g}: the batches do not tell how many rows they have; set "
+            f"train.epochs={epochs:,.15g}: the batches have an unknown number of rows; set "
             "train.steps"
         )
     batch = config.data.global_batch_size
@@ -444,7 +444,7 @@ def with_steps(
     # Rounds, because in floating point 1.1 is a little more than 11/10.
     left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)
     if finished + left >= 2**31:
-        raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")
+        raise ConfigError(f"train.epochs={epochs:,.15g}: a run has fewer than {2**31:,} steps")
     reason = f"{epochs:,.15g} epochs of {rows:,} sequences"
     # The finished steps may have had another batch size.
     if finished:

@@ -182,7 +182,7 @@ def _messages(row: Row, fields: Fields) -> object:
         if not isinstance(history, list) or not all(
             isinstance(turn, list) and len(turn) == 2 for turn in history
         ):
-            raise ChatError(f"'history' is no list of pairs of texts, but {shorten(history)}")
+            raise ChatError(f"'history' is not a list of pairs of texts, but {shorten(history)}")
         turns = [*history, [question, messages]]
         conversation: list[Message] = []
         for question, answer in turns:

@@ -230,7 +230,7 @@ def _open_table(name: str) -> "datasets.Dataset":
     is_folder = Path(first).is_dir()
     if not (is_folder or options):
         raise PrepareError(
-            f"{name}: no such folder; of a dataset by name also name the split: {name}:train"
+            f"{name}: no such folder; for a dataset by name, also name the split: {name}:train"
         )
     datasets.disable_progress_bars()
     try:
