@@ -40,7 +40,10 @@ from jaxtp.mesh import (
 )
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import TrainConfig
+
+_Switch = tuple[str, bool, str]
+"""A setting, whether it has an effect, and the setting that gives it one."""
 
 
 def check(
@@ -225,7 +228,15 @@ def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
             f"data.path={config.data.path} and data.mixture exclude each other: leave one of "
             "them out"
         )
-    yield from map(Problem, _without_switch(config))
+    has_project = not {"wandb", "aim"}.isdisjoint(config.metrics.trackers)
+    is_wsd = config.optimizer.schedule == "wsd"
+    switches = (
+        ("data.long_documents", config.data.packed, "data.packing=documents"),
+        ("optimizer.decay_fraction", is_wsd, "optimizer.schedule=wsd"),
+        ("profile.steps", config.profile.start > 0, "profile.start"),
+        ("metrics.project", has_project, "wandb or aim in metrics.trackers"),
+    )
+    yield from map(Problem, _without_switch(config, switches))
     if config.profile.start > config.train.steps:
         yield Problem(
             f"profile.start={config.profile.start} is after the last step, "
@@ -233,19 +244,9 @@ def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
         )
 
 
-def _without_switch(config: TrainConfig) -> Iterator[str]:
-    # Settings that have no effect while another setting is off
-    trackers = config.metrics.trackers
-    for name, is_used, switch in (
-        ("data.long_documents", config.data.packed, "data.packing=documents"),
-        ("optimizer.decay_fraction", config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
-        ("profile.steps", config.profile.start > 0, "profile.start"),
-        (
-            "metrics.project",
-            "wandb" in trackers or "aim" in trackers,
-            "wandb or aim in metrics.trackers",
-        ),
-    ):
+def _without_switch(config: TrainConfig, switches: Iterable[_Switch]) -> Iterator[str]:
+    # Yields settings that have no effect while another setting is off.
+    for name, is_used, switch in switches:
         setting = attrgetter(name)
         value = setting(config)
         if not is_used and value != setting(TrainConfig()):
@@ -319,18 +320,14 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             "which has no first moment; leave it out, or set optimizer.name to adamw, lion or muon"
         )
     yield from _experts_without_effect(config)
-    biased = any(block.selection_bias for block in config.model.block_kinds())
-    for name, used, switch in (
-        ("balance_loss", config.model.most_experts, "model.num_experts"),
-        ("router_z_loss", config.model.most_experts, "model.num_experts"),
-        ("selection_bias_rate", biased, "model.selection_bias"),
-    ):
-        value = getattr(config.train, name)
-        if not used and value != getattr(LoopConfig(), name):
-            yield (
-                f"train.{name}={value} has no effect while {switch} is off; set {switch}, or leave "
-                f"train.{name} out"
-            )
+    has_experts = config.model.most_experts > 0
+    has_bias = any(block.selection_bias for block in config.model.block_kinds())
+    switches = (
+        ("train.balance_loss", has_experts, "model.num_experts"),
+        ("train.router_z_loss", has_experts, "model.num_experts"),
+        ("train.selection_bias_rate", has_bias, "model.selection_bias"),
+    )
+    yield from _without_switch(config, switches)
     dtypes = {
         f"model.precision.{name}": dtype for name, dtype in vars(config.model.precision).items()
     }

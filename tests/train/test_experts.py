@@ -166,7 +166,7 @@ WITHOUT_EFFECT = {"balance_loss": DENSE, "router_z_loss": DENSE, "selection_bias
 def test_what_would_have_no_effect_is_refused():
     for given, model in WITHOUT_EFFECT.items():
         run = replace(RUN, model=model, train=LoopConfig(steps=10, **{given: 0.5}))
-        with pytest.raises(ConfigError, match=f"train.{given}=0.5 has no effect while model"):
+        with pytest.raises(ConfigError, match=f"train.{given}=0.5 has no effect without model"):
             check(run, ONE_DEVICE.sizes)
         check(replace(run, train=LoopConfig(steps=10)), ONE_DEVICE.sizes)
 

@@ -112,7 +112,7 @@ MISTAKES = {
     ),
     "a base": (
         {"build": WithFeatures, "base": "base"},
-        "base names the base model of a decoder's adapters",
+        "base is for the base model of a decoder's adapters",
     ),
 }
 
