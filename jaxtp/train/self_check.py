@@ -115,7 +115,7 @@ def operations(dtype: str) -> dict[str, Operation]:
 def check_outside_of_jit(mesh: Mesh, dtype: str) -> None:
     """Raises NumericsError if this process's first device computes something wrong, outside of jit.
 
-    The arguments are those of `check_devices`.
+    It takes the arguments of `check_devices`.
     """
     # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and 2 inside
     # (jax-ml/jax#40633).
