@@ -348,7 +348,7 @@ def probe_devices(mesh: Sizes) -> DeviceInfo:
 
 
 def fits(config: TrainConfig, mesh: Sizes, devices: DeviceInfo) -> bool:
-    """Returns whether the run can use the mesh, one size of which may be -1, and a step fits."""
+    """Returns whether the run can use the mesh, whose sizes may have one -1, and a step fits."""
     # Raises MeshError if the sizes do not divide the number of devices.
     try:
         sizes = resolve_sizes(mesh, devices.count)

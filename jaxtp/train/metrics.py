@@ -164,7 +164,7 @@ class MeanLoss:
 
 
 class _TensorBoard:
-    # Event files in `tensorboard/`. Events from step `logs_from` on replace those of a killed run.
+    # Event files in `tensorboard/`. Events from step `logs_from` on replace a killed run's.
 
     def __init__(self, config: TrainConfig, logs_from: int):
         folder = config.run.dir / TENSORBOARD
