@@ -190,7 +190,7 @@ class Blueprint:
             ):
                 lines.append(
                     f"changed since: the values of {name}, an attribute and not a variable: the "
-                    "code that makes it changed, or JAX's random numbers changed"
+                    "code that creates it has changed, or JAX's random numbers have"
                 )
         return blueprint, lines
 
