@@ -56,8 +56,8 @@ class RunConfig:
     """Folder, seed and initial weights."""
 
     dir: Annotated[Folder, NOTHING, SHORT_HELP] = Path("runs/tiny")
-    """Folder of the run, with config.yaml, metrics.jsonl and checkpoints/. A run in the same folder
-    resumes."""
+    """Folder of the run, which resumes if the folder is given again. It has config.yaml,
+    metrics.jsonl and checkpoints/."""
 
     seed: Annotated[CountOrZero, Affects(numbers=True, fixed=True)] = 0
     """Seed of the initial weights and of the order of the data."""
@@ -110,8 +110,8 @@ class DataConfig:
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
-    """A folder made by jaxtp prepare, or a text file, which is read as bytes. By default the
-    sources of Python's standard library."""
+    """A folder made by jaxtp prepare, or a text file, which is read as bytes; by default the sources
+    of Python's standard library."""
 
     mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(
         default_factory=dict

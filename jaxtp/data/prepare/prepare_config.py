@@ -63,7 +63,7 @@ class PrepareConfig:
     """Folder for the dataset; after an interruption, the same command resumes."""
 
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
-    """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune. By default
+    """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default
     each byte is a token."""
 
     train_bpe: Annotated[
@@ -107,7 +107,7 @@ class PrepareConfig:
     completion."""
 
     messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
-    """Field of a row that holds a conversation, or instruction for Alpaca's rows. By default it is
+    """Field of a row that holds a conversation, or instruction for Alpaca's rows; by default it is
     detected, unless rows have a field text. A conversation is a list of messages with role and
     content, or from and value (ShareGPT). In Alpaca's rows, instruction and input are the question,
     and output is the answer. Each answer of the assistant becomes a document; its prompt is
