@@ -110,8 +110,8 @@ class DataConfig:
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
-    """A folder made by jaxtp prepare, or a text file, which is read as bytes; by default the sources
-    of Python's standard library."""
+    """A folder made by jaxtp prepare, or a text file, which is read as bytes; by default the
+    sources of Python's standard library."""
 
     mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(
         default_factory=dict
@@ -248,8 +248,8 @@ class LoopConfig:
 
     loss: Annotated[Reference | None, STEP, SHORT_HELP] = None
     """Loss that replaces the cross-entropy of the next token: a function (model, batch, key) ->
-    (sum, weight), or (sum, weight, metrics) with a dict of metrics; or a class whose instances are
-    such functions."""
+    (sum, weight). A third result is a dict of metrics. Or a class whose instances are such
+    functions."""
 
     loss_arguments: Annotated[BlockChanges, STEP, ArgumentsOf("loss")] = Changes({})
     """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: the arguments of its class,
