@@ -155,7 +155,9 @@ def test_the_summary_says_how_experts_are_divided_and_what_multiplies_with_them(
     assert (
         products("cpu", "auto") == "xla products of experts (pallas runs only on cuda, not on cpu)"
     )
-    assert "WARNING: it multiplies every row by every expert, 6 times" in products("cuda", "xla")
+    assert "WARNING: it multiplies every row by every expert, with 6 times" in products(
+        "cuda", "xla"
+    )
 
 
 DENSE = replace(MODEL, num_experts=0, selection_bias=False)
