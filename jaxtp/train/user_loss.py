@@ -175,7 +175,9 @@ def _scalar(name: str, value: object) -> Array:
 def _describe(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array {value.dtype}{list(value.shape)}"
-    return f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
