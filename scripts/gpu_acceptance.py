@@ -196,7 +196,7 @@ def devices(machine: Machine, out: Path, log: Path) -> Result:
     started = time.perf_counter()
     try:
         for check in (check_outside_of_jit, check_devices):
-            check(mesh, "float32" if machine.is_small else "bfloat16", on_cpu=True)
+            check(mesh, "float32" if machine.is_small else "bfloat16")
     except NumericsError as error:
         return {"right": False, "wrong": str(error)}
     return {"right": True, "check_seconds": time.perf_counter() - started}

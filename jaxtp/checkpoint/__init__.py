@@ -1,6 +1,6 @@
-"""Inspects, verifies and compares checkpoints.
+"""Saves, restores, inspects, verifies and compares checkpoints.
 
-They are Orbax checkpoints; every mesh can restore them.
+They are Orbax checkpoints, and can be restored on any mesh.
 """
 
 import logging
@@ -9,7 +9,7 @@ import warnings
 
 
 def silence_orbax() -> None:
-    """Silences deprecations, and Orbax's warnings and unawaited TensorStore futures.
+    """Silences deprecations, Orbax's warnings, and messages about unawaited TensorStore futures.
 
     jaxtp's own errors report damage.
     """

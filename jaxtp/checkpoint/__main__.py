@@ -25,7 +25,7 @@ from jaxtp.mesh import describe_mesh, mesh_shape
 
 PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-# Settings of `model` that affect a model of the user's
+# Settings in the section `model` that affect a user's model
 _OF_OWN_MODEL = ("build", "arguments", "plan", "precision")
 _RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
 
@@ -106,7 +106,7 @@ def _record(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def verify(args: Inspect) -> int:
-    """Prints arrays that differ from their checksums; returns 1 if any do."""
+    """Prints the arrays that differ from their checksums; returns 1 if there are any."""
     stored = open_checkpoint(args.dir)
     problems = {}
     for name in stored.arrays:
@@ -123,7 +123,7 @@ def verify(args: Inspect) -> int:
 
 
 def diff(args: Diff) -> int:
-    """Prints how much each array differs between two checkpoints; returns 1 if any does."""
+    """Prints how much each array differs between two checkpoints; returns 1 if any array does."""
     a = open_checkpoint(args.a)
     b = open_checkpoint(args.b)
     names = dict.fromkeys((*a.arrays, *b.arrays))

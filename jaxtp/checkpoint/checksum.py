@@ -2,11 +2,11 @@
 
 Corrupted memory raises no error by itself.
 
-The bits of each element are mixed with its position (the finalizer of MurmurHash3, Austin Appleby,
-public domain) and summed modulo 2^32, twice with different seeds. Integer sums are independent of
-order and thus of the mesh. Mixing is invertible, so a change of one element is always detected; a
-change of several is missed with probability 2^-64 (2^-32 in `device_checksums`, which has one
-seed).
+The bits of each element are mixed with its position (by the finalizer of MurmurHash3, Austin
+Appleby, public domain) and summed modulo 2^32, twice with different seeds. Integer sums do not
+depend on the order, and so not on the mesh. Mixing is invertible, so a change of one element is
+always detected. A change of several elements is missed with a probability of 2^-64 (2^-32 in
+`device_checksums`, which has one seed).
 """
 
 import operator
@@ -25,7 +25,7 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import process_name
 from jaxtp.mesh import AXES, axes_of
 
-# Module name of the checksums in an audit of collectives
+# Name of the checksums in an audit of collectives
 _CHECKSUMS = "checksums"
 DIAGNOSE = (
     "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
@@ -47,7 +47,7 @@ class UnequalCopiesError(NumericsError):
 
 
 class NonFiniteError(NumericsError):
-    """A state is not finite. It is never saved: training cannot recover."""
+    """A state is not finite, so it is never saved: training could not recover from it."""
 
 
 GROUP = 64
@@ -55,16 +55,16 @@ GROUP = 64
 
 
 class Sums:
-    """Sums of arrays, which the devices may still be computing; every process must create it.
+    """Sums of arrays, which the devices may still be computing; all processes must create it.
 
-    Elements have at most 4 bytes. Each device reads its data once.
+    Elements have at most 4 bytes. Each device reads its part of an array once.
     """
 
     def __init__(self, arrays: Mapping[str, Array]):
         alike: dict[object, list[str]] = {}
         for name, array in arrays.items():
             key: object = _mesh_of(array) or array.sharding
-            # With many arrays, a program sums only equal ones.
+            # With many arrays, a program sums only arrays of equal shape, dtype and sharding.
             if len(arrays) > GROUP:
                 key = (array.shape, array.dtype, array.sharding)
             alike.setdefault(key, []).append(name)
@@ -84,8 +84,7 @@ class Sums:
     def rows(self) -> list[np.ndarray]:
         """Sums of each array, uint32 `[3, devices]`.
 
-        The rows are two checksums, and the number of elements that are not finite (in a scalar:
-        NaN).
+        They are two checksums, and the number of elements that are not finite (for a scalar, NaN).
         """
         rows: dict[str, np.ndarray] = {}
         for names, columns in self._groups:
@@ -116,9 +115,9 @@ class Sums:
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
-    """Returns a checksum of each device's part of each array, without communication.
+    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`.
 
-    They are uint32 `[arrays, devices]`.
+    This takes no communication.
     """
 
     def on_device(*parts: Array) -> Array:
@@ -134,7 +133,7 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
 
 @cache
 def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
-    """Returns groups of devices with the same part of an array."""
+    """Returns groups of devices that hold the same part of an array."""
     if not isinstance(sharding, NamedSharding):
         return [[0]]
     indices = sharding.devices_indices_map(shape)
@@ -153,9 +152,9 @@ def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGrou
 def minority_devices(
     table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]
 ) -> MeshPositions:
-    """Returns devices whose checksum is not the most common one of their group.
+    """Returns the devices whose checksum is not the most common one in their group.
 
-    `table` has the checksums, `[arrays, devices]`. In a tie, all devices are returned.
+    `table` has the checksums, `[arrays, devices]`. In a tie, all devices of the group are returned.
     """
     positions: MeshPositions = {}
     for row, (name, groups) in zip(table, replicas.items(), strict=True):
@@ -223,8 +222,8 @@ def _mesh_of(array: Array) -> Mesh | None:
     return mesh if isinstance(mesh, Mesh) else None
 
 
-# At XLA's default width of 256 a CPU with AVX-512 takes 2.8 times as long. With AVX2 the time is
-# the same.
+# With XLA's default width of 256, a CPU with AVX-512 takes 2.8 times as long. With AVX2, both
+# widths take the same time.
 _OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 
 
@@ -245,15 +244,17 @@ def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
 
     out = PartitionSpec(None, None, AXES)
     columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
-    # Each process reads all.
+    # Each process reads all columns.
     return constrain(columns, PartitionSpec())
 
 
-# Traced once for alike arrays: parameter and moments.
+# A jitted function, so that arrays of equal shape and dtype, such as a parameter and its moments,
+# are traced once.
 @jax.jit
 def _sums_at(part: Array, starts: Sequence[int | Array]) -> Array:
     """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
-    # A scalar may be infinite: the lowest loss so far, in an optimizer's state, starts so.
+    # A scalar may be infinite, such as the initial value of the lowest loss so far in an
+    # optimizer's state.
     if not jnp.issubdtype(part.dtype, jnp.floating):
         wrong = jnp.zeros_like(part, bool)
     elif part.ndim == 0:
@@ -280,7 +281,7 @@ def _mixed(array: Array, seed: np.uint32, starts: Sequence[int | Array]) -> Arra
 
 
 def _mix(x: Array) -> Array:
-    # By `lax`, which traces faster than operators of arrays.
+    # Functions of `lax` trace faster than the operators of arrays.
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = lax.mul(
             lax.bitwise_xor(x, lax.shift_right_logical(x, np.uint32(shift))), np.uint32(factor)

@@ -1,8 +1,7 @@
 """Distinguishes corrupted checkpoints from transient I/O errors.
 
-The result is the same in all processes.
-
-Processes read their parts independently, then share their errors (`distributed/agreement.py`).
+Processes read their parts independently, then share their errors (`distributed/agreement.py`), so
+all of them get the same result.
 """
 
 import contextlib
@@ -21,13 +20,13 @@ from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
 T = TypeVar("T")
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# Errors that say nothing about the content of files
+# Errors that do not depend on the content of files
 _TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 """File system errors that a retry does not fix."""
 # Seconds before each retry
 PAUSES = (1.0, 3.0, 9.0)
-# Bytes that are read at once
+# Number of bytes that are read at once
 _BLOCK = 1 << 24
 
 
@@ -51,9 +50,9 @@ class DamagedError(CheckpointError):
 def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
     """Calls `read` on a checkpoint; raises `DamagedError`, or `CheckpointError` if unreadable.
 
-    Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if
-    every file is fully readable and a second attempt fails. File system errors are retried as in
-    `retry_io`.
+    Libraries hide file system errors, so one failed read does not prove that a checkpoint is
+    damaged. It is damaged if every byte of its files can be read, and a second attempt fails too.
+    File system errors are retried as in `retry_io`.
     """
 
     def attempt() -> T:
@@ -67,7 +66,7 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
                 transient = isinstance(error, _TRANSIENT) and not isinstance(error, MISSING)
                 if not transient or (isinstance(error, OSError) and error.filename is None):
                     with contextlib.suppress(*MISSING):
-                        # This raises the file system's error, which names the file.
+                        # Raises the file system's error, if there is one; it names the file.
                         _read_every_byte(folder)
                 if transient:
                     raise
@@ -84,7 +83,7 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
 def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:
     """Calls `look`, and retries after file system errors, except for missing files.
 
-    Raises `CheckpointError` after the last attempt; `hint` ends its message.
+    Raises `CheckpointError` after the last attempt, with a message that ends with `hint`.
     """
     pauses = iter(PAUSES)
     while True:
@@ -107,25 +106,25 @@ def _read_every_byte(folder: Path) -> None:
             with open_regular(path) as file:
                 _read_data(file)
         except OSError as error:
-            # A failed read does not name the file.
+            # The error of a failed read does not name the file.
             error.filename = str(path)
             raise
 
 
 def _read_data(file: BinaryIO) -> None:
-    """Reads all that the disk holds of a file. A hole takes no disk, and could be of terabytes."""
+    """Reads a file without its holes, which take no room on the disk and could have terabytes."""
     position = 0
     while True:
         try:
             position = file.seek(position, os.SEEK_DATA)
         except OSError as error:
-            # No data after this position.
+            # There is no data after this position.
             if error.errno == errno.ENXIO:
                 return
             raise
         end = file.seek(position, os.SEEK_HOLE)
         file.seek(position)
-        # A block is empty at the end, also of a file that is cut meanwhile.
+        # The block at the end is empty, even if the file is cut meanwhile.
         while block := file.read(min(_BLOCK, end - position)):
             position += len(block)
 
@@ -141,9 +140,9 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def read_on_all(attempt: Callable[[], T]) -> T:
-    """Calls `attempt` in every process; if any fails, all raise its error.
+    """Calls `attempt` in every process; if it fails in one, all raise the error.
 
-    A `DamagedError` comes first.
+    Of several errors, a `DamagedError` comes first.
     """
     with raise_everywhere(kinds=(DamagedError, CheckpointError)):
         return attempt()

@@ -25,10 +25,7 @@ Variable = nnx.Variable[Any]
 
 
 def may_be_infinite(variable: Variable) -> bool:
-    """Returns whether a variable is of a user's class, such as a mask.
-
-    Parameters and statistics are not.
-    """
+    """Returns whether a variable may be infinite, such as a mask: if its class is a user's."""
     return not (
         type(variable).__module__.startswith("jaxtp.")
         or isinstance(variable, nnx.Param | nnx.BatchStat)
@@ -36,7 +33,7 @@ def may_be_infinite(variable: Variable) -> bool:
 
 
 def named_variables(state: nnx.State) -> dict[str, Variable]:
-    """Returns the variables of a state by dotted path; raises `UserError` if two have the same."""
+    """Returns the variables of a state by dotted path; raises `UserError` if two share a path."""
     return by_dotted_path(nnx.to_flat_state(state))
 
 
@@ -85,6 +82,14 @@ def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
     return replace_arrays(state, padded)
 
 
+def padded_shape(shape: Sequence[int], padding: Padding, tp: int) -> list[int]:
+    """Returns the shape of a logical array on a mesh that has `tp` devices along tp."""
+    padded = list(shape)
+    for dim, split in padding:
+        padded[dim] = split.padded(tp)
+    return padded
+
+
 def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes that split each dim of a variable."""
     axes = tuple(map(axes_of, spec_of(variable)))
@@ -94,9 +99,9 @@ def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
 def divisible_axes(
     shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns each dim's axes.
+    """Returns the mesh axes of each dim, so that they divide it.
 
-    Axes that do not divide their dim move to a dim that they divide, or are dropped.
+    Axes that do not divide their dim move to another dim that they divide, or are dropped.
     """
     result = list(axes)
     indivisible = [dim for dim, size in enumerate(shape) if size % parts(sizes, result[dim])]
@@ -115,7 +120,7 @@ def logical_spec(variable: Variable, sizes: Mapping[str, int]) -> PartitionSpec:
     return PartitionSpec(*divisible_axes(logical_shape(variable), split_dims(variable), sizes))
 
 
-# JAX caches programs by function: a lambda or `partial` here would recompile at each call.
+# JAX caches programs by function, so a lambda or `partial` here would be compiled at each call.
 def _remove_padding(variable: Variable, mesh: Mesh) -> Array:
     array: Array = variable[...]
     if array.shape == logical_shape(variable):

@@ -93,21 +93,21 @@ class PeerUnwritableError(UnwritableError):
 class SaveBarriers:
     """The barriers of a save: Orbax calls this object wherever processes wait for each other.
 
-    Besides `_BARRIERS`, that is twice at the start and twice at the end of a save. A process that
+    They wait twice at the start of a save, at `_BARRIERS`, and twice at the end. A process that
     reaches the end without passing `_BARRIERS` has failed, and releases the others.
     """
 
     def __init__(self) -> None:
         everyone = set(range(jax.process_count()))
-        # The number is equal in all processes: they open folders in the same order.
+        # All processes have the same number here, because they open folders in the same order.
         self._prefix = f"jaxtp{next(_instances)}"
         self.processes = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes=everyone, barrier_sync_key_prefix=self._prefix
         )
         self.options = ocp.AsyncOptions(timeout_secs=BARRIER_SECONDS, barrier_sync_fn=self)
         self._barrier = ocp.multihost.get_barrier_sync_fn(processes=everyone)
-        # JAX's coordinator fails a barrier at once, for all, if a process arrives with another list
-        # of members.
+        # If a process arrives at a barrier with another list of members, JAX's coordinator fails
+        # the barrier for all processes at once.
         self._poison_barrier = ocp.multihost.get_barrier_sync_fn(
             processes=everyone | {len(everyone)}
         )
@@ -120,11 +120,12 @@ class SaveBarriers:
         self._start_calls = 2
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Waits for all processes; raises `PeerUnwritableError` if any failed or is late."""
+        """Waits for all processes; raises `PeerUnwritableError` if one of them failed or is
+        late."""
         starts = key not in self._unpassed and self._start_calls > 0
         self._start_calls -= starts
         if self._unpassed and not starts and key not in self._unpassed:
-            # This is the end of a failed save. Fail the barriers where other processes wait; no
+            # This is the end of a failed save. Fails the barriers at which other processes wait; no
             # process waits at the end.
             for skipped in self._unpassed:
                 with suppress(jax.errors.JaxRuntimeError):
@@ -144,7 +145,7 @@ class SaveBarriers:
 class _KeepBest(policies.PreservationPolicy):
     """Keeps the best checkpoint, the newest on ties.
 
-    Orbax's policy keeps losses in memory, so a resumed run would delete the earlier best.
+    Orbax's policy keeps losses in memory, so a resumed run would delete the best checkpoint so far.
     """
 
     def __init__(self, losses: Mapping[int, float]):
@@ -161,12 +162,12 @@ class Checkpoints:
     """The checkpoints of one run: a folder with a subfolder for each step.
 
     A save returns when the arrays are copied to host memory; a folder appears when it is complete.
-    Arrays are stored without padding, with checksums that a restore verifies. All processes call
-    the constructor and each method together, and fail together.
+    Arrays are stored without padding, with checksums that a restore verifies. All processes must
+    call the constructor and each method together, and they fail together.
 
     Args:
       keep: number of newest checkpoints to keep.
-      keep_every: also keeps every step that it divides; 0 for none.
+      keep_every: also keeps the steps that it divides; 0 for none.
       keep_best: also keeps the checkpoint with the lowest validation loss.
     """
 
@@ -176,7 +177,8 @@ class Checkpoints:
         self.folder = folder
         self._losses: dict[int, float] = {}
         self._unconfirmed: Callable[[], Sums] | None = None
-        # The first call is collective, and a save may need the names in the background.
+        # All processes must make the first call together, and a save may need the names in the
+        # background.
         host_names()
         self._barriers = SaveBarriers()
         rules = [policies.LatestN(keep)]
@@ -188,7 +190,7 @@ class Checkpoints:
             preservation_policy=policies.AnyPreservationPolicy(rules),
             cleanup_tmp_directories=True,
             create=False,
-            # It would be empty, and needs a barrier.
+            # This file would be empty, and need a barrier.
             save_root_metadata=False,
             multiprocessing_options=self._barriers.processes,
             async_options=self._barriers.options,
@@ -245,16 +247,16 @@ class Checkpoints:
         *,
         eval_loss: float | None = None,
     ) -> None:
-        """Starts to save `state` and `info` (JSON values), after the previous save.
+        """Starts to save `state` and `info` (JSON values), after the previous save has finished.
 
-        The devices sum the arrays meanwhile.
+        Meanwhile the devices compute the checksums of the arrays.
 
         Raises:
-          UnwritableError: this or the previous save failed, or the step is not after the newest.
+          UnwritableError: this save or the previous one failed, or there is a newer step.
           NonFiniteError, UnequalCopiesError: the previous state is corrupt (`confirm`).
         """
         self.wait()
-        # Written in the background.
+        # A copy, because the info is written in the background.
         info = copy.deepcopy(info)
         with raise_everywhere(kinds=(UnwritableError,)):
             self._require_writable()
@@ -285,7 +287,7 @@ class Checkpoints:
             saved = self._start_save(step, arrays, describe)
             self._unconfirmed = sound_sums
         finally:
-            # The sums are made after the copies to the host, which they would delay.
+            # The sums come after the copies to the host, which they would delay.
             _sum_into(pending, arrays)
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
@@ -297,13 +299,13 @@ class Checkpoints:
         try:
             return self._manager.save(step, args=args)
         except Exception as error:
-            # Other processes may wait in a barrier, so do not exchange errors here.
+            # Exchanges no errors here, because other processes may wait at a barrier.
             raise self._unwritable(error) from error
 
     def confirm(self) -> None:
-        """Waits for the sums of the last saved state.
+        """Waits for the sums of the last state to save.
 
-        Raises in all processes if it is corrupt, and not saved.
+        If the state is corrupt, it is not saved, and all processes raise the error.
         """
         confirm = self._unconfirmed
         self._unconfirmed = None
@@ -358,9 +360,9 @@ class Checkpoints:
         return from_logical(read_verified(self.folder / str(step), target, info), state, mesh)
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint to `damaged/` next to the folder.
+        """Moves a damaged checkpoint to `damaged/` next to the folder; returns its new place.
 
-        Raises `CheckpointError` if that fails.
+        Raises `CheckpointError` if the move fails.
         """
         source = self.folder / str(step)
         target = self.folder.parent / "damaged" / str(step)
@@ -396,10 +398,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Closes without replacing an active error.
-
-        Waits only briefly, since other processes may not have failed.
-        """
+        """Closes; if there is an error, keeps it and waits only briefly for the other processes."""
         if error is None:
             self.close()
             return
@@ -422,10 +421,13 @@ class Checkpoints:
         exempt: Sequence[str] = (),
         newest: Callable[[], str] | None = None,
     ) -> None:
-        """Raises in all processes if elements of arrays are not finite or replicas differ.
+        """Raises in all processes if elements of arrays are not finite, or replicas differ.
 
-        `result` begins a message; `advice` ends it if elements are not finite; `exempt` arrays need
-        not be finite; `newest` replaces `describe_newest`, which waits for a save.
+        Args:
+          result: the beginning of the message.
+          advice: the end of the message about elements that are not finite.
+          exempt: names of arrays that need not be finite.
+          newest: replaces `describe_newest`, which waits for a save.
         """
         newest = newest or self.describe_newest
         counts = summed.not_finite()
@@ -473,21 +475,21 @@ class Checkpoints:
 
 @contextmanager
 def _frequent_switches() -> Iterator[None]:
-    # Each launch of a program releases the interpreter, and Orbax's writing threads hold it for an
-    # interval: 5 ms.
+    # Each launch of a program releases the interpreter lock, and one of Orbax's writing threads
+    # then holds it for a switch interval, by default 5 ms.
     interval = sys.getswitchinterval()
     short = 0.0005
     sys.setswitchinterval(min(interval, short))
     try:
         yield
     finally:
-        # If it was short, another thread's save restores it.
+        # If the interval was short already, another thread's save restores it.
         if interval > short:
             sys.setswitchinterval(interval)
 
 
 def _sum_into(pending: Future[Sums], arrays: Arrays) -> None:
-    """Sums the arrays for a thread that waits for `pending`, also for an error."""
+    """Sums the arrays; the thread that waits for `pending` gets the sums or the error."""
     try:
         with _frequent_switches():
             pending.set_result(Sums(arrays))
@@ -513,15 +515,15 @@ def restore_newest(
     accept: Callable[[Info], None],
     warn: Callable[[str], None],
 ) -> tuple[int, nnx.State, Info] | None:
-    """Restores the newest undamaged checkpoint: step, state and info, or None if there is none.
+    """Restores the newest undamaged checkpoint: step, state and info, or None without checkpoints.
 
     Args:
-      accept: raises if the info is not of this run.
+      accept: raises if the info is not this run's.
       warn: called with a message for each damaged checkpoint, which is moved away.
 
     Raises:
-      CheckpointError: all are damaged, or the newest undamaged checkpoint is unreadable or of
-        another model.
+      CheckpointError: all checkpoints are damaged, or the newest undamaged one is unreadable or
+        belongs to another model.
     """
     damaged: dict[int, DamagedError] = {}
     for step in reversed(checkpoints.steps()):
@@ -543,7 +545,7 @@ def restore_newest(
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Returns the parameters in a checkpoint, or in the newest of a run, and its folder."""
+    """Returns the parameters in a checkpoint, or a run's newest checkpoint, and its folder."""
     folder, info = read_info_on_all(run, lambda: newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = read_verified(folder, target, info)

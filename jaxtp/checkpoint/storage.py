@@ -1,10 +1,10 @@
 """Reads a checkpoint's description and arrays, and bounds the host memory of reads and writes.
 
 A save first copies a process's part to host memory, because training continues meanwhile. Then it
-compresses and writes at most `MAX_BYTES_IN_FLIGHT` at a time; a restore reads at most as many.
-Orbax's default is 96 GB per process. `StandardCheckpointHandler` cannot change it, and on GPUs it
-stages a save in pinned host memory, whose growth users have reported (orbax issue 2090).
-`PyTreeCheckpointHandler` writes the same files and has both settings.
+compresses and writes at most `MAX_BYTES_IN_FLIGHT` at a time; a restore reads at most as many
+bytes. Orbax's default is 96 GB per process. Orbax's `StandardCheckpointHandler` cannot change this
+limit, and on GPUs it stages a save in pinned host memory, which grows according to users (orbax
+issue 2090). `PyTreeCheckpointHandler` writes the same files and has both settings.
 """
 
 import json
@@ -49,7 +49,7 @@ Metadata = Mapping[str, Any]
 MAX_BYTES_IN_FLIGHT = 2 * 10**9
 # Maximum bytes of a file that describes a checkpoint and is read whole
 _MAX_DESCRIPTION = 2**28
-# The names of these files
+# Names of the files that describe a checkpoint
 _DESCRIPTION = re.compile(r"_\w+|metadata|manifest\.ocdbt|\.z\w+|process_\d+")
 _SPECS = "specs"
 _SHAPES = "shapes"
@@ -88,7 +88,7 @@ class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
 
 class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
-    """Orbax's handler of JSON, for a function that makes the info in the background, or raises."""
+    """Orbax's handler of JSON, for a function that returns the info, called in the background."""
 
     async def async_save(self, directory: Path, *_: object, args: ocp.args.JsonSave) -> object:
         """Starts to save."""
@@ -107,7 +107,7 @@ class DeferredInfoHandler(ocp.JsonCheckpointHandler):  # type: ignore[misc]
 
 
 def _limit_gb(largest: int) -> float:
-    # Orbax requires each part to be smaller than the limit
+    # Orbax requires each part to be smaller than the limit.
     return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9
 
 
@@ -119,8 +119,8 @@ def _open_reader(metadata: Metadata, target: AbstractArrays) -> ocp.PyTreeCheckp
     largest = 0
     for name in target.keys() & metadata.keys():
         largest = max(largest, bytes_to_read(metadata[name], target[name]))
-    # Orbax's default handler reads a description of the arrays too, in a coroutine that a failed
-    # read never awaits.
+    # Orbax's default handler also reads a description of the arrays, in a coroutine that is never
+    # awaited if a read fails.
     arrays = ocp.type_handlers.create_type_handler_registry(
         (jax.Array, ocp.type_handlers.ArrayHandler())
     )
@@ -144,12 +144,12 @@ def bytes_to_read(stored: Any, target: ShapeDtypeStruct) -> int:
 
 
 def describe_arrays(summed: Sums) -> Info:
-    """Returns the info entries that a restore compares with its arrays."""
+    """Returns the entries of an info that a restore compares with its arrays."""
     return {_SHAPES: summed.shapes, _DTYPES: summed.dtypes, _CHECKSUMS: summed.checksums()}
 
 
 def seal(info: Mapping[str, Any]) -> Info:
-    """Adds the info's checksum, which `read_info` verifies."""
+    """Adds a checksum to an info, which `read_info` verifies."""
     return {**info, "sha256": fingerprint(info)}
 
 
@@ -175,11 +175,11 @@ def _read_sealed(folder: Path) -> Info:
 
 
 def require_readable(folder: Path) -> None:
-    """Checks a checkpoint that anyone may have made before Orbax and TensorStore open its files.
+    """Checks an untrusted checkpoint before Orbax and TensorStore open its files.
 
     Raises:
-      DamagedError: a pipe, which would never end, a device, or a description that could fill the
-        memory.
+      DamagedError: a file is a pipe, which would never end, or a device, or a description that
+        could fill the memory.
     """
     for path in files_below(folder):
         try:
@@ -196,10 +196,10 @@ def require_readable(folder: Path) -> None:
 
 
 def require_openable(checkpoints: Path) -> None:
-    """Checks the files that Orbax opens in a folder of checkpoints before it reads one of them.
+    """Checks the files that Orbax opens in a folder of checkpoints before it reads a checkpoint.
 
     Raises:
-      CheckpointError: one is a pipe, for which Orbax would wait for ever, or a device.
+      CheckpointError: a file is a pipe, for which Orbax would wait forever, or a device.
     """
     for path in (*checkpoints.glob("*"), *checkpoints.glob("*/*")):
         try:
@@ -212,16 +212,14 @@ def require_openable(checkpoints: Path) -> None:
 
 
 def is_of_run(info: Mapping[str, Any]) -> bool:
-    """Returns whether `jaxtp train` wrote an info; other loops write any entries."""
+    """Returns whether `jaxtp train` wrote an info; other training loops write other entries."""
     values = list(map(info.get, ("config", "corpus", "mesh")))
     return set(map(type, values)) == {dict} and isinstance(info.get("next_sample"), int)
 
 
 def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
-    """Finds a checkpoint and reads its info, the same in all processes.
-
-    Raises `CheckpointError`.
-    """
+    """Finds a checkpoint and reads its info, with the same result or `CheckpointError`
+    everywhere."""
     if is_multiprocess():
         require_shared(run, lambda: _visible_files(find))
     folder = read_on_all(find)
@@ -245,14 +243,17 @@ def _visible_files(find: Callable[[], Path]) -> list[str] | None:
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Reads array shapes and dtypes; raises as `read_info`."""
+    """Reads array shapes and dtypes; raises the errors of `read_info`."""
     return read_or_explain(
         folder, lambda: dict(_open_reader({}, {}).metadata((folder / "state").resolve()).tree)
     )
 
 
 def read_arrays(folder: Path, target: AbstractArrays, metadata: Metadata) -> Arrays:
-    """Reads arrays in the shardings and dtypes of `target`, unverified; raises as `read_info`."""
+    """Reads arrays in the shardings and dtypes of `target`, without verifying checksums.
+
+    Raises the errors of `read_info`.
+    """
 
     def read() -> Arrays:
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
@@ -260,7 +261,7 @@ def read_arrays(folder: Path, target: AbstractArrays, metadata: Metadata) -> Arr
         arrays: Arrays = _open_reader(metadata, target).restore(
             (folder / "state").resolve(), args=restore
         )
-        # Orbax returns the target of an array that does not exist.
+        # For an array that does not exist, Orbax returns the target.
         missing = [name for name, array in arrays.items() if isinstance(array, ShapeDtypeStruct)]
         if missing:
             raise DamagedError(
@@ -272,10 +273,7 @@ def read_arrays(folder: Path, target: AbstractArrays, metadata: Metadata) -> Arr
 
 
 def read_verified(folder: Path, target: AbstractArrays, info: Mapping[str, Any]) -> Arrays:
-    """Reads arrays, compares checksums, and casts to `target`.
-
-    All processes must call it and raise together.
-    """
+    """Reads arrays, compares checksums, and casts to `target`; all processes must call it."""
     arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
     computed = Sums(arrays).checksums()
     differ = [name for name in computed if computed[name] != info[_CHECKSUMS][name]]
@@ -291,12 +289,12 @@ def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any
     metadata: Metadata = {
         name: ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes.keys() & dtypes.keys()
     }
-    # Orbax opens every array to describe it. Only an array beyond the memory limit needs its
-    # chunks.
+    # Orbax opens every array to read its chunks. They are only needed for an array that is larger
+    # than the memory limit.
     if metadata.keys() != target.keys() or any(map(_is_large, metadata.values())):
         metadata = read_metadata(folder)
     stored_shapes = {name: tuple(array.shape) for name, array in metadata.items()}
-    # Version 0.1 has no shapes.
+    # Checkpoints of version 0.1 have no shapes.
     saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, stored_shapes).items()}
     if saved.keys() != info[_CHECKSUMS].keys() or not saved.items() <= stored_shapes.items():
         raise DamagedError(
@@ -374,7 +372,7 @@ class StoredCheckpoint:
         return read_arrays(self.folder, {name: self.arrays[name]}, self.metadata)[name]
 
     def verify(self, name: str) -> str | None:
-        """Describes an array's damage, if any; raises if it is unreadable."""
+        """Describes an array's damage, or returns None; raises if the array is unreadable."""
         expected = self.info[_CHECKSUMS].get(name)
         if expected is None:
             return "was not saved with this checkpoint"
@@ -392,7 +390,7 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-    """Opens a checkpoint, or the newest of a run.
+    """Opens a checkpoint, or a run's newest checkpoint.
 
     Raises `CheckpointError` if it is missing or damaged.
     """

@@ -1,9 +1,8 @@
-"""The settings of a configuration, and annotations on them.
+"""The settings of a configuration, and their annotations.
 
-Annotations tell the effects of a change, and whether `--help` lists a setting.
-
-An example is `steps: Annotated[Count, STEP, SHORT_HELP] = 400`. Fields without `Affects` have their
-section's. This file imports only the standard library, so any room can use it.
+Annotations state the effects of a change, and whether `--help` lists a setting, as in
+`steps: Annotated[Count, STEP, SHORT_HELP] = 400`. A field without `Affects` has the effects of its
+section. This file imports only the standard library, so any room can use it.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ RUNS_CODE = "runs code"
 
 @dataclass(frozen=True)
 class ArgumentsOf:
-    """Marks a mapping of arguments that jaxtp gives to the code that another setting names."""
+    """Marks a mapping of arguments for the code that another setting names."""
 
     reference: str  # The other setting's field, in the same section
 
@@ -51,13 +50,13 @@ class Setting:
 
     owner: type
     path: tuple[str, ...]  # Field names from the root dataclass down to this setting
-    keys: tuple[str, ...]  # Its keys in a file: `path`, with aliases
+    keys: tuple[str, ...]  # Keys in a file: `path` with aliases
     flag: str  # `--mesh.tp`
     kind: object  # Type, without annotations
     marks: tuple[object, ...]  # Metadata of `Annotated`
     default: object
-    effects: Affects | None  # Its `Affects`, or its section's
-    runs_code: bool = False  # Whether it has the mark `RUNS_CODE`
+    effects: Affects | None  # The setting's `Affects`, or its section's
+    runs_code: bool = False  # Whether the setting has the mark `RUNS_CODE`
 
     @property
     def name(self) -> str:
@@ -149,10 +148,8 @@ def _marks(hint: object) -> tuple[object, ...]:
 
 
 def find_setting(schema: type, name: str) -> Setting | None:
-    """Returns the setting of a dotted name.
-
-    The name may extend into its value (`data.mixture.code`).
-    """
+    """Returns the setting of a dotted name, which may extend into its value
+    (`data.mixture.code`)."""
     by_name = settings_of(schema)
     while name and name not in by_name:
         name, _, _ = name.rpartition(".")
@@ -165,9 +162,10 @@ def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
     return default if setting is None else setting.effects or default
 
 
-def settings(schema: type, accept: Callable[[Affects], bool], default: Affects = STEP) -> list[str]:
-    """Returns dotted names of the settings whose `Affects` is accepted."""
-    return [setting.name for setting in leaf_settings(schema) if accept(setting.effects or default)]
+def settings(schema: type, accept: Callable[[Affects], bool]) -> list[str]:
+    """Returns the dotted names of the settings with effects, by default `STEP`, that are
+    accepted."""
+    return [setting.name for setting in leaf_settings(schema) if accept(setting.effects or STEP)]
 
 
 def in_short_help(schema: type) -> Iterator[str]:

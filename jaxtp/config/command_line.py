@@ -70,8 +70,8 @@ class _CommonFlags:
     """Prints the resulting settings as YAML, and exits."""
 
     allow_code: Switch = False
-    """Runs the Python code that the --config file names. Give it only if you trust the file and
-    that code."""
+    """Runs the Python code that the --config file names. Use it only if you trust the file and this
+    code."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
     """Size of each mesh axis, 1 by default; -1 takes all remaining devices."""
@@ -86,13 +86,14 @@ class Command(Generic[T]):
 
     program: str  # `jaxtp train`
     schema: type[T]  # dataclass of its settings
-    # Purpose and examples, for the help; lists of commands show the first sentence
+    # Purpose and examples, for the help; a list of commands shows the first sentence
     description: str
     # Dotted names of the settings that --help shows; empty for all
     short_help: tuple[str, ...] = ()
     # Dotted names of unused settings and sections, which a --config file may contain
     ignored: tuple[str, ...] = ()
-    printed: Callable[[T], object] = lambda config: config  # selects what --print-config prints
+    # Returns the part of the configuration that --print-config prints
+    printed: Callable[[T], object] = lambda config: config
 
     def load(
         self, argv: Sequence[str], fit: Callable[[T, Set[str]], tuple[T, list[str]]] | None = None
@@ -105,8 +106,9 @@ class Command(Generic[T]):
             settings.
 
         Raises:
-          ConfigError: unreadable YAML, unknown key or flag, wrong type, or value out of range.
-          SystemExit: after help or `--print-config` (0).
+          ConfigError: a file is not YAML, a key or flag is unknown, or a value has a wrong type or
+            is out of range.
+          SystemExit: after help or `--print-config`, with code 0.
         """
         if position := asks_for_help(argv):
             self._print_help(*argv[position - 1 : position + 1])
@@ -157,7 +159,7 @@ class Command(Generic[T]):
         return _first_sentence(" ".join(self.description.split()))
 
     def used_settings(self) -> list[Setting]:
-        """Returns common flags, then the settings that the command uses."""
+        """Returns the common flags, then the settings that the command uses."""
         unused = tuple(f"{name}." for name in self.ignored)
         settings = [
             setting
@@ -351,7 +353,7 @@ def _take_values(setting: Setting, words: deque[str]) -> list[str]:
 
 
 def asks_for_help(argv: Sequence[str]) -> int:
-    """Returns the position, from 1, of the first word before `--` that asks for help, else 0."""
+    """Returns the position, from 1, of the first word before `--` that asks for help, or 0."""
     for position, word in enumerate(argv, start=1):
         if word in _HELP_WORDS:
             return position
@@ -390,7 +392,7 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
 def choose(
     program: str, commands: Mapping[str, Command[Any]], argv: Sequence[str]
 ) -> tuple[Command[Any], list[str]]:
-    """Splits off a command, as `choose_name` does."""
+    """Splits off the name of a command, as `choose_name` does, and returns the command."""
     summaries = {name: command.summary for name, command in commands.items()}
     name, arguments = choose_name(program, summaries, argv)
     return commands[name], arguments
@@ -447,7 +449,9 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
             command.help_schema(command.used_settings()), tyro.conf.subcommand(name=name)
         ]
     kinds = list(starmap(_subcommand, command.items()))
-    if len(kinds) == 1:  # tyro would complete the flags of an only command without its name
+    if (
+        len(kinds) == 1
+    ):  # without a second one, tyro would complete flags but not the command's name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
     inner: object = Union[tuple(kinds)]  # noqa: UP007
     return Annotated[
@@ -473,7 +477,7 @@ def _name_in_errors(setting: Setting) -> str:
 
 
 def spellings(setting: Setting) -> Iterator[str]:
-    """Yields its flags, without leading dashes, with _ between words."""
+    """Yields the flags of a setting, without leading dashes, with _ between words."""
     if _is_positional(setting) or tyro.conf.Fixed in setting.marks:
         return
     yield _key(setting.flag)
@@ -483,9 +487,9 @@ def spellings(setting: Setting) -> Iterator[str]:
 
 
 def _value(setting: Setting, word: str) -> object:
-    """Returns the value for pydantic to validate.
+    """Returns a word as a value that pydantic validates.
 
-    A key of a mapping has no type, and is read as in a YAML file.
+    The value of a mapping's key has no type, so it is read as in a YAML file.
     """
     if setting.kind is object:
         with contextlib.suppress(ValueError):

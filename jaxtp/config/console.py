@@ -11,7 +11,7 @@ from typing import Self, TextIO
 from jaxtp.config.entry import end_by_closed_pipe, silence
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
-"""Variables that a scheduler sets. `mpirun` and `srun --pty` give processes a terminal, but log its
+"""Variables that schedulers set. `mpirun` and `srun --pty` give a process a terminal, but log its
 output."""
 _CLEAR = "\r\x1b[2K"
 _UNWRAPPED = "\x1b[?7l{}\x1b[?7h"
@@ -27,10 +27,8 @@ _BINARY = ("B", "KiB", "MiB", "GiB")
 
 
 def size_text(size: float, *, binary: bool = False) -> str:
-    """Returns a number of bytes in a fitting unit: `1.3 MB`.
-
-    The unit is the largest that leaves a digit before the point, up to GB.
-    """
+    """Returns a number of bytes in the largest unit, up to GB, in which it is 1 or more: `1.3
+    MB`."""
     step = 1024 if binary else 1000
     *smaller, largest = _BINARY if binary else _DECIMAL
     for unit in smaller:
@@ -52,15 +50,15 @@ def is_terminal(stream: TextIO | None) -> bool:
 class Display:
     """Prints lines, above a progress bar in a terminal.
 
-    After an error of the stream (a closed terminal, a full disk) it prints nothing, and the command
-    continues.
+    After an error of the stream (a closed terminal, a full disk) it prints nothing more, and the
+    command continues.
 
     Args:
       counter: format of the bar's label (`step {done}/{total}`).
       quiet: prints nothing.
       stream: standard output by default.
-      unread: called when the pipe is closed (`| head`); by default ends the process, as SIGPIPE
-        does.
+      unread: called when the stream is a pipe whose reader has exited (`| head`); by default ends
+        the process, as SIGPIPE does.
     """
 
     def __init__(
@@ -145,7 +143,7 @@ class Display:
         return f"{label} {text}{left}"
 
     def _columns(self) -> int:
-        """Returns the width of the terminal; a very large one if it does not tell."""
+        """Returns the width of the terminal, or a very large number if it is unknown."""
         if self._stream is None:
             return sys.maxsize
         try:

@@ -1,6 +1,6 @@
 """Entry and exit of commands.
 
-Mistakes, Ctrl-C, closed pipes and full disks print one line, no traceback.
+Mistakes, Ctrl-C, closed pipes and full disks print one line instead of a traceback.
 
 A command's `__main__.py` begins with `start(PROGRAM)`, before its other imports. It defines
 `main(argv)`, which calls `attempt`, and ends with `run(PROGRAM, main)`. Both calls are under
@@ -30,7 +30,7 @@ T = TypeVar("T")
 STANDARD_OUTPUT = "standard output"  # The `filename` of errors in writing to standard output
 MISTAKE = 2  # The exit code after a user's mistake
 WRONG = 3
-"""The exit code if numbers are not finite or differ between devices: a retry would fail again."""
+"""The exit code if numbers are not finite, or differ between devices: a retry would fail again."""
 FILES = 74
 """The exit code if files can no longer be written or read (EX_IOERR of sysexits.h): a retry may
 succeed."""
@@ -44,13 +44,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BriefError(Exception):
-    """An error whose message suffices.
-
-    Notebooks show it below the user's own lines, without the lines of libraries.
-    """
+    """An error whose message suffices: notebooks show it without the lines of libraries."""
 
     def _render_traceback_(self) -> list[str]:
-        # IPython calls this method of an exception, and prints the lines instead of its own.
+        # IPython calls this method of an exception, and prints its lines instead of a traceback.
         places = importlib.import_module("jaxtp.config.python_object").users_lines(self)
         return [*places, f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
 
@@ -72,8 +69,9 @@ def attempt(
 ) -> int:
     """Runs a command and returns its exit code.
 
-    The code is the action's, the `exit_code` of a `UserError` or `NumericsError`, or 2 for a full
-    disk or unusable file. A closed pipe on standard output (`| head`) ends the process silently.
+    It is the code of the action, the `exit_code` of a `UserError` or `NumericsError`, or 2 for a
+    full disk or an unusable file. A closed pipe on standard output (`| head`) ends the process
+    silently.
 
     Args:
       program: prefix of messages on stderr.
@@ -95,7 +93,7 @@ def attempt(
         if error.filename == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
             return end_by_closed_pipe()
         if not error.filename and error.errno not in _FULL:
-            raise  # names no file, so the user cannot fix it
+            raise  # the error names no file, so the user cannot fix it
         place = f"{error.filename}: " if error.filename else ""
         return fail(program, f"{place}{error.strerror}")
 
@@ -103,7 +101,7 @@ def attempt(
 def shown(text: str) -> str:
     """Returns a model's text for standard output.
 
-    A terminal would obey control characters, so they are escaped, except newlines and tabs.
+    In a terminal, control characters are escaped, except newlines and tabs.
     """
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     return "\t".join(map(_escaped, text.split("\t"))) if is_terminal else text
@@ -122,8 +120,8 @@ def fail(program: str, error: Exception | str) -> int:
 def start(program: str = "") -> None:
     """Starts a command before its imports, which take seconds; `run` runs it.
 
-    Until then Ctrl-C prints one line, and no garbage is collected. Only programs call it, first of
-    all: `import jaxtp` changes nothing in the process of someone else's program.
+    Until then Ctrl-C prints one line, and no garbage is collected. Only programs call it, before
+    anything else: `import jaxtp` changes nothing in the process of someone else's program.
 
     Args:
       program: prefix of messages on stderr; by default `jaxtp` and the command that follows it.
@@ -179,14 +177,14 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
 
 
 def import_fast(name: str) -> ModuleType:
-    """Imports a module; pauses garbage collection."""
+    """Imports a module, while garbage collection is paused."""
     with paused_collection():
         return importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pauses garbage collection, which takes up to half of the time where many objects are made."""
+    """Pauses garbage collection, which can take half of the time while many objects are made."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -197,10 +195,10 @@ def paused_collection() -> Iterator[None]:
 
 
 class Output(io.FileIO):
-    """Standard output; errors have `filename = STANDARD_OUTPUT`, and later output is discarded."""
+    """Standard output. Errors have `filename = STANDARD_OUTPUT`; later output is discarded."""
 
     def write(self, data: bytes, /) -> int:  # type: ignore[override]
-        """Writes, and marks errors."""
+        """Writes data, and marks errors."""
         try:
             return super().write(data)
         except OSError as error:
@@ -222,7 +220,7 @@ def text_output(descriptor: int, like: io.TextIOWrapper) -> io.TextIOWrapper:
 
 
 def silence(descriptor: int) -> None:
-    """Redirects a descriptor to /dev/null, so that Python's flush at exit cannot fail."""
+    """Redirects a descriptor to /dev/null, so that Python's flush at its exit cannot fail."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), descriptor)
 
@@ -261,13 +259,13 @@ def signal_name(number: int) -> str:
 
 
 class InterruptError(KeyboardInterrupt):
-    """Request to stop, raised where the work can be saved, or where there is none to save."""
+    """A request to stop, raised where the work can be saved, or if there is nothing to save."""
 
 
 class Interrupt:
-    """Context manager that records signals; inactive outside the main thread.
+    """A context manager that records signals; it has no effect outside of the main thread.
 
-    `check` raises after the first signal; the second ends the process. Signals that are ignored,
+    `check` raises after the first signal; a second one ends the process. Signals that are ignored,
     such as SIGHUP under nohup, stay ignored. A terminal shows `notice` after the first Ctrl-C.
 
     Args:
@@ -301,7 +299,8 @@ class Interrupt:
     def defer(self) -> None:
         """Ends the start: from now on there is work to save, and Ctrl-C is only recorded."""
         if self._at_start and self.received == signal.SIGINT.name:
-            raise InterruptError(self._at_start)  # a destructor may have swallowed the first one
+            # A destructor may have swallowed the first error.
+            raise InterruptError(self._at_start)
         self._at_start = ""
 
     def check(self) -> None:
@@ -310,8 +309,8 @@ class Interrupt:
             raise InterruptError
 
     def _record(self, number: int, frame: FrameType | None) -> None:
-        # Raises nothing after the start: a callback, such as JAX's during garbage collection, could
-        # swallow an exception.
+        # After the start it raises nothing, because a callback, such as JAX's during garbage
+        # collection, could swallow an exception.
         self.received = signal.Signals(number).name
         if number == signal.SIGINT and self._at_start:
             raise InterruptError(self._at_start)
@@ -323,8 +322,8 @@ class Interrupt:
                 os.write(2, f"\n{self._notice}\n".encode())
 
     def _ignored(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        # Python ignores an exception in a destructor, in a callback of a weak reference, and in one
-        # of the garbage collector, in which a tracing run spends much of its time.
+        # Python ignores an exception in a destructor, and in a callback of a weak reference or of
+        # the garbage collector, where tracing spends much of its time.
         if issubclass(unraisable.exc_type, InterruptError):
             _send_ctrl_c_again()
         elif self._hook_before is not None:
@@ -341,13 +340,12 @@ def _send_ctrl_c_again() -> None:
 
 
 def in_thread(work: Callable[[], T]) -> "Future[T]":
-    """Starts work in a thread; Ctrl-C ends a wait for its result.
+    """Starts work in a thread, so that Ctrl-C can end the wait for its result.
 
-    While the main thread itself is in XLA, which compiles for minutes, Python runs no handler of a
-    signal.
+    While XLA compiles in the main thread, which can take minutes, Python runs no signal handlers.
     """
-    # Not imported at the top: it imports logging, which changes the process of a program that
-    # imports jaxtp.
+    # Not imported at the top, because it imports logging, which changes the process of a program
+    # that imports jaxtp.
     from concurrent.futures import Future
 
     future: Future[T] = Future()

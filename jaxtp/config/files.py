@@ -100,7 +100,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 def mark_as_own(path: Path) -> None:
     """Records that this user wrote a file at this place, for `is_own`.
 
-    Without a home folder, or on a disk that refuses it, the file stays as it is, without a mark.
+    Does nothing without a home folder, or if the disk refuses.
     """
     with suppress(*_NO_MARK):
         key = _new_key()
@@ -111,10 +111,8 @@ def mark_as_own(path: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Returns whether `mark_as_own` marked a file that is unchanged since.
-
-    Nobody has changed, moved, copied or unpacked it.
-    """
+    """Returns whether `mark_as_own` marked a file, and it was not changed, moved or copied
+    since."""
     mark = _mark_of(path)
     try:
         if not (_only_user_writes(path) and _only_user_writes(mark)):
@@ -134,8 +132,8 @@ def _new_key() -> bytes:
     path = _key_file()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not path.exists():
-        # A link to a whole file: of several processes that begin at once, one wins, and none reads
-        # a part.
+        # Links to a complete file: of several processes that begin at once, one wins, and none
+        # reads an incomplete key.
         with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # only its user can read it
             file.write(secrets.token_bytes(_KEY_BYTES))
             sync_file(file)
@@ -159,9 +157,9 @@ def _mark_of(path: Path) -> Path:
 
 
 def _signature(path: Path, key: bytes) -> bytes:
-    # The owner alone proves nothing: a file of an archive belongs to the user who unpacks it. But
-    # it gets another inode, and the kernel sets the time of its last change. The author of an image
-    # of a file system chooses both, but has no key.
+    # The owner of a file proves nothing, because a file from an archive belongs to the user who
+    # unpacks it. But an unpacked file gets another inode, and the kernel sets the time of its last
+    # change. The author of a file system image can choose both, but does not have the key.
     status = path.lstat()
     place = path.parent.resolve() / path.name
     identity = f"{status.st_ino} {status.st_ctime_ns} {sha256(path)} {place}"
@@ -212,7 +210,7 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def require_empty(out: Path, content: str) -> None:
-    """Raises ConfigError if a folder that has no `content` yet has other files."""
+    """Raises ConfigError if a folder, which has no `content` yet, has other files."""
     names = sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL))
     if names:
         raise ConfigError(

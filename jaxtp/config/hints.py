@@ -1,8 +1,6 @@
-"""Suggests settings for unknown names, and values for sizes that do not fit.
+"""Suggests settings for unknown names, and values for sizes that do not fit; makes dotted paths.
 
-It also names things by dotted paths.
-
-Each suggestion of a value changes one setting, fixes all its problems, and causes no others.
+A suggested value changes one setting, fixes all problems of this setting, and causes no new ones.
 """
 
 import difflib
@@ -60,7 +58,7 @@ OTHER_NAMES = {
     "max_tokens": "max_new_tokens max_gen_len",
     "processes": "nproc_per_node num_processes",
 }
-"""Names that other programs use for these settings; errors suggest ours."""
+"""Names that other programs use for these settings; errors suggest jaxtp's names."""
 
 _BRANCHES = "{} drops out of the result of each branch"
 _LOSS = (
@@ -112,8 +110,8 @@ INSTEAD = {
     ),
     "dpo_beta loss_type": ("train.loss", _LOSS),
 }
-"""Names that other programs use where jaxtp has something else: a setting, and a sentence with its
-name at {}."""
+"""Names of other programs for which jaxtp has another concept: its setting, and a sentence in which
+{} is the name of this setting."""
 
 
 def hint_for(name: str, names: Sequence[str], spell: Callable[[str], str]) -> str | None:
@@ -135,16 +133,16 @@ def hint_for(name: str, names: Sequence[str], spell: Callable[[str], str]) -> st
 
 
 def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """Returns the setting that a name means.
+    """Returns the setting that a name probably means.
 
-    Another program has this name for it, or its key is the same or nearly the same.
+    Either another program has this name for the setting, or the keys are equal or similar.
     """
     key = _short(name).lower()
     for setting, foreign_names in OTHER_NAMES.items():
         if setting in names and key in foreign_names.split():
             return setting
     same = [other for other in names if _short(other) == key]
-    # A long section that is right would make any key look similar, so the key itself has to be.
+    # Compares only the keys, because a long section that is right would make any key look similar.
     similar = same or [other for other in names if _is_misspelt(key, _short(other))]
     return closest(name, similar, cutoff=0 if same else 0.6)
 
@@ -159,7 +157,7 @@ def _is_misspelt(word: str, correct: str) -> bool:
     return difflib.SequenceMatcher(None, word, correct).ratio() >= cutoff
 
 
-_FEW_LETTERS = 3  # one wrong letter of two or three leaves a half
+_FEW_LETTERS = 3  # with one wrong letter, a word of two or three letters is still half similar
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
     def working(setting: str, values: Iterable[int]) -> list[str]:
         if fixed and setting.startswith("model."):
             return []
-        # The problems that a change of this setting does not have to solve.
+        # Problems that a change of this setting need not solve
         unrelated = _texts(p for p in current if setting not in {*p.among, *p.multiples})
         return [str(value) for value in values if _texts(problems({setting: value})) <= unrelated]
 
@@ -222,10 +220,8 @@ def not_divisible(
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Returns whether one of the pattern's alternatives matches as in the shell.
-
-    `|` separates alternatives.
-    """
+    """Returns whether one of the pattern's alternatives, separated by `|`, matches as in a
+    shell."""
     return any(fnmatch.fnmatchcase(path, alternative) for alternative in pattern.split("|"))
 
 
@@ -237,8 +233,8 @@ def dotted(path: Iterable[object]) -> str:
 def by_dotted_path(items: Iterable[tuple[Sequence[object], T]]) -> dict[str, T]:
     """Returns things by dotted path.
 
-    Every dict of parameters, variables or modules by dotted path is made here, because a key may
-    contain a dot, and of two things with one path a dict would keep only the last.
+    Makes every dict of parameters, variables or modules by dotted path. A key may contain a dot,
+    and of two things with the same path, a plain dict would keep only the last.
 
     Raises:
       UserError: two things have the same dotted path.

@@ -39,7 +39,7 @@ def load_object(text: str, setting: str) -> Any:
 
     Raises:
       ConfigError: there is no such file, module or name, or its code fails; the message has the
-        line.
+        line of the code.
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
@@ -61,9 +61,9 @@ def load_object(text: str, setting: str) -> Any:
 
 @contextmanager
 def user_code(name: str, *passing: type[Exception]) -> Iterator[None]:
-    """Converts what a user's code raises to a `ConfigError`, except Ctrl-C and the `passing` types.
+    """Converts errors of a user's code to a `ConfigError`, except Ctrl-C and the `passing` types.
 
-    It also converts `SystemExit`, which could end a command silently with exit code 0.
+    It also converts `SystemExit`, which could silently end a command with exit code 0.
     """
     try:
         yield
@@ -123,7 +123,7 @@ class FileArgument:
 
     flag: str
     value: object
-    is_for_other: bool  # Whether the file names other code than the code that gets it
+    is_for_other: bool  # Whether the file gives it to other code than the code that runs
 
     def __str__(self) -> str:
         word = _as_word(self.value)
@@ -134,11 +134,11 @@ class FileArgument:
 def file_arguments(
     config: Hashable, in_file: Hashable, flags: Mapping[tuple[str, ...], object]
 ) -> list[FileArgument]:
-    """Returns the arguments that code gets from a file, except for code of jaxtp's own.
+    """Returns the arguments that code gets from a file, except for jaxtp's own code.
 
     Args:
-      config: the file's configuration with the flags.
-      in_file: the file's configuration without the flags.
+      config: the configuration of the file and the flags.
+      in_file: the configuration of the file alone.
       flags: values by the keys of their settings.
     """
     arguments = []
@@ -169,19 +169,19 @@ def require_consent(
 
     Args:
       file: the file that `--config` names.
-      references: flags and values, as `named_code` returns them.
-      arguments: as `file_arguments` returns them.
+      references: from `named_code`.
+      arguments: from `file_arguments`.
       is_allowed: whether the user gave `ALLOW_CODE`.
 
     Raises:
-      ConfigError: the user did not consent: there is no flag, and no run of the user's wrote the
-        file.
+      ConfigError: the user did not consent: there is no such flag, and the file was not written by
+        a run of this user.
     """
     flags = [f"{flag} {truncate(value, 300)}" for flag, value in references]
     flags += [truncate(argument, 300) for argument in arguments]
     if not flags:
         return
-    # The user chose other code than the file: the file's arguments were not written for it.
+    # If the user chose other code than the file, the file's arguments were not written for it.
     is_mixed = any(argument.is_for_other for argument in arguments)
     if (references or is_mixed) and not (is_allowed or is_own(file)):
         problem = "names code, and jaxtp runs no code that a file names"
@@ -204,7 +204,8 @@ def _value_at(config: object, path: Iterable[str]) -> Any:
 
 
 def _as_word(value: object) -> str:
-    # As a flag takes it: a text needs quotes only if YAML would read something else.
+    # Returns a value as a flag takes it. A text needs quotes only if YAML would read something
+    # else.
     if isinstance(value, str):
         with suppress(ValueError):
             if parse_yaml(value.encode()) == value:
@@ -231,7 +232,7 @@ def _hint(module: ModuleType, name: str, setting: str) -> str:
 
 
 def _own_name(text: str, setting: str) -> str:
-    # Other programs name a loss by one word, such as dpo.
+    # Suggests jaxtp's own loss for a single word, such as dpo, by which other programs name a loss.
     if _kind(setting) != "loss" or not text.isidentifier():
         return ""
     names = _names_for(setting, jaxtp)
@@ -254,7 +255,7 @@ def _names_for(setting: str, module: ModuleType) -> list[str]:
 
 
 def _fits(setting: str, value: object) -> bool:
-    # Whether a setting may name a value, as far as its form tells.
+    # Whether a setting may name a value, judged by the value's form.
     kind = _kind(setting)
     is_of_jaxtp = str(getattr(value, "__module__", "")).startswith("jaxtp.")
     is_model = any(
@@ -273,7 +274,7 @@ def _fits(setting: str, value: object) -> bool:
 
 
 def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
-    # A class takes what its instances take.
+    # Whether a value can be called with these arguments; a class, whether its instances can.
     call: Any = value
     if isinstance(value, type):
         # If no base defines `__call__`, `value.__call__` is the metaclass's: the constructor.
@@ -291,7 +292,7 @@ def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
 
 
 def _defines(module: ModuleType, value: object) -> bool:
-    # A function or class that the module imports is not its own.
+    # Whether a module defines a value itself: it may also import functions and classes.
     if not (isinstance(value, type) or inspect.isroutine(value)):
         return True
     return str(getattr(value, "__module__", "")).startswith(module.__name__)
@@ -302,9 +303,9 @@ def _kind(setting: str) -> str:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
-    """Returns the signature of a call, or None.
+    """Returns the signature of a function, or None.
 
-    Some C functions have none, and a user's object may hide it.
+    Some C functions have no signature, and a user's object may hide it.
     """
     call = function if isinstance(function, partial) else partial(function)
     called: Any = call.func
@@ -355,8 +356,7 @@ def reference_to(value: object, neighbours: Iterable[object] = ()) -> str:
     An object without a name gets a description.
 
     Args:
-      neighbours: functions and classes; a value without a name of its own may be a variable of
-        their modules.
+      neighbours: functions and classes, whose modules may have a variable with an unnamed value.
     """
     own_module, *modules = (
         sys.modules.get(_attribute(owner, "__module__")) for owner in (value, *neighbours)
@@ -433,7 +433,7 @@ def _users_frames(error: BaseException) -> list[traceback.FrameSummary]:
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((*_LIBRARIES, "<frozen"))
-        # Libraries may also be of another environment.
+        # Libraries may also be in another environment.
         and "site-packages" not in frame.filename
     ]
 
@@ -447,7 +447,7 @@ def _message(error: BaseException) -> str:
 
 
 def _load_file(setting: str, path: Path) -> ModuleType:
-    # The same file gives the same module, so that its classes and its state exist once.
+    # A file gives one module, so that its classes and its state exist once.
     if not path.is_file():  # also a link to itself, which `resolve` refuses
         raise ConfigError(f"{setting} {path}: no such file{nearest_file(path)}")
     key = f"{path.stem} in {path.resolve().parent}"

@@ -1,8 +1,8 @@
 """Reads untrusted files, JSON and YAML, within limits.
 
-It opens no devices or pipes, and limits the size of each kind of file. It also limits nesting
-depth, number of values and length of integers, so that callers can safely compare, copy and print
-values.
+It opens no devices and no pipes, and limits the size of each kind of file. It also limits the depth
+of nesting, the number of values and the length of integers, so that callers can safely compare,
+copy and print the values.
 """
 
 import errno
@@ -12,7 +12,7 @@ import re
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from typing import Any
 import yaml
 
 MAX_JSON = 2**25
-"""Maximum bytes of a JSON file; the weight index of the largest models has less than 10 million."""
+"""Maximum bytes of a JSON file; the weight index of the largest models has fewer than 10
+million."""
 MAX_YAML = 2**18  # Maximum bytes of a YAML file
 _MAX_JSON_VALUES = 2**22
 _MAX_DEPTH = 64
-_BLOCK = 2**20  # Bytes that are read at a time
-_MAX_DIGITS = 100  # Maximum digits of a number; each such integer can be converted to a float
+_BLOCK = 2**20  # Number of bytes that are read at a time
+_MAX_DIGITS = 100  # Maximum digits of a number; integers of this length fit into a float
 _LFS = rb"version https://git-lfs\.github\.com/spec/(?:[^\0]*^size (\d{1,18})$)?"
 _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""Errors of PyYAML for, say, the 45th of a month, an invalid code point, or an integer without
-digits."""
+"""Errors of PyYAML, for example for the 45th day of a month, an invalid code point, or an integer
+without digits."""
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -66,13 +67,13 @@ def open_regular(path: Path) -> BufferedReader:
 def read_bytes(path: Path, limit: int) -> bytes:
     """Returns the content of a regular file of at most `limit` bytes.
 
-    Errors are as in `open_regular`.
+    Raises an `OSError` for a larger file, and the errors of `open_regular`.
     """
     content = bytearray()
     with open_regular(path) as file:
         is_larger = os.fstat(file.fileno()).st_size > limit
-        # In blocks: `read(limit)` would take the memory of the largest file at once. The file may
-        # grow meanwhile.
+        # Reads in blocks, because `read(limit)` would allocate the memory for the largest file, and
+        # compares the size again, because the file may grow meanwhile.
         while not is_larger and (block := file.read(min(_BLOCK, limit + 1))):
             content += block
             is_larger = len(content) > limit
@@ -139,11 +140,18 @@ def parse_yaml(content: bytes) -> object:
 
 
 def truncate(value: object, max_length: int = 100) -> str:
-    """Returns the start of a value as one printable line."""
+    """Returns the beginning of a value's text as one printable line."""
     text = str(value)
     if len(text) > max_length:
         text = f"{text[:max_length]}..."
     return text if text.isprintable() else text.encode("unicode_escape").decode()
+
+
+def first_lines(lines: Sequence[str], max_lines: int) -> list[str]:
+    """Returns the first lines; if there are more, also a line with the number of the others."""
+    if len(lines) <= max_lines:
+        return list(lines)
+    return [*lines[:max_lines], f"and {len(lines) - max_lines} more"]
 
 
 class _Strict(yaml.SafeLoader):

@@ -22,7 +22,7 @@ from pydantic_core import ErrorDetails
 from jaxtp.config.affects import RUNS_CODE, find_setting, leaf_settings, settings_of
 from jaxtp.config.entry import UserError
 from jaxtp.config.hints import closest, dotted, hint_for
-from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, truncate
+from jaxtp.config.reading import MAX_YAML, first_lines, parse_yaml, read_bytes, truncate
 
 T = TypeVar("T")
 
@@ -31,8 +31,8 @@ _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapte
 BASE = "base"  # The key by which a YAML file includes another
 
 _EXCLUSIVE = {"train.steps": "epochs", "train.epochs": "steps"}
-"""Keys that exclude each other: a flag or file that sets one removes the other from the files that
-it overrides."""
+"""Keys that exclude each other: a flag or file that sets one of them removes the other one from the
+files that it overrides."""
 
 HF_PREFIX = "hf:"  # Prefix of an input of `jaxtp prepare` that the `datasets` library loads
 
@@ -41,14 +41,11 @@ _MAX_PROBLEMS = 20  # Maximum number of problems in one message
 
 
 class ConfigError(UserError):
-    """A mistake in a setting.
-
-    The message has the problem, the value, and the nearest valid value.
-    """
+    """A mistake in a setting; the message names the problem, the value, and values that work."""
 
 
 def allowed(values: str) -> object:
-    """Returns an annotation that shows a range in `--help`: `allowed("1 or more")`."""
+    """Returns an annotation by which `--help` shows a range: `allowed("1 or more")`."""
     return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
 
 
@@ -81,14 +78,14 @@ def expand(path: Path) -> Path:
 
 
 def _not_empty(path: object) -> object:
-    # An empty path, for example from an unset variable, would mean the current folder.
+    # An empty path, for example from an unset variable, would be the current folder.
     if path == "":
         raise ConfigError("should be a path, but is empty; . is the current folder")
     return path
 
 
 UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterValidator(expand)]
-"""May begin with ~."""
+"""A path that may begin with ~."""
 OptionalFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
 OptionalFolder = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
 
@@ -201,7 +198,7 @@ def flag(schema: type, keys: Sequence[object]) -> str:
 
 
 def _assignment(keys: Sequence[object], value: object) -> str:
-    # Without keys the problem is of all values together.
+    # A problem without keys concerns all values together.
     name = f"{truncate(dotted(keys))} = " if keys else ""
     return f"{name}{truncate(repr(value))}"
 
@@ -227,9 +224,7 @@ def validate(
             problems.append(f"{describe(item['loc'], item['input'])}: {_complaint(item)}")
     if not problems:
         return config
-    if (more := len(problems) - _MAX_PROBLEMS) > 0:
-        problems[_MAX_PROBLEMS:] = [f"and {more} more"]
-    raise ConfigError("\n  ".join([f"{source}:", *problems]))
+    raise ConfigError("\n  ".join([f"{source}:", *first_lines(problems, _MAX_PROBLEMS)]))
 
 
 class Settings:
@@ -278,7 +273,7 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
 
 
 def to_plain(config: object) -> dict[str, Any]:
-    """Returns plain dicts, lists, strings and numbers; a section has the fields of its subclass."""
+    """Returns plain dicts, lists, strings and numbers, with the fields of a section's subclass."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
@@ -292,7 +287,7 @@ def to_yaml(config: object) -> str:
 
 
 def to_short_yaml(config: object, always: Set[str]) -> str:
-    """Returns YAML of non-default values and the settings in `always`."""
+    """Returns YAML of the values that are not defaults, and of the settings in `always`."""
     defaults = dict(leaves(to_plain(type(config)())))
     values = leaves(to_plain(config))
     written = (
@@ -352,7 +347,7 @@ _HUB_NAME = re.compile(r"(?:[\w.-]{1,96}/)?[\w.-]{1,96}(?<!\.json)")
 
 
 def missing_model(path: Path) -> str:
-    """Suggests a folder with a similar name, or how to download the model of this name."""
+    """Suggests a folder with a similar name, or the command that downloads a model of this name."""
     near = nearest_file(path)
     if near:
         return near

@@ -1,4 +1,4 @@
-"""Batches of rows on the host: what a run reads, and where it is.
+"""Batches of rows on the host, and the position of a run in them.
 
 Rows may come from any source (`sources.py`).
 """
@@ -32,10 +32,10 @@ from jaxtp.data.samples import ORDER, SHUFFLE, shuffle_description, shuffled
 from jaxtp.distributed.agreement import all_gather_json
 
 Record: TypeAlias = dict[str, Any]
-"""JSON on the last batch of a stream or function, with its checksum as `crc32`."""
+"""A record of a stream's or function's last batch, in JSON, with its checksum as `crc32`."""
 
 Read: TypeAlias = tuple[Columns, list[Record | None] | None]
-"""Rows of a batch, and `Position.streams` after it."""
+"""The rows of a batch, and `Position.streams` after it."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Position:
     step: int = 0  # number of batches so far
     sample: int = 0  # number of rows so far
     streams: list[Record | None] | None = None
-    """A record of each stream, None if this process does not read it; or one record of a
-    function."""
+    """A record of each stream, or None for a stream that this process does not read; or one record
+    of a function."""
 
     def gathered(self) -> "Position":
         """Returns the position with all processes' records, for a checkpoint.
@@ -79,11 +79,11 @@ class Batches(ABC):
     """A source of batches.
 
     Attributes:
-      name: for messages.
+      name: the source's name in messages.
       global_batch_size: number of rows of a batch.
       with_weights: whether short batches are padded; then each batch has the column `WEIGHTS`.
-      num_rows: in an epoch, if known.
-      description: JSON, compared when a run resumes.
+      num_rows: number of rows in an epoch, if known.
+      description: a description in JSON, which is compared when a run resumes.
     """
 
     def __init__(self, name: str, first: Columns, size: int | None, identity: Mapping[str, object]):
@@ -159,8 +159,8 @@ class Batches(ABC):
         }
 
     def _put(self, into: Columns, columns: Columns, size: int, rows: Mapping[int, int]) -> None:
-        # Checks the columns of `size` rows, and copies rows by place. Those that a short batch
-        # lacks stay zeros.
+        # Checks columns of `size` rows, and copies rows to their places. Rows that a short batch
+        # lacks stay zero.
         num_rows = check_columns(columns, self._layout)
         if num_rows > size:
             raise BatchError(f"has {num_rows} rows, more than the {size} of the first batch")
@@ -176,14 +176,14 @@ class Batches(ABC):
 
 
 def _index(numbers: list[int]) -> slice | list[int]:
-    # Consecutive numbers as a slice, which NumPy copies at once.
+    # Returns consecutive numbers as a slice, which NumPy copies at once.
     if numbers and numbers == list(range(numbers[0], numbers[-1] + 1)):
         return slice(numbers[0], numbers[-1] + 1)
     return numbers
 
 
 def _is_batched(dataset: Any) -> bool:
-    # Whether a Grain pipeline has a `batch`, which may make batches, or rows out of single tokens.
+    # Whether a Grain pipeline has a `batch`. It may make batches of rows, or rows of tokens.
     if type(dataset).__name__ == "BatchMapDataset":
         return True
     return any(map(_is_batched, getattr(dataset, "parents", ())))
@@ -192,12 +192,12 @@ def _is_batched(dataset: Any) -> bool:
 class SampleBatches(Batches):
     """Batches of a dataset: once, or endless.
 
-    Endless batches are shuffled by `seed` anew in each epoch, unless they come from a
+    Endless batches are shuffled by `seed`, differently in each epoch, unless they come from a
     `grain.MapDataset`, which has its own order.
 
     Attributes:
-      may_have_batches: whether it is a list, or batched by Grain: its items may have been meant as
-        batches.
+      may_have_batches: whether items may be meant as batches, because the dataset is a list or is
+        batched by Grain.
     """
 
     def __init__(

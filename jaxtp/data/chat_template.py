@@ -1,10 +1,10 @@
 """Renders chat templates in a sandboxed process and tokenizes the result.
 
-The template's special tokens must become tokens; special tokens spelled in messages must stay text.
-While the template renders, `U+FDD2 number U+FDD3` replaces each special token in a message. Special
-tokens in the result then come from the template and are marked by U+FDD0 before and U+FDD1 after
-them. Messages may not contain these noncharacters. A copy of the tokenizer has the marked spellings
-as its special tokens, so it encodes the whole text in one pass.
+Special tokens that the template writes must become tokens; special tokens that messages spell must
+stay text. While the template renders, `U+FDD2 number U+FDD3` replaces each special token in a
+message. All special tokens in the result then come from the template, and are marked by U+FDD0
+before and U+FDD1 after them. Messages may not contain these noncharacters. A copy of the tokenizer
+has the marked spellings as its special tokens, so it encodes the whole text in one pass.
 """
 
 import json
@@ -56,11 +56,11 @@ class ChatTemplate:
     """Renders conversations.
 
     Args:
-      template: in Jinja.
-      name: for messages.
-      special_tokens: variables of the template, e.g. bos_token.
-      day: what the template reads as today (`strftime_now`), as 2026-01-31; by default the day of
-        the rendering.
+      template: the template in Jinja.
+      name: the template's name in messages.
+      special_tokens: variables of the template, such as bos_token.
+      day: the day that the template reads as today (`strftime_now`), such as 2026-01-31; by default
+        the day of the rendering.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ def writes_day(template: str) -> bool:
 
 
 class SpecialTokens:
-    """Distinguishes special tokens of the template from those that messages spell.
+    """Distinguishes special tokens of the template from special tokens that messages spell.
 
-    The latter stay text unless `keep`.
+    In messages they stay text, unless `keep`.
     """
 
     def __init__(self, tokens: Sequence[str], *, keep: bool = False):
@@ -150,12 +150,12 @@ class SpecialTokens:
     def _escape_text(self, text: str) -> str:
         match = _NONCHARACTERS.search(text)
         if match:
-            raise ChatError(f"a message holds U+{ord(match[0]):04X}, which is no character")
+            raise ChatError(f"a message holds U+{ord(match[0]):04X}, which is not a character")
         try:
             text.encode()
         except UnicodeEncodeError:
             raise ChatError(
-                "a message holds half of a surrogate pair, which is no character"
+                "a message holds half of a surrogate pair, which is not a character"
             ) from None
         if self._keep:
             return text
@@ -208,10 +208,8 @@ class RenderedTokenizer:
                 )
 
     def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yields the ids of both parts of each pair.
-
-        A token that spans both belongs to the first.
-        """
+        """Yields the ids of both parts of each pair; a token that spans both belongs to the
+        first."""
         if self._library is None:
             for pair in pairs:
                 first, second = ByteTokenizer().encode_batch(pair)

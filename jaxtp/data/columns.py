@@ -1,4 +1,4 @@
-"""Columns of a batch: NumPy arrays by name, from whatever a user's source yields."""
+"""Columns of a batch: converts the values of a user's source to NumPy arrays by name."""
 
 import zlib
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import describe_exception
 
 WEIGHTS = "weights"  # Column `[B]` or `[B, ...]`: 0 for the rows that pad a short batch
-Columns: TypeAlias = dict[str, NDArray[Any]]  # `[n, ...]` each; or, of one sample, `[...]`
+Columns: TypeAlias = dict[str, NDArray[Any]]  # Arrays `[n, ...]` of a batch, `[...]` of a sample
 
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Shape and dtype of each column of one sample."""
 
-_CHECKED = 2**18  # Number of elements of an array in a checksum, at most about
+_CHECKED = 2**18  # Approximate maximum number of elements of an array that a checksum reads
 
 
 class BatchError(UserError):
-    """A source or a batch that cannot be used."""
+    """A source or a batch cannot be used."""
 
 
 class EndOfDataError(BatchError):
@@ -53,8 +53,8 @@ def to_columns(value: object) -> Columns:
     Columns of a tuple are "0", "1", ...; 64-bit numbers become 32-bit ones, as in JAX.
 
     Raises:
-      BatchError: no dict or tuple of arrays, or a column of text, of rows of different lengths, or
-        beyond 32 bits.
+      BatchError: the value is not a dict or a tuple of arrays; or a column has text, rows of
+        different lengths, or numbers beyond 32 bits.
     """
     if isinstance(value, Mapping):
         columns = {str(name): column for name, column in value.items()}
@@ -81,14 +81,14 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
         keys = ", ".join(map(str, value))
         flat = f"{name}_{next(iter(value), 'key')}"
         raise BatchError(
-            f"column {name!r} is a dict of {keys}, and a column is one array; give each a column "
-            f"of its own, such as {flat!r}"
+            f"column {name!r} is a dict of {keys}, and a column is one array; give each its own "
+            f"column, such as {flat!r}"
         )
     try:
         array = np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
         hint = "pad its rows to one length" if "inhomogeneous" in str(error) else error
-        raise BatchError(f"column {name!r} is no array of numbers: {hint}") from error
+        raise BatchError(f"column {name!r} is not an array of numbers: {hint}") from error
     if array.dtype.kind in "biuf" and array.dtype.itemsize <= 4 and array.dtype.isnative:
         return array
     if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == np.bool_):
@@ -98,7 +98,7 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
             )
         kind = "text" if array.dtype.kind in "US" else array.dtype
         raise BatchError(
-            f"column {name!r} is {kind}, not numbers; leave it out, as by "
+            f"column {name!r} is {kind}, not numbers; leave it out, for example by "
             f"remove_columns([{name!r}])"
         )
     dtype = jax.dtypes.canonicalize_dtype(array.dtype.newbyteorder("="))
@@ -106,14 +106,14 @@ def _to_array(name: str, value: object) -> NDArray[Any]:
         limits = np.iinfo(dtype)
         for number in (int(array.min()), int(array.max())):
             if not limits.min <= number <= limits.max:
-                raise BatchError(f"column {name!r} has {number}, which {dtype} does not hold")
+                raise BatchError(f"column {name!r} has {number}, which does not fit into {dtype}")
     return array.astype(dtype, copy=False)
 
 
 def count_rows(columns: Columns) -> int:
     """Returns the number of rows of a batch.
 
-    Raises `BatchError` if columns differ in it, or are scalars.
+    Raises `BatchError` if columns have different numbers of rows, or are scalars.
     """
     for name, array in columns.items():
         if not array.ndim:
@@ -127,13 +127,13 @@ def count_rows(columns: Columns) -> int:
     return sizes.pop()
 
 
-def layout_of(columns: Columns) -> Layout:
+def layout_of(columns: Mapping[str, NDArray[Any] | jax.ShapeDtypeStruct]) -> Layout:
     """Returns shapes and dtypes of the rows of a batch."""
     return {name: (array.shape[1:], array.dtype) for name, array in columns.items()}
 
 
 def check_columns(columns: Columns, expected: Layout) -> int:
-    """Returns the number of rows; raises `BatchError` if they differ from the first row."""
+    """Returns the number of rows; raises `BatchError` if their layout is not the `expected` one."""
     rows = count_rows(columns)
     layout = layout_of(columns)
     missing = sorted(expected.keys() ^ layout.keys())

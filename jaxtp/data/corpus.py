@@ -20,7 +20,7 @@ from jaxtp.data.documents import Documents, InMemory
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
-LIBRARY = "standard library of Python"  # Begins the description of the default data
+LIBRARY = "standard library of Python"  # The beginning of the default data's description
 PREFIX = "prefix"  # Key in `Corpus.describe`: the tokens that each document starts with
 _SKIPPED_FOLDERS = {
     "test",
@@ -49,7 +49,7 @@ class Source:
     weight: float
     train: Documents
     validation: Documents | None
-    """None if nothing is held out, and there is no other data to evaluate on."""
+    """The documents to evaluate on, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Corpus:
 
     @property
     def unit(self) -> str:
-        """`bytes` or `tokens`."""
+        """The unit of the data: `bytes` or `tokens`."""
         return "bytes" if self.tokenizer.kind == BYTES else "tokens"
 
     @property
@@ -77,7 +77,8 @@ class Corpus:
 
     @property
     def loss_tokens(self) -> int | None:
-        """Tokens with a loss; None for all but the first of each document."""
+        """Tokens with a loss; None without prompts, if all but each document's first token
+        count."""
         if not any(source.train.has_prompts for source in self.sources):
             return None
         return sum(source.train.num_loss_tokens for source in self.sources)
@@ -90,7 +91,7 @@ class Corpus:
         )
 
     def not_evaluated(self) -> str | None:
-        """Says which sources have no validation data; None if all have some."""
+        """Describes the sources that have no validation data; None if all have some."""
         missing = [
             source.name or self.description for source in self.sources if source.validation is None
         ]
@@ -113,7 +114,7 @@ class Corpus:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self) -> dict[str, object]:
-        """Returns a run's data record, for `generate` and to detect changes on resume."""
+        """Returns a record of the data, for `jaxtp generate`, and to detect changes on resume."""
         record: dict[str, object] = {
             "source": self.description,
             "train_tokens": self.train_tokens,
@@ -132,10 +133,11 @@ def load_corpus(
 ) -> Corpus:
     """Opens the data of a run, by default the standard library.
 
-    Reads no tokens of prepared datasets.
+    Paths are prepared datasets, whose tokens are not read yet, or text files.
 
-    Paths are prepared datasets or text files. `mixture` has weights by path, and replaces `path`.
-    `validation` is other data to evaluate on: its validation split, or all of it if that is empty.
+    Args:
+      mixture: weights by path; replaces `path`.
+      validation: other data to evaluate on: its validation split, or all of it if that is empty.
     """
     weights = mixture or {"": 1.0}
     if mixture:
@@ -156,7 +158,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class Part:
-    """A path's data."""
+    """The data of a path."""
 
     train: Documents | None
     validation: Documents | None
@@ -172,8 +174,8 @@ class Part:
 def standard_library(root: Path | None = None) -> Part:
     """Returns a standard library's source files; by default the interpreter's.
 
-    Skips tests, site-packages and `encodings` (tables). A hash of its path holds out about 1 in 20
-    files.
+    Leaves out tests, site-packages and `encodings`, which are tables. Holds out about 1 in 20
+    files, by a hash of their paths.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     paths = []
@@ -198,7 +200,7 @@ def standard_library(root: Path | None = None) -> Part:
 
 
 def text_file(path: Path) -> Part:
-    """Returns a file as one document; holds out the last twentieth."""
+    """Returns a file as one document, whose last twentieth is held out."""
     if _PREPARED_FIRST.fullmatch(path.suffix) and path.exists():
         raise CorpusError(
             f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} "
@@ -266,7 +268,7 @@ def _require_one_kind(parts: Mapping[str, Part]) -> None:
     names = {part.has_pairs: name or part.description for name, part in parts.items()}
     if len(names) == 2:
         raise CorpusError(
-            f"{names[True]} has pairs of a chosen and a rejected answer and {names[False]} has "
+            f"{names[True]} has pairs of a chosen and a rejected answer, but {names[False]} does "
             "not: name datasets of one kind; jaxtp prepare --preference makes pairs"
         )
 

@@ -16,7 +16,7 @@ Tokens = NDArray[np.integer]
 
 
 class Documents(ABC):
-    """Documents in shards, e.g. a dataset's split (`data/store.py`)."""
+    """Documents in shards, such as a split of a dataset (`data/store.py`)."""
 
     has_prompts = False  # whether documents may start with a prompt, which the loss ignores
     # Whether documents 2i and 2i + 1 are the chosen and rejected answer to a prompt, in one shard
@@ -39,15 +39,16 @@ class Documents(ABC):
 
     @abstractmethod
     def location(self, index: int) -> str:
-        """Returns e.g. `data/x/train-00003.tokens, document 17`."""
+        """Returns the place of a document, such as `data/x/train-00003.tokens, document 17`."""
 
     @abstractmethod
     def _array(self, shard: int, suffix: str) -> Tokens:
-        """Returns a shard's tokens, offsets (first token of each document), or prompts."""
+        """Returns a shard's tokens, its offsets (the first token of each document), or its
+        prompts."""
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens except prompts and the first token of each document."""
+        """Number of tokens, without prompts and the first token of each document."""
         if not self.has_prompts:
             return self.num_tokens - self.num_documents
         count = 0
@@ -56,7 +57,7 @@ class Documents(ABC):
         return count
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Yields document lengths in tokens, an array per shard."""
+        """Yields the lengths of documents in tokens, an array per shard."""
         for shard in range(len(self._first_token) - 1):
             yield np.diff(self._array(shard, DOCUMENTS))
 
@@ -83,7 +84,7 @@ class Documents(ABC):
         return int(self._array(shard, PROMPTS)[row])
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Returns a range of all tokens; a view within one shard."""
+        """Returns a range of all tokens, a view if it is within one shard."""
         parts = [self._array(shard, TOKENS)[part] for shard, part in self.in_shards(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
 
@@ -100,23 +101,23 @@ class Documents(ABC):
             start = end
 
     def token_range(self, index: int) -> tuple[int, int]:
-        """Returns where a document starts and ends in all tokens."""
+        """Returns the start and the end of a document in all tokens."""
         shard, first, last = self._span(index)
         return self._first_token[shard] + first, self._first_token[shard] + last
 
     def _span(self, index: int) -> tuple[int, int, int]:
-        """Returns a document's shard, and where the document starts and ends there."""
+        """Returns a document's shard, and its start and end there."""
         shard, row = self._locate(index)
         first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
         return shard, first, last
 
     @property
     def shard_sizes(self) -> list[int]:
-        """Tokens of each shard."""
+        """Number of tokens of each shard."""
         return [end - first for first, end in pairwise(self._first_token)]
 
     def document_at(self, position: int) -> int:
-        """Returns the document index of a token position."""
+        """Returns the index of the document at a token position."""
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"token {position} of {self.num_tokens}")
         shard = bisect_right(self._first_token, position) - 1
@@ -134,7 +135,10 @@ class Documents(ABC):
 class InMemory(Documents):
     """Documents in one array.
 
-    `source` names them in messages; `prompts` are the lengths of prompts.
+    Args:
+      lengths: number of tokens of each document.
+      source: the documents' name in messages.
+      prompts: number of prompt tokens of each document.
     """
 
     def __init__(
@@ -154,14 +158,14 @@ class InMemory(Documents):
 
     @cached_property
     def identity(self) -> str:
-        """The sha256 of tokens and offsets."""
+        """The sha256 of all arrays."""
         digest = hashlib.sha256()
         for array in self._arrays.values():
             digest.update(array.tobytes())
         return digest.hexdigest()
 
     def location(self, index: int) -> str:
-        """Returns source and index."""
+        """Returns the source and the index."""
         return f"{self._source}, document {index}"
 
     def _array(self, shard: int, suffix: str) -> Tokens:

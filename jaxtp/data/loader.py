@@ -1,7 +1,7 @@
 """Reads batches of samples ahead of the training steps and places them on the mesh.
 
-Each process reads only its devices' rows, each once. The rows need not be contiguous: device order
-along dp and fsdp is arbitrary, and rows may be replicated.
+Each process reads only the rows of its devices, and each row once. The rows need not be contiguous:
+the order of devices along dp and fsdp is arbitrary, and rows may be replicated.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from jaxtp.mesh import batch_parts, mesh_sizes
 Index: TypeAlias = tuple[slice, ...]
 
 Batch = dict[str, jax.Array]  # `[B, ...]` arrays, split over (dp, fsdp)
-_CHECK_EVERY = 256  # Batches between comparisons of the rows of processes
+_CHECK_EVERY = 256  # Number of batches between checks that processes read the same rows
 
 
 def on_mesh(
@@ -38,12 +38,12 @@ def on_mesh(
     """Yields batches from a position, split over (dp, fsdp), and the position after each.
 
     Args:
-      count: None reads a source `once`.
-      micro_batches: A; micro-batch i has rows `[i * B / A, (i + 1) * B / A)`.
+      count: maximum number of batches; None for a source that is read `once`.
+      micro_batches: their number A; micro-batch i has rows `[i * B / A, (i + 1) * B / A)`.
 
     Raises:
-      BatchError: B does not divide, or processes read different rows, which is checked from time to
-        time.
+      BatchError: the batch cannot be split, or processes read different rows, which is checked from
+        time to time.
     """
     size = source.global_batch_size
     order = _order(size, batch_parts(mesh_sizes(mesh)), micro_batches)
@@ -57,7 +57,8 @@ def on_mesh(
 
 
 def _order(size: int, devices: int, micro_batches: int) -> NDArray[np.int64]:
-    # The row at each place of a batch: a step splits the rows of each device.
+    # Returns the row at each place of a batch, because a step splits the rows of each device into
+    # micro-batches.
     if size % (devices * micro_batches):
         raise BatchError(
             f"a batch of {size} rows cannot be split over {devices} devices along dp and fsdp, and "

@@ -14,7 +14,7 @@ from jaxtp.config.hints import dotted
 from jaxtp.config.reading import MAX_JSON, inside, read_bytes, truncate
 
 FORMAT = 1
-FORMAT_OF_PAIRS = 2  # Older versions refuse to read a dataset of pairs as text
+FORMAT_OF_PAIRS = 2  # Makes older versions refuse a dataset of pairs, which they would read as text
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
 TRAIN = "train"
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class DatasetError(UserError):
-    """A folder is no dataset, or the dataset is unfinished or damaged."""
+    """A folder is not a dataset, or the dataset is unfinished or damaged."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TokenizerInfo:
 
     @property
     def name(self) -> str:
-        """A unique name."""
+        """A unique name: the sha256, or `bytes`."""
         return self.sha256 or self.kind
 
     @property
@@ -68,7 +68,7 @@ class TokenizerInfo:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger]:
-        """The smallest dtype for every id, used on disk."""
+        """The smallest dtype that holds every id; files have this dtype."""
         dtype: np.dtype[np.unsignedinteger] = np.min_scalar_type(max(self.vocab_size - 1, 0))
         return dtype.newbyteorder("<")
 
@@ -160,12 +160,12 @@ def file_sizes(documents: int, tokens: int, dtype: np.dtype[np.unsignedinteger])
 
 
 def shard_file(folder: Path, split: str, shard: int, suffix: str) -> Path:
-    """Returns e.g. `folder/train-00003.tokens`."""
+    """Returns the path of a file, such as `folder/train-00003.tokens`."""
     return folder / f"{split}-{shard:05}.{suffix}"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks only `dataset.json`; raises `DatasetError`."""
+    """Reads and checks `dataset.json` alone; raises `DatasetError`."""
     path = folder / MANIFEST
     try:
         content = read_bytes(inside(folder, MANIFEST), MAX_JSON)

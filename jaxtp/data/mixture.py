@@ -1,9 +1,10 @@
 """Interleaves sources by weight: endlessly for training, each row once for evaluation.
 
 At any point of a cycle each source is less than one sample from its share: the schedule of
-Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). Any window of samples
-is exact to within one for two sources and to within less than two for more, the best possible for
-general weights. Grain's shares drift, since it rounds weights.
+Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). In any window of
+samples, the number of a source's samples is exact to within one for two sources, and to within less
+than two for more, which is the best possible for general weights. In Grain's mixtures the shares
+drift, because Grain rounds weights.
 """
 
 import sys
@@ -24,12 +25,13 @@ ALGORITHM = "Tijdeman 1"
 """Name and version of the training schedule: a change of its cycles needs another version."""
 VALIDATION_ALGORITHM = "by weight 1"  # Name and version of the order of an evaluation
 PARTS = 10_000
-"""Maximum number of samples in a cycle: weights are rounded to this fraction of their sum."""
+"""Maximum number of samples in a cycle: weights are rounded to multiples of 1 / `PARTS` of their
+sum."""
 _VALIDATION_SEED = 0
 
 
 class Mixture(Sequence[T]):
-    """Samples of endless sources; only weight ratios matter, to four digits."""
+    """Samples of endless sources; only the ratios of the weights matter, to four digits."""
 
     def __init__(self, sources: Sequence[Sequence[T]], weights: Sequence[float]):
         self._sources = sources
@@ -55,9 +57,9 @@ class Mixture(Sequence[T]):
 
 
 def cycle_counts(weights: Sequence[float]) -> list[int]:
-    """Returns samples per source in a cycle.
+    """Returns the number of samples of each source in a cycle.
 
-    The numbers are the smallest integers in the ratio of the weights, to 1 / `PARTS`.
+    They are the smallest integers in the ratio of the weights, rounded to 1 / `PARTS`.
     """
     total = sum(map(Fraction, weights))
     parts = [max(round(Fraction(weight) / total * PARTS), 1) for weight in weights]
@@ -65,7 +67,7 @@ def cycle_counts(weights: Sequence[float]) -> list[int]:
 
 
 def schedule(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Returns the sources in a cycle, `[sum(counts)]`."""
+    """Returns the source of each sample in a cycle, `[sum(counts)]`."""
     shares = np.asarray(counts, np.int64)
     total = int(sum(counts))
     slack = max(2 * len(counts) - 2, 1)
@@ -83,9 +85,9 @@ def schedule(counts: Sequence[int]) -> NDArray[np.int64]:
 def validation_samples(
     sources: Sequence[Sequence[Row]], weights: Sequence[float], *, batches: int, batch_size: int
 ) -> Samples:
-    """Returns at most `batches` batches, each row at most once.
+    """Returns the rows of at most `batches` batches, each row at most once.
 
-    Sources give rows by weight until they run out. Ignored padding rows fill the last batch.
+    Sources give rows by weight until they run out. Rows of padding fill the last batch.
     """
     order = validation_order([len(rows) for rows in sources], weights, batches * batch_size)
     shuffled = [grain.MapDataset.source(rows).seed(_VALIDATION_SEED).shuffle() for rows in sources]
@@ -102,11 +104,6 @@ def validation_samples(
         }
 
     return grain.MapDataset.source(np.concatenate([order, padding])).map(row)
-
-
-def validation_order_identity(lengths: Sequence[int], weights: Sequence[float]) -> str:
-    """Returns a hash of the first 1000 rows' order, before shuffling."""
-    return fingerprint(validation_order(lengths, weights, 1000).tolist())
 
 
 def validation_order(

@@ -20,9 +20,8 @@ from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import PAIRS, SEGMENTS, Row, Rows, check_vocabulary, empty_row
 from jaxtp.distributed.devices import host_memory
 
-VERSION = 2  # Version of the packing: a change of its rows needs another version
 _BYTES_OF_PIECE = 45  # Memory to plan a document, or a part of one
-BLOCK = 2**17  # Documents that are packed together
+BLOCK = 2**17  # Number of documents that are packed together
 
 Ints = NDArray[np.int64]
 Pattern = tuple[int, ...]  # Lengths of the documents in a row
@@ -31,14 +30,15 @@ Pattern = tuple[int, ...]  # Lengths of the documents in a row
 class Packed(Rows):
     """Rows of whole documents, each a segment, and padding.
 
-    `long` handles documents longer than a row: "split" cuts them into full rows and a rest (each
-    token is an input once), "drop" omits them, "stop" raises `LongDocumentError`. A pair is placed
-    as one document, and is never cut. Rows without a label are left out: a step of them would move
-    the weights by old momentum alone. Planning takes a sixth of a second and 45 MB of memory for
-    each million documents.
+    `long` is the treatment of documents that are longer than a row: "split" cuts them into full
+    rows and a remainder (each token is an input once), "drop" leaves them out, "stop" raises
+    `LongDocumentError`. A pair is placed as one document, and is never cut. Rows without a label
+    are left out: a step on such rows would move the weights by old momentum alone. Planning takes a
+    sixth of a second and 45 MB of memory for each million documents.
     """
 
-    algorithm = f"best fit {VERSION}"
+    # A change of the rows needs another number.
+    algorithm = "best fit 2"
     _num_tokens = 0
 
     def __init__(self, documents: Documents, length: int, vocab_size: int, long: str = "split"):
@@ -49,10 +49,11 @@ class Packed(Rows):
         self._pieces = np.concatenate(
             [np.zeros((0, 2), np.int64), *(pieces for pieces, _ in blocks)]
         )
-        """`[n, 2]`, in the order of the rows: a document, and its first token in the row."""
+        """`[n, 2]`, in the order of the rows: the document of each piece, and its first token in
+        the piece."""
         self._rows = np.cumsum(np.concatenate([[0], *(counts for _, counts in blocks)]))
-        """`[number of rows + 1]`: row i holds the pieces from entry i up to entry i + 1."""
-        # Plans in which every row has a label hash as those of version 1, which left none out.
+        """`[number of rows + 1]`: row i has the pieces from entry i up to entry i + 1."""
+        # If every row has a label, the hash is the same as in version 1, which left no rows out.
         totals = [len(self._pieces), len(self), self._num_tokens, self.num_split, self.num_dropped]
         digest = hashlib.sha256()
         for part in (np.array(totals), self._pieces, self._rows):
@@ -91,7 +92,7 @@ class Packed(Rows):
         return used
 
     def _blocks(self, long: str) -> Iterator[tuple[Ints, Ints]]:
-        """Yields the pieces of some of the documents, and the number of pieces in each row."""
+        """Yields the pieces of a share of the documents, and the number of pieces in each row."""
         pairs = self._documents.has_pairs
         for first, lengths, prompts in self._shares():
             sizes = lengths.reshape(-1, 2).sum(1) if pairs else lengths
@@ -117,7 +118,7 @@ class Packed(Rows):
             else:
                 self.num_split += int(too_long.sum())
             pieces, counts = pack(*_pieces(units, sizes, self._length), self._length)
-            if pairs:  # its two documents
+            if pairs:  # a piece of a pair becomes two pieces, one for each document
                 pieces = np.repeat(pieces * 2, 2, axis=0)
                 counts = counts * 2
                 pieces[1::2, 0] += 1
@@ -125,7 +126,7 @@ class Packed(Rows):
             yield self._with_labels(pieces, counts, lengths[documents], prompts[documents])
 
     def _shares(self) -> Iterator[tuple[int, Ints, Ints]]:
-        """Yields the first of the documents packed together, their lengths and prompts' lengths."""
+        """Yields the first index, lengths and prompt lengths of documents to pack together."""
         first = 0
         max_documents = 2 * BLOCK if self._documents.has_pairs else BLOCK
         for lengths, prompts in zip(
@@ -139,15 +140,15 @@ class Packed(Rows):
     def _with_labels(
         self, pieces: Ints, counts: Ints, lengths: Ints, prompts: Ints
     ) -> tuple[Ints, Ints]:
-        """Returns the pieces of rows with a label, and the pieces per row.
+        """Returns the pieces of the rows that have a label, and the number of pieces per row.
 
         Args:
-          lengths: of the document of each piece.
-          prompts: tokens of its prompt.
+          lengths: the length of each piece's document.
+          prompts: the prompt length of each piece's document.
         """
         start = pieces[:, 1]
-        # The label of an input is the next token of its document. The last input of a piece that
-        # was cut has one too.
+        # The label of an input is the next token of its document, also at the end of a piece that
+        # was cut.
         labels_end = np.minimum(lengths - start, self._length + 1) - 1
         labels_start = np.maximum(prompts - start - 1, 0)
         row = np.repeat(np.arange(len(counts)), counts)
@@ -159,7 +160,7 @@ class Packed(Rows):
 
 
 def _require_memory(documents: Documents, length: int) -> None:
-    # Sizes in a manifest cost an attacker nothing: a file of zeros takes no room on a disk.
+    # An attacker can claim any size in a manifest: a file of zeros takes no room on a disk.
     pieces = max(documents.num_documents, documents.num_tokens // length)
     needed = pieces * _BYTES_OF_PIECE
     if needed > host_memory():
@@ -172,11 +173,14 @@ def _require_memory(documents: Documents, length: int) -> None:
 
 
 class LongDocumentError(UserError):
-    """A document exceeds a row, which the configuration forbids."""
+    """A document is longer than a row, and the configuration does not allow this."""
 
 
 def _pieces(documents: Ints, lengths: Ints, room: int) -> tuple[Ints, Ints]:
-    """Cuts at multiples of `room`; returns document and first token `[n, 2]`, and sizes `[n]`."""
+    """Cuts documents at multiples of `room`.
+
+    Returns the document and the first token of each piece `[n, 2]`, and the sizes `[n]`.
+    """
     parts = -(-lengths // room)
     start = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * room
     return np.stack([np.repeat(documents, parts), start], axis=1), np.minimum(
@@ -185,7 +189,7 @@ def _pieces(documents: Ints, lengths: Ints, room: int) -> tuple[Ints, Ints]:
 
 
 def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints]:
-    """Returns pieces in row order, and the pieces per row."""
+    """Returns the pieces in row order, and the number of pieces per row."""
     histogram = np.bincount(sizes, minlength=room + 1)
     patterns = best_fit(histogram, room)
     repeats = np.fromiter((count for _, count in patterns), np.int64)
@@ -195,8 +199,7 @@ def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints]:
     dtype = np.min_scalar_type(room)  # NumPy sorts 16 bits by radix
     by_size = np.argsort(sizes.astype(dtype), kind="stable")
     in_order = np.argsort(columns.astype(dtype), kind="stable")
-    # Of each column the place of its first piece, and the distance of its pieces: the width of its
-    # rows.
+    # For each column, the place of its first piece. Its pieces are the width of a row apart.
     first = np.cumsum(widths * repeats) - widths * repeats - np.cumsum(widths) + widths
     first = (np.repeat(first, widths) + np.arange(len(columns)))[in_order]
     placed = np.repeat(repeats, widths)[in_order]
@@ -210,8 +213,8 @@ def pack(pieces: Ints, sizes: Ints, room: int) -> tuple[Ints, Ints]:
 def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
     """Places documents, longest first, each where it leaves the least room.
 
-    Takes the documents per length, `[room + 1]`; returns patterns of lengths, and the number of
-    rows of each.
+    Takes the number of documents of each length, `[room + 1]`. Returns patterns of lengths, and the
+    number of rows with each pattern.
     """
     by_room: dict[int, list[tuple[Pattern, int]]] = {}
     rooms: list[int] = []  # the keys with rows, ascending
@@ -244,7 +247,7 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
                     continue
                 if not rows:
                     del rooms[fitting]
-            per_row = left // size  # after the first, this is still the least room that fits
+            per_row = left // size  # after the first, this room is still the smallest that fits
             full, last = divmod(min(remaining, count * per_row), per_row)
             remaining -= full * per_row + last
             if full:

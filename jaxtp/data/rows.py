@@ -20,11 +20,11 @@ PAIRS = "pairs"
 Row = dict[str, NDArray[np.int32]]
 """`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have
 `SEGMENTS`: 1, 2, ... for their documents, 0 for padding. Rows of preference data also have `PAIRS`:
-i for the chosen and -i for the rejected document of the row's pair i = 1, 2, ..., prompts included,
-0 for padding. Scores (`scores.py`) add columns `[T, ...]`, some of float32."""
+for the row's pairs i = 1, 2, ..., i in the chosen and -i in the rejected document, with their
+prompts; 0 for padding. Scores (`scores.py`) add columns `[T, ...]`, some of float32."""
 
 Place = tuple[slice, int, slice]
-"""Positions in a row, a shard, and the tokens there that the row has as inputs."""
+"""Positions in a row, a shard, and the shard's tokens that are the inputs at these positions."""
 
 Samples: TypeAlias = "grain.MapDataset[Row]"  # Rows by index, which Grain reads ahead
 
@@ -37,9 +37,8 @@ def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_siz
     """Raises `TokenError` if a document's token is not below `vocab_size`."""
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise TokenError(
-            f"{documents.location(index)}: token {largest} is beyond "
-            f"model.vocab_size={vocab_size}; "
-            f"the model needs at least {largest + 1}"
+            f"{documents.location(index)}: token {largest} is beyond model.vocab_size={vocab_size};"
+            f" the model needs at least {largest + 1}"
         )
 
 
@@ -49,7 +48,7 @@ class Rows(Sequence[Row]):
     algorithm: str  # name and version
     identity: str  # hash of the positions of tokens in the rows, not of the tokens
     padding = 0.0  # fraction of positions without a token
-    # Number of documents that were cut or left out; of pairs, if they are the unit
+    # Numbers of documents, or of pairs, that were cut and that were left out
     num_split = num_dropped = 0
     num_unlabelled = 0  # number of rows that were left out, because they have no label
     add_columns: Callable[[Row, Iterator[Place]], None] | None = None  # adds columns to a row
@@ -75,7 +74,7 @@ class Rows(Sequence[Row]):
         """Yields the inputs of a row, in order, as ranges of all tokens."""
 
     def places(self, index: int) -> Iterator[Place]:
-        """Yields where a row's inputs are in the shards."""
+        """Yields the places of a row's inputs in the shards."""
         at = 0
         for start, stop in self._ranges(index):
             for shard, part in self._documents.in_shards(start, stop):
@@ -85,8 +84,8 @@ class Rows(Sequence[Row]):
 class Concatenated(Rows):
     """All tokens in sequence, cut into rows; only the last row is padded.
 
-    Attention crosses documents. Each token is an input once. The last token is left out where it
-    would be alone in a row, which would have no label.
+    Attention crosses documents. Each token is an input once. The last token is left out if it would
+    be alone in a row, because this row would have no label.
     """
 
     algorithm = "concatenated 1"

@@ -4,8 +4,8 @@ Sample `i` is the same row with any mesh, number of processes and batch size, so
 the next index.
 
 A checkpoint stores hashes of the rows, of a mixture's cycle, and of Grain's shuffle of a few fixed
-lengths. Names and versions next to them are for messages. Only an upgrade that changes the order
-stops a run.
+lengths, so only an upgrade that changes the order stops a run. The names and versions next to the
+hashes are for messages.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,9 @@ ROWS = "rows"
 SHUFFLE = "shuffle"
 MIXTURE = "mixture"
 HELD_OUT = "held_out"
-"""Its parts: documents to rows, the order of an epoch, the order of sources, and the rows of an
-evaluation."""
+"""Keys of the parts of the order: documents in rows, rows in an epoch, sources in a mixture, and
+rows in an evaluation."""
+_HASHED_PLACES = 1000  # Number of places in the order of an evaluation that its hash covers
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class RowSettings:
     length: int
     vocab_size: int
     packing: Packing = "documents"
-    """Whole documents, each a segment, or all tokens one after the other."""
+    """Whole documents, each of which is a segment, or all tokens one after the other."""
     long_documents: LongDocuments = "split"
-    """For packed documents longer than a row."""
+    """Treatment of packed documents that are longer than a row."""
 
 
 class Data:
@@ -62,7 +63,7 @@ class Data:
         self.scores = scores
         self.train_rows = []
         self.weights = []
-        # Before any rows are packed, which takes long.
+        # First checks all sources, because packing takes long.
         for source in corpus.sources:
             name = source.name or corpus.description
             count = source.train.num_tokens
@@ -88,7 +89,7 @@ class Data:
         self.train = shuffled(self.train_rows, self.weights, seed)
 
     def epochs(self, samples: int) -> list[float]:
-        """Returns the epochs of each source in `samples` samples."""
+        """Returns how many epochs of each source are in `samples` samples."""
         total = sum(self.weights)
         return [
             samples * (weight / total) / len(rows)
@@ -97,14 +98,17 @@ class Data:
 
     @cached_property  # every save reads it
     def description(self) -> dict[str, object]:
-        """The corpus's description, and algorithm and hash of each part of the order."""
+        """The description of the corpus, and the algorithm and hash of each part of the order."""
         identity = fingerprint([rows.identity for rows in self.train_rows])
         order = {
             ROWS: _part_of_order(self.train_rows[0].algorithm, identity),
             SHUFFLE: shuffle_description(),
         }
         if self.validation_rows:
-            identity = self._validation_identity()
+            lengths = list(map(len, self.validation_rows))
+            places = mixture.validation_order(lengths, self._validation_weights, _HASHED_PLACES)
+            hashes = [rows.identity for rows in self.validation_rows]
+            identity = fingerprint([fingerprint(places.tolist()), *hashes])
             order[HELD_OUT] = _part_of_order(mixture.VALIDATION_ALGORITHM, identity)
         if len(self.weights) > 1:
             identity = mixture.Mixture(self.train_rows, self.weights).identity
@@ -113,11 +117,6 @@ class Data:
         if self.scores is not None:
             description["scores"] = self.scores.identity
         return {**description, ORDER: order}
-
-    def _validation_identity(self) -> str:
-        lengths = [len(rows) for rows in self.validation_rows]
-        order = mixture.validation_order_identity(lengths, self._validation_weights)
-        return fingerprint([order, *(rows.identity for rows in self.validation_rows)])
 
     def validation(self, batches: int, batch_size: int) -> "Samples | None":
         """Returns at most `batches` validation batches, each row once.

@@ -1,4 +1,4 @@
-"""Scores of a dataset's tokens by a model, written by `jaxtp score`.
+"""Scores of a dataset's tokens by a model, which `jaxtp score` writes.
 
 Losses that need a reference model or a teacher read them.
 
@@ -59,7 +59,7 @@ class ScoresError(UserError):
 
 @dataclass(frozen=True)
 class Scored:
-    """A split that was scored."""
+    """A scored split."""
 
     documents: str  # `Documents.identity`
     rows: str  # `Rows.identity`
@@ -95,7 +95,7 @@ class Record:
 
     @property
     def layout(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
-        """Dtype on disk, and shape for each token, of the files of a shard."""
+        """The files of a shard, by suffix: the dtype, and the shape for each token."""
         number = np.dtype("<f4")
         if self.top_k is None:
             return {LOG_PROBS: (number, ())}
@@ -103,7 +103,7 @@ class Record:
         return {TOP_IDS: (ids, (self.top_k,)), TOP_LOG_PROBS: (number, (self.top_k,))}
 
     def sizes(self, folder: Path, split: str, shard_tokens: Sequence[int]) -> dict[Path, int]:
-        """Returns the bytes of each file of a split, by the number of tokens in each shard."""
+        """Returns the size in bytes of each file of a split."""
         sizes: dict[Path, int] = {}
         for shard, tokens in enumerate(shard_tokens):
             for suffix, (dtype, shape) in self.layout.items():
@@ -123,7 +123,7 @@ class Journal:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The scores that a run needs, for the command that makes them."""
+    """The scores that a run needs, to write the command that makes them."""
 
     dataset: Path | None = None  # None if it is not known
     model: Path | None = None
@@ -194,10 +194,8 @@ class Scores:
         return f"{self.folder}: {content} by {truncate(self.record.model)}, in {self.record.dtype}"
 
     def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
-        """Returns a command that makes such scores.
-
-        By default the rows and the temperature are the folder's.
-        """
+        """Returns a command that makes such scores, by default with the same rows and
+        temperature."""
         record = self.record
         rows = settings
         if rows is None:
@@ -212,7 +210,7 @@ class Scores:
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
         """Adds the scores as columns to rows.
 
-        Raises `ScoresError` if they are of other rows, or files have other sizes.
+        Raises `ScoresError` if the scores belong to other rows, or files have wrong sizes.
         """
         splits = {split.documents: (name, split) for name, split in self.record.splits.items()}
         if documents.identity not in splits:
@@ -257,21 +255,12 @@ class _Columns:
             for at, shard, part in parts:
                 column[at] = self._map(shard, suffix)[part]
             column[labels == IGNORE] = 0
-            if problem := self._problem(column, is_ids=is_ids):
+            for problem in _problems(column, self._vocab_size, "model.vocab_size="):
                 raise ScoresError(
                     f"{self._file(parts[0][1], suffix)}: {problem}; jaxtp score --verify checks "
                     "a folder"
                 )
             row[suffix] = column.astype(np.int32) if is_ids else column  # type: ignore[assignment]
-
-    def _problem(self, column: Numbers, *, is_ids: bool) -> str | None:
-        highest = column.max()
-        if not is_ids:
-            is_valid = np.isfinite(column).all() and highest < _MAX_LOG_PROB
-            return None if is_valid else "no log-probability"
-        if highest >= self._vocab_size:
-            return f"id {highest} is beyond model.vocab_size={self._vocab_size}"
-        return None
 
     def _map(self, shard: int, suffix: str) -> Numbers:
         array = self._maps.get((shard, suffix))
@@ -284,7 +273,7 @@ class _Columns:
 
 
 def free_folder(path: Path) -> Path:
-    """Returns a folder that does not exist, by a number at its end if there is one of this name."""
+    """Returns the path, with a number at its end if there is a folder of this name already."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([path], numbered) if not folder.exists())
 
@@ -302,7 +291,7 @@ def open_scores(folder: Path, needs: Wanted = Wanted()) -> Scores:
     if (journal := read_journal(folder)) is not None:
         command = truncate(shlex.join(["jaxtp", "score", *journal.arguments]), 1000)
         raise ScoresError(f"{folder} has unfinished scores; this command finishes them: {command}")
-    raise ScoresError(f"{folder} has no {SCORES}: it is no folder of jaxtp score")
+    raise ScoresError(f"{folder} has no {SCORES}: it is not a folder of jaxtp score")
 
 
 def read_journal(folder: Path) -> Journal | None:
@@ -329,7 +318,7 @@ def _size_of(path: Path) -> int:
 
 
 def verify(scores: Scores) -> Iterator[str]:
-    """Reads all files; yields differences from `scores.json`, and numbers that are no scores."""
+    """Reads all files; yields differences from `scores.json`, and numbers that are not scores."""
     for name, split in scores.record.splits.items():
         for shard, sums in enumerate(split.shards):
             for suffix, expected in sums.items():
@@ -346,13 +335,18 @@ def verify(scores: Scores) -> Iterator[str]:
                     yield from problems
                 else:
                     array = np.memmap(path, dtype, mode="r")
-                    yield from _no_scores(path, array, scores.record.vocab_size)
+                    vocab_size = scores.record.vocab_size
+                    for problem in _problems(array, vocab_size, "the vocabulary of "):
+                        yield f"{path}: {problem}"
 
 
-def _no_scores(path: Path, array: Numbers, vocab_size: int) -> Iterator[str]:
-    lowest = array.min()
-    highest = array.max()
-    if array.dtype.kind == "u" and highest >= vocab_size:
-        yield f"{path}: id {highest} is beyond the vocabulary of {vocab_size}"
-    elif array.dtype.kind == "f" and not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
-        yield f"{path}: log-probabilities from {lowest} to {highest}"
+def _problems(numbers: Numbers, vocab_size: int, setting: str) -> Iterator[str]:
+    # Yields why numbers are not ids or log-probabilities.
+    highest = numbers.max()
+    if numbers.dtype.kind in "iu":
+        if highest >= vocab_size:
+            yield f"id {highest} is beyond {setting}{vocab_size}"
+        return
+    lowest = numbers.min()
+    if not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
+        yield f"log-probabilities from {lowest} to {highest}"

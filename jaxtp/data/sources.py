@@ -1,6 +1,4 @@
-"""Batches of rows on the host, from any source.
-
-A source is a function, a dataset, a stream, or several streams.
+"""Batches of rows on the host, from any source: a function, a dataset, a stream or several streams.
 
 `open_batches` recognizes a source by its methods; no other library is imported.
 
@@ -8,7 +6,7 @@ A source is a function, a dataset, a stream, or several streams.
     f(step) -> columns                       the step                       all rows
     f(step, rows) -> columns                 the step                       its rows
     dataset: len(d), d[i]                    the index of the next sample   its rows
-    stream: iter(s), batches                 its state, else from its start all rows
+    stream: iter(s), batches                 its state, or from its start   all rows
     S streams, each 1/S of a batch           their states                   the streams of its rows
 """
 
@@ -31,7 +29,7 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class FunctionBatches(Batches):
-    """Batches of a function of the step, without an end.
+    """Endless batches from a function of the step.
 
     `batch_size` is for a function that takes rows.
     """
@@ -59,7 +57,7 @@ class FunctionBatches(Batches):
         return partial(self._read, rows)
 
     def _read(self, rows: Sequence[int], step: int) -> Read:
-        copied = self._zeros(len(rows))  # the function may use its arrays again
+        copied = self._zeros(len(rows))  # copies, because the function may reuse its arrays
         with reading(self.name, step):
             columns = self._call(step, rows)
             if not self._by_rows:
@@ -78,7 +76,7 @@ class FunctionBatches(Batches):
 
 def _require_rows(returned: int, expected: int) -> None:
     if returned != expected:
-        raise BatchError(f"returned {returned} rows, and was called with {expected}")
+        raise BatchError(f"returned {returned} rows, but was called with {expected}")
 
 
 def open_batches(
@@ -86,13 +84,12 @@ def open_batches(
 ) -> Batches:
     """Returns the batches of a source; reads its first sample or batch.
 
-    A dataset is shuffled by `seed` anew in each epoch, unless it is a `grain.MapDataset`, which has
-    its own order; both are repeated, and read in order if `once`. A function without parameters
-    returns a source, or yields batches.
+    A dataset is repeated, and shuffled by `seed`, differently in each epoch. A `grain.MapDataset`
+    has its own order. A function without parameters returns a source, or yields batches.
 
     Args:
-      batch_size: number of rows; sources of batches have their own.
-      once: whether a read is one pass in order, for evaluation.
+      batch_size: number of rows in a batch, for sources of rows.
+      once: whether to read a dataset in order and once, for evaluation.
 
     Raises:
       BatchError: the source is none of these, or is empty.
@@ -132,7 +129,7 @@ def _open(source: Any, name: str, batch_size: int | None, seed: int, once: bool)
 
 
 def _parameters(function: Callable[..., object]) -> list[str]:
-    # Returns which of step and rows a function takes.
+    # Returns the parameters of a function: `step`, `rows`, both or none.
     signature = inspect.signature(function)
     defaults = {
         parameter.name: parameter.default
@@ -146,14 +143,14 @@ def _parameters(function: Callable[..., object]) -> list[str]:
     if first == "rows" or not required <= {first, "rows"} or isinstance(defaults.get("rows"), int):
         raise BatchError(
             f"{_name_of(function)} takes {signature}; it must take (step), or (step, rows) with "
-            "the indices of rows to read, or nothing if it yields batches. If its rows are "
-            "something else, rename it"
+            "the indices of rows to read, or nothing if it yields batches. If its parameter rows "
+            "has another meaning, rename it"
         )
     return ["step", "rows"] if "rows" in other_names else ["step"]
 
 
 def _is_dataset(source: Any) -> bool:
-    # Whether it has samples by index.
+    # Whether a source has samples by index.
     has_index = hasattr(source, "__getitem__")
     has_iter = hasattr(source, "__iter__")
     if isinstance(source, Mapping | str | bytes) or not (has_index or has_iter):

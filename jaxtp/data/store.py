@@ -12,9 +12,9 @@ Version 1 of the format is a folder:
   - `train-00000.documents`: little-endian uint64 `[n + 1]`: document i spans tokens [entry i, entry
     i + 1). The first entry is 0, the last the number of tokens; no document is empty or split over
     shards.
-  - `train-00000.prompts`, for instruction data only: little-endian uint32 `[n]`: prompt tokens at
-    each document's start.
-- `inputs.jsonl`: path, bytes and modification time of each input, for `jaxtp prepare` only.
+  - `train-00000.prompts`, only for instruction data: little-endian uint32 `[n]`, the number of
+    prompt tokens at the start of each document.
+- `inputs.jsonl`: path, bytes and modification time of each input; only `jaxtp prepare` reads it.
 
 Version 2 is preference data, with `"pairs": true` in its manifest. Document 2i is the chosen and
 document 2i + 1 the rejected answer to a prompt. Each of them starts with the prompt, and both are
@@ -48,7 +48,7 @@ from jaxtp.data.manifest import (
     shard_file,
 )
 
-_BLOCK = 2**20  # Offsets that are checked together
+_BLOCK = 2**20  # Number of offsets that are checked together
 
 
 class Split(Documents):
@@ -85,7 +85,7 @@ class Split(Documents):
         return sums.hexdigest()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Like `Documents.lengths`, but checks the offsets first."""
+        """Yields `Documents.lengths`, after a check of the offsets."""
         for index in range(len(self._shards)):
             for problem in self._offset_problems(index):
                 raise DatasetError(
@@ -133,15 +133,15 @@ class Split(Documents):
         if array is None:
             path = shard_file(self._folder, self._name, shard, suffix)
             try:
-                # Offsets are read as signed integers: NumPy promotes uint64 and an index to
+                # Reads offsets as signed integers, because NumPy promotes uint64 and an index to
                 # float64.
                 dtypes: dict[str, np.dtype[np.integer]]
                 dtypes = {TOKENS: self._dtype, DOCUMENTS: np.dtype("<i8"), PROMPTS: PROMPT}
                 array = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
             except (OSError, ValueError) as error:
-                # ValueError: an empty file, or a size that is no multiple
+                # ValueError: the file is empty, or its size is not a multiple of the dtype's.
                 raise DatasetError(f"{path}: damaged dataset: {error}") from None
-            self._maps[shard, suffix] = array  # if two threads map a file, either map will do
+            self._maps[shard, suffix] = array  # two threads may map a file: both maps are equal
         return array
 
 
@@ -155,7 +155,7 @@ class Dataset:
 
 
 def open_dataset(folder: Path) -> Dataset:
-    """Opens a dataset: checks the manifest and all file sizes, not the data."""
+    """Opens a dataset; checks the manifest and the sizes of all files, but not the data."""
     manifest = read_manifest(folder)
     splits = {}
     dtype = manifest.tokenizer.dtype
@@ -193,7 +193,7 @@ def verify(dataset: Dataset) -> Iterator[str]:
 
 
 def verify_sum(path: Path, expected: str) -> Iterator[str]:
-    """Yields a file's difference from its sha256."""
+    """Yields a problem if a file does not match its sha256."""
     try:
         checksum = sha256(path)
     except OSError as error:

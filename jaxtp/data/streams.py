@@ -1,9 +1,9 @@
 """Streams of batches, which a run can resume.
 
-A record of a stream has its epoch, its state before the last batch, and that batch's checksum. To
-resume, the state is loaded and the batch read again. If the checksum differs, the state omits
-something, as Hugging Face's omits the content of shuffle buffers: then the stream is read again
-from its beginning, like one without a state.
+The record of a stream has its epoch, its state before the last batch, and the checksum of this
+batch. To resume, the stream loads the state and reads the batch again. If the checksum differs, the
+state is incomplete: Hugging Face's states, for example, lack the content of shuffle buffers. Then
+the stream is read again from its beginning, like a stream without a state.
 """
 
 import base64
@@ -40,7 +40,7 @@ _ARRAY = "jaxtp.array"
 
 
 class Stream:
-    """An iterable of batches; endless, unless `once` or an iterator."""
+    """An iterable of batches, which repeats unless it is read `once` or is an iterator."""
 
     def __init__(self, source: Iterable[object], name: str, *, once: bool = False):
         self.source = source
@@ -50,17 +50,17 @@ class Stream:
         self._first: Record = {}  # of the first batch, once it is read
 
     def peek(self) -> Columns:
-        """Returns the first batch; the next `read` from the beginning yields it too."""
+        """Returns the first batch, which the next `read` from the beginning yields again."""
         batches = self._passes(0, None)
         first, self._first = next(batches)
         self._opened = chain([(first, self._first)], batches)
         return to_columns(first)
 
     def read(self, step: int, record: Record) -> Iterator[tuple[Columns, Record]]:
-        """Returns batches from a step, and the record after each; an empty record is not compared.
+        """Returns the batches from a step on, each with the record after it.
 
         Raises:
-          BatchError: the order is not the record's.
+          BatchError: the order of the batches differs from the record, unless the record is empty.
         """
         if not self._first:
             self.peek()
@@ -91,8 +91,8 @@ class Stream:
         return batches
 
     def _passes(self, epoch: int, state: object, read: int = 0) -> Iterator[tuple[object, Record]]:
-        # Also yields epoch and state before each batch; `read` is the number of batches before the
-        # first.
+        # Yields each batch with the epoch and the state before it; `read` is the number of batches
+        # before the first one.
         while True:
             resumed = state is not None
             before = read
@@ -115,9 +115,9 @@ class Stream:
             state = None
 
     def _open(self, epoch: int, state: object) -> tuple[Iterator[object], Callable[[], object]]:
-        # Returns batches, and a function that returns the state of their source.
-        # Hugging Face's streams load a state at each start with its epoch, also inside of a torch
-        # loader.
+        # Returns batches, and a function that returns the state of their source. Sets the epoch
+        # first, also inside of a torch loader, because Hugging Face's streams load a state for an
+        # epoch.
         dataset = getattr(self.source, "dataset", None)
         sampler = getattr(self.source, "sampler", None)
         for source in (self.source, dataset, sampler):
@@ -143,13 +143,13 @@ def _with_checksums(batches: Iterator[tuple[object, Record]]) -> Iterator[tuple[
 
 
 def _reads_last(batches: Iterator[tuple[Columns, Record]], record: Record) -> bool:
-    # Reads a batch; returns whether it is the record's.
+    # Reads a batch, and returns whether it is the record's.
     last = next(batches, None)
     return last is not None and record.get("crc32") in (None, last[1]["crc32"])
 
 
 def _state_methods(source: object) -> tuple[Callable[[], object], Callable[[object], None]] | None:
-    # The getter and the setter of a state.
+    # Returns the methods that get and set a state, if there are any.
     for getter, setter in (("state_dict", "load_state_dict"), ("get_state", "set_state")):
         get = getattr(source, getter, None)
         put = getattr(source, setter, None)
@@ -159,7 +159,8 @@ def _state_methods(source: object) -> tuple[Callable[[], object], Callable[[obje
 
 
 def _encoded(state: object) -> object:
-    # A copy, in JSON; with bytes, and torch's and NumPy's arrays, such as a generator's state.
+    # Returns a copy of a state as JSON. It may have bytes, and arrays of torch and NumPy, such as
+    # the state of a generator.
     def other(value: object) -> object:
         library = type(value).__module__.partition(".")[0]
         if isinstance(value, bytes):
@@ -199,7 +200,7 @@ def _decoded(state: object) -> object:
 
 
 class StreamBatches(Batches):
-    """Batches of S streams: stream s yields rows `[s * B / S, (s + 1) * B / S)` of each.
+    """Batches of S streams: stream s yields the rows `[s * B / S, (s + 1) * B / S)` of each batch.
 
     Args:
       once: whether `read` ends with the streams, for evaluation.
@@ -211,7 +212,7 @@ class StreamBatches(Batches):
         ]
         self._once = once
         number = len(sources)
-        # The stream that comes next is most likely one that this process reads.
+        # Peeks into a stream that this process probably reads.
         index = 0
         if is_multiprocess():
             index = jax.process_index() * number // jax.process_count()
@@ -225,12 +226,12 @@ class StreamBatches(Batches):
     def read(
         self, rows: Sequence[int], position: Position, count: int | None = None
     ) -> Iterator[tuple[Columns, Position]]:
-        """See `Batches`."""
+        """Overrides `Batches.read`: in an evaluation, all processes end at the same step."""
         batches = super().read(rows, position, count)
         if not (self._once and len(self._streams) > 1 and is_multiprocess()):
             yield from batches
             return
-        # Processes read other streams, which may end at other steps.
+        # The processes read different streams, which may end at different steps.
         ended = self._zeros(len(rows)), replace(position, streams=[None] * len(self._streams))
         enough = any if self.with_weights else all
         for batch in chain(batches, repeat(None)):
@@ -244,7 +245,7 @@ class StreamBatches(Batches):
 
     def _batches(self, rows: Sequence[int], position: Position) -> Iterator[Read]:
         size = self.global_batch_size // len(self._streams)
-        # The row of a stream, by place and stream
+        # For each stream, the row in it for each place in the batch
         places: dict[int, dict[int, int]] = defaultdict(dict)
         for place, row in enumerate(rows):
             places[row // size][place] = row % size
@@ -279,7 +280,7 @@ class StreamBatches(Batches):
 
 
 def _rows_of_short_batch(loader: object) -> int:
-    # Number of rows of the last batch of a torch loader, if it is short.
+    # Returns the number of rows of a torch loader's last batch if it is short, otherwise 0.
     size = getattr(loader, "batch_size", None)
     sampler = getattr(loader, "sampler", None)
     is_cut = not getattr(loader, "drop_last", True)

@@ -1,7 +1,7 @@
 """The process that renders chat templates within limits; `chat_template.py` starts it.
 
 A template is untrusted code: a single operator or string method can exhaust memory or time. The
-kernel limits both for this process. It imports nothing from jaxtp, to start quickly.
+kernel limits both for this process. This file imports nothing from jaxtp, to start quickly.
 """
 
 import json
@@ -18,7 +18,7 @@ from functools import lru_cache, partial
 from typing import Any, BinaryIO
 
 OUT_OF_MEMORY = 77  # Exit code
-_SHOWN = 300  # Characters of an error, which a template may have written
+_SHOWN = 300  # Maximum characters of an error message, which a template may have written
 
 
 class RefusedError(Exception):
@@ -27,7 +27,7 @@ class RefusedError(Exception):
 
 def main(memory: int, characters: int) -> None:
     """Answers requests, within `memory` bytes and `characters` per text."""
-    with suppress(ValueError, OSError):  # not every system limits it
+    with suppress(ValueError, OSError):  # some systems cannot limit memory
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # SIGPROF ends the process, even within one long operation.
@@ -55,12 +55,10 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
 
 
 def _answer(template: str, variables: Mapping[str, Any] | None, day: str | None) -> tuple[str, str]:
-    """Returns a problem, or an empty string and the text.
+    """Returns a problem, or an empty string, and the text.
 
-    A problem follows the template's name in a message.
-
-    If `day` is given, a template reads noon of that day as the present time, so that it always
-    writes the same text.
+    In a message, the problem follows the template's name. If `day` is given, the template reads
+    noon of this day as the present time, so that it always writes the same text.
     """
     random.seed(0)  # Jinja has a filter `random`
     _DAY[0] = day

@@ -43,25 +43,25 @@ END_TOKENS = (
 )
 """Well-known names of the end token."""
 
-_MAX_FILE = 2**28  # Bytes; the largest files have some 50 million
-PIECE = 2**20  # Characters after which a long text is cut, so that one text uses all cores
-# Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile
+_MAX_FILE = 2**28  # Maximum bytes of a file; the largest files have some 50 million
+PIECE = 2**20  # Number of characters after which a long text is cut, so that it uses all cores
+# Characters that are encoded at a time, during which the library takes about 100 bytes per token
 GROUP = 2**24
 _CUT = re.compile(r"(?<=\S)\n")
-_MAX_GROWTH = 64  # Characters that a normalizer or decoder may make of one
+_MAX_GROWTH = 64  # Maximum number of characters that a normalizer or decoder may make of one
 FIXED_MEMORY = 2**30
 FIXED_SECONDS = 60.0
 _MEMORY_OF_FILE = 32
 MEMORY_OF_TEXT = 256
 SECONDS_OF_TEXT = 1e-4
-"""Limits of the worker for a request: fixed, and for each byte of a tokenizer.json or character of
-a text. The library takes up to about 150 bytes for a character, and 10 microseconds."""
+"""Limits of the worker for a request: fixed limits, and limits for each byte of a tokenizer.json or
+character of a text. The library takes up to about 150 bytes and 10 microseconds for a character."""
 _WORKER = Worker(tokenizer_worker.__file__)
-"""Encodes for all tokenizers of `jaxtp prepare`."""
+"""The worker of all tokenizers of `jaxtp prepare`."""
 
 
 class ByteTokenizer:
-    """Each byte of UTF-8 is a token."""
+    """A tokenizer for which each byte of UTF-8 is a token."""
 
     info = BYTE_TOKENIZER
 
@@ -74,15 +74,15 @@ class ByteTokenizer:
         return np.asarray(ids).astype(np.uint8).tobytes()
 
     def num_bytes(self, ids: Tokens) -> int:
-        """Returns the bytes of the text."""
+        """Returns the length of `decode(ids)`."""
         return len(ids)
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, with its `content`; raises `TokenizerError`.
+    """A tokenizer that is the `content` of a `tokenizer.json`; raises `TokenizerError`.
 
     Args:
-      name: for messages.
+      name: the tokenizer's name in messages.
       eos: the end token or its id; None to search for a well-known name.
       has_eos: whether documents end with it.
       special_tokens: whether text can spell special tokens.
@@ -133,8 +133,8 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Tokens) -> bytes:
         """Returns UTF-8 text, with all special tokens except the end token.
 
-        The ids may start or end within a character. Raises `TokenizerError` for ids outside the
-        vocabulary.
+        The first and the last id may be parts of a character. Raises `TokenizerError` for ids
+        outside of the vocabulary.
         """
         tokens = [token for token in np.asarray(ids).tolist() if token != self.info.eos_id]
         try:
@@ -183,10 +183,8 @@ class HuggingFaceTokenizer:
         return bytes_of
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Cuts before a line break after a visible character.
-
-        GPT-2's pattern always splits there.
-        """
+        """Cuts before a line break after a visible character, where GPT-2's pattern always
+        splits."""
         start = 0
         while self._cuts_at_lines and len(text) - start > PIECE:
             cut = _CUT.search(text, start + PIECE)
@@ -198,9 +196,9 @@ class HuggingFaceTokenizer:
 
 
 class IsolatedTokenizer(HuggingFaceTokenizer):
-    """Encodes in a worker.
+    """A tokenizer that encodes in a worker.
 
-    A tokenizer.json that makes the library crash then ends with a `TokenizerError`.
+    If a tokenizer.json makes the library crash, only the worker dies; this raises `TokenizerError`.
     """
 
     def _load(self) -> "Library":
@@ -233,13 +231,15 @@ def encode_isolated(
 
     Args:
       content: the tokenizer.json.
-      name: for messages.
+      name: the tokenizer's name in messages.
       before: the number of characters of each text's first part.
-      **settings: of the library: `add_special_tokens`, `encode_special_tokens`; by default False.
+      **settings: the library's settings `add_special_tokens` and `encode_special_tokens`; by
+      default
+        False.
 
     Returns:
-      The ids of both parts of each text; a token that spans both belongs to the first. Without
-      `before`, the first part is the whole text.
+      The ids of both parts of each text; a token that spans both parts belongs to the first.
+      Without `before`, the first part is the whole text.
     """
     num_characters = sum(map(len, texts))
     request: dict[str, Any] = {
@@ -311,7 +311,7 @@ def read_tokenizer(path: Path) -> bytes:
 
 
 def tokenizer_file(path: Path) -> Path:
-    """Returns the `tokenizer.json` at or in a path; refuses links out of the folder."""
+    """Returns the `tokenizer.json` at a path or in a folder; refuses links out of the folder."""
     if not os.path.lexists(path):
         raise TokenizerError(f"{path}: {os.strerror(errno.ENOENT)}{missing_model(path)}")
     with reading(path / TOKENIZER):
@@ -326,7 +326,7 @@ def load_library(content: bytes, name: str) -> "Library":
     except BaseException as error:
         raise as_tokenizer_error(error, f"{name}: not a tokenizer.json") from None
     for part in (tokenizer.normalizer, tokenizer.decoder):
-        # Not by its truth: an empty-looking part of the library, such as a Sequence, may be false.
+        # Compares with None, because an object of the library, such as a Sequence, may be false.
         if part is None:
             continue
         growth = _growth(json.loads(part.__getstate__()))
@@ -348,7 +348,7 @@ def _require_library(name: str) -> None:
 
 
 def _growth(part: Mapping[str, Any]) -> float:
-    """Returns how many characters the replacements of a normalizer or decoder make out of one."""
+    """Returns how many characters a normalizer or decoder makes out of one by replacements."""
     steps = part.get("normalizers") or part.get("decoders")
     if steps is not None:
         return math.prod(map(_growth, steps))
@@ -360,7 +360,7 @@ def _growth(part: Mapping[str, Any]) -> float:
 
 
 def as_tokenizer_error(error: BaseException, failure: str) -> BaseException:
-    """Converts a library error: an `Exception` or a panic (a BaseException)."""
+    """Converts an `Exception` of the library, or its panic, which is a BaseException."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return TokenizerError(f"{failure}: {str(error)[:300]}")
     return error

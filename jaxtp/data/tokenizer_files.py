@@ -18,7 +18,7 @@ MAX_POSITIONS = "max_position_embeddings"  # The context length in config.json
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 TEMPLATE_DAY = "chat_template_day"
 """Key in a dataset's tokenizer_config.json: the day that its chat template wrote."""
-MAX_TEMPLATE = 2**20  # Bytes; real ones have up to some 20,000
+MAX_TEMPLATE = 2**20  # Maximum bytes of a template; real templates have up to some 20,000
 
 
 class TokenizerError(UserError):
@@ -72,13 +72,13 @@ def context(path: Path) -> int | None:
 
 
 def _with_text(described: dict[str, Any]) -> dict[str, Any]:
-    """Adds what only the text model's part of a multimodal config.json has."""
+    """Adds the settings of the text model in a multimodal config.json."""
     text = described.get("text_config")
     return {**text, **described} if isinstance(text, dict) else described
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Returns a chat template's tokens, e.g. bos_token, from tokenizer_config.json."""
+    """Returns a chat template's tokens, such as bos_token, from tokenizer_config.json."""
     described = read(folder / TOKENIZER_CONFIG)
     tokens = {}
     for name in SPECIAL_TOKENS:
@@ -100,14 +100,14 @@ def template_day(folder: Path) -> str | None:
         return datetime.date.fromisoformat(day).isoformat()
     except (ValueError, TypeError):
         raise TokenizerError(
-            f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_DAY} = {truncate(day)}: no day"
+            f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_DAY} = {truncate(day)}: not a day"
         ) from None
 
 
 def chat_template(folder: Path) -> str | None:
     """Returns the template in chat_template.jinja or tokenizer_config.json.
 
-    From a list it takes "default".
+    Of a list of templates it returns the one named "default".
     """
     if os.path.lexists(folder / TEMPLATE):
         with reading(folder / TEMPLATE):
@@ -131,7 +131,7 @@ def read_template(path: Path) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads a JSON object, empty without a file; refuses links out of the folder."""
+    """Reads a JSON object, which is empty without a file; refuses links out of the folder."""
     if not os.path.lexists(path):
         return {}
     with reading(path):

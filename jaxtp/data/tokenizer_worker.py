@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 UNKNOWN = "unknown"
-"""The problem of a request whose tokenizer is not loaded; the same request with its `content` loads
+"""The problem of a request whose tokenizer is not loaded; the same request with the `content` loads
 it."""
 OUT_OF_MEMORY = 77  # Exit code
-_MAX_LOADED = 4  # Most tokenizers in memory
-_RESERVED_BY_THREAD = 2**27  # Addresses of a thread's stack and heap
+_MAX_LOADED = 4  # Maximum number of tokenizers in memory
+_RESERVED_BY_THREAD = 2**27  # Bytes of address space for a thread's stack and heap
 
 
 def main() -> None:
@@ -93,8 +93,8 @@ def _answer(
             texts, add_special_tokens=settings.get("add_special_tokens", False)
         )
     except TypeError:
-        # The texts are valid strings; tokenizers 0.21 says that they are none if it cannot copy
-        # them for lack of memory.
+        # The texts are strings. If tokenizers 0.21 has no memory to copy them, it says that they
+        # are not.
         raise MemoryError from None
     return encodings
 
@@ -120,8 +120,8 @@ def tokens_before(encoding: "Encoding", before: int) -> int:
 
 
 def _limit_memory(max_bytes: int) -> None:
-    """Lets the process take `max_bytes` more than it has, and each thread reserve addresses."""
-    # Not every system limits it.
+    """Limits the memory to `max_bytes` more than now, plus the addresses that threads reserve."""
+    # Some systems cannot limit memory.
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         pages = list(map(int, file.read().split()))
         reserved = _RESERVED_BY_THREAD * (os.cpu_count() or 1)

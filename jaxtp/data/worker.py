@@ -1,9 +1,7 @@
-"""Processes for untrusted input.
-
-An input that would crash a process or fill its memory ends only a worker.
+"""Processes for untrusted input, which may crash a process or fill its memory.
 
 A worker is a Python file that imports nothing from jaxtp, to start quickly. It reads requests from
-standard input, limits its own memory and time for each, and writes answers to standard output.
+standard input, limits its memory and time for each request, and writes answers to standard output.
 """
 
 import signal
@@ -23,7 +21,7 @@ class WorkerDiedError(Exception):
 
     def __init__(self, code: int):
         super().__init__(f"exit code {code}")
-        self.code = code  # a negative number is that of a signal
+        self.code = code  # after a signal, its negative number
 
     def __str__(self) -> str:
         with suppress(ValueError):
@@ -36,7 +34,7 @@ class Worker:
 
     Args:
       file: the worker's Python file.
-      arguments: its command line.
+      arguments: the worker's command line.
     """
 
     def __init__(self, file: str, *arguments: object):
@@ -65,7 +63,8 @@ class Worker:
             except BaseException as error:
                 code = process.wait() if isinstance(error, OSError | EOFError) else None
                 self.process = None
-                self._close()  # after Ctrl-C, its answer would be mistaken for the next request's
+                # After Ctrl-C, the answer could be mistaken for the answer to the next request.
+                self._close()
                 if code is None:
                     raise
                 raise WorkerDiedError(code) from None

@@ -63,11 +63,12 @@ def process_name(process: int, host: str) -> str:
 def raise_everywhere(
     before_exchange: Callable[[], None] = lambda: None, kinds: Sequence[type[UserError]] = ()
 ) -> Iterator[None]:
-    """Runs code that each process runs alone; if it raises in one process, all raise.
+    """Runs code that each process runs by itself; if it raises in one process, all raise.
 
-    The code must not wait for other processes without a time limit. If the error's class is in
-    `kinds`, all processes raise that class (of several, the first in `kinds`). Otherwise the other
-    processes raise `OtherProcessError`. `before_exchange` runs after the code or its error.
+    The code must not wait for other processes without a time limit. If the class of the error is in
+    `kinds`, all processes raise this class (of several classes, the first in `kinds`). Otherwise
+    the other processes raise `OtherProcessError`. `before_exchange` runs after the code, even if
+    the code raises.
     """
     if not is_multiprocess():
         yield
@@ -87,7 +88,7 @@ def raise_everywhere(
         raise error
     text = str(error)
     if isinstance(error, SystemExit):
-        text = "its command line is refused, see its output"
+        text = "its command line is invalid, see its output"
     kind = -1
     if type(error) in kinds:
         kind = kinds.index(type(error))
@@ -142,8 +143,8 @@ _current: "Peers | None" = None
 def watch(bind: str | None = None) -> None:
     """Starts watching the other processes, if any. All processes must call it.
 
-    Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at
-    all addresses.
+    Process 0 listens at `bind`, by default on loopback if all processes are on one host, otherwise
+    at all addresses.
     """
     global _current
     if is_multiprocess() and _current is None:
@@ -159,9 +160,9 @@ def working_on(activity: str) -> None:
 
 
 def report_failure(error: BaseException) -> None:
-    """Tells the others that this process failed.
+    """Tells the other processes that this one failed.
 
-    Call it before closing objects that may wait for them.
+    Call it before closing objects that may wait for the other processes.
     """
     if _current is not None:
         _current.fail(error)
@@ -180,7 +181,7 @@ def reporting_failure() -> Iterator[None]:
 def run_and_report(command: Callable[[], int]) -> int:
     """Runs a command and returns its exit code.
 
-    After a failure it exits at once: JAX would wait for the others.
+    With several processes, a failure exits at once, because JAX would wait for the others.
     """
     try:
         code = command()

@@ -4,9 +4,8 @@
   memory (marin-community/marin#7115), or make collectives wait for each other without an error
   (#7298).
 - `cuda_async`: CUDA's pool, which joins fragments. Its share of the memory is a release threshold:
-  a step with a higher peak maps memory anew each time, and this may fail hours later (#8490,
-  #8507).
-- `platform`: the driver allocates each array; slow, for debugging.
+  a step with a higher peak maps memory again each time, which may fail hours later (#8490, #8507).
+- `platform`: the driver allocates each array. It is slow, and meant for debugging.
 
 JAX's backend reads the choice from `jax_pjrt_client_create_options` at its start.
 XLA_PYTHON_CLIENT_ALLOCATOR had no effect for some users of jax 0.10.1 (#7115).
@@ -27,11 +26,11 @@ MEMORY_FRACTION: dict[Allocator, float] = {"default": 0.75, "platform": 0.75, "c
 """Default share of a GPU's memory for each allocator; JAX's defaults, except for cuda_async."""
 
 OUTSIDE = 0.1
-"""Minimum share of a GPU's memory to leave outside the pool: NCCL, cuBLAS and CUDA's context need
-10% to 15% (28.6 of 184 GiB in marin#8490)."""
+"""Minimum share of a GPU's memory outside of the pool: NCCL, cuBLAS and CUDA's context need 10% to
+15% (28.6 of 184 GiB in marin#8490)."""
 
 FRAGMENTED = 0.1
-"""Share of its memory that the default allocator may lose to fragmentation, an assumption."""
+"""Assumed share of its memory that the default allocator may lose to fragmentation."""
 
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
@@ -39,7 +38,7 @@ SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
 
 _OPTIONS = "jax_pjrt_client_create_options"
 _SAME_AS_DEFAULT = ((0, 10, 1), (0, 11, 0))
-"""From the first of these JAX versions until the second, `platform` selects the default
+"""From the first of these JAX versions until before the second, `platform` selects the default
 allocator."""
 
 
@@ -50,7 +49,7 @@ def choose_allocator(
 ) -> None:
     """Sets JAX's allocator before its backend starts, if there is an NVIDIA GPU.
 
-    A TPU's backend crashes at an unknown option.
+    The backend of a TPU would crash at an unknown option.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -94,8 +93,8 @@ def most_bytes(allocator: Allocator, limit: float, fraction: float) -> float:
 def advice(allocator: Allocator, peak: float, limit: float, fraction: float) -> str | None:
     """Returns advice on a step's `peak` bytes, or None.
 
-    `limit` is the bytes that JAX may allocate (cuda_async: the release threshold), `fraction` its
-    share of the memory.
+    `limit` is the number of bytes that JAX may allocate (with cuda_async, the release threshold),
+    and `fraction` is its share of the memory.
     """
     if allocator == "default" and limit * (1 - FRAGMENTED) < peak <= limit:
         return (
@@ -106,8 +105,8 @@ def advice(allocator: Allocator, peak: float, limit: float, fraction: float) -> 
     if allocator == "cuda_async" and peak > limit:
         return (
             f"WARNING: above the {size_text(limit)} that the pool of cuda_async retains: each step "
-            "maps memory anew, and one of many processes may fail to get it hours later. Raise "
-            f"{FRACTION} from {fraction:g} to {1 - OUTSIDE:g} at most, or have XLA plan a smaller "
+            "maps memory again, and hours later one of many processes may fail to get it. Raise "
+            f"{FRACTION} from {fraction:g} to at most {1 - OUTSIDE:g}, or let XLA plan a smaller "
             f"step: {SMALLER_STEP} (its default is 95)"
         )
     if allocator == "cuda_async" and fraction > 1 - OUTSIDE:

@@ -100,10 +100,9 @@ def _check_processes(sizes: Sizes, devices: Sequence[jax.Device]) -> None:
 def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Device]:
     """Sorts devices by host, even if consecutive processes are on different hosts.
 
-    So the last mesh axes stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh`
+    The last mesh axes then stay within a host, if they fit. JAX's `create_hybrid_device_mesh`
     groups by process or TPU slice, not by host.
     """
-
     first_process: dict[str, int] = {}
     for process, host in enumerate(hosts):
         first_process.setdefault(host, process)

@@ -44,7 +44,7 @@ class LaunchError(UserError):
 
 @dataclass(frozen=True)
 class _OtherLauncher:
-    """A launcher whose processes jaxtp does not join, and the variables that it sets in each."""
+    """A launcher whose processes jaxtp does not join, and the variables that it sets."""
 
     name: str
     process: str
@@ -61,8 +61,7 @@ class _OtherLauncher:
 
 
 def _is_above(text: str, limit: int) -> bool:
-    # A longer text is no count of processes, and Python converts no more than some thousands of
-    # digits.
+    # A longer text is not a count of processes, and Python refuses to convert thousands of digits.
     return text.isdecimal() and len(text) < 10 and int(text) > limit
 
 
@@ -77,8 +76,8 @@ _OTHER_LAUNCHERS = (
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder in which NVIDIA's driver has an entry for each GPU."""
 NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
-"""Where there is an NVIDIA GPU, one of these exists; the first may be absent in containers and
-WSL2."""
+"""On a machine with an NVIDIA GPU, one of these paths exists; the first may be absent in containers
+and in WSL2."""
 # Maximum size of the compilation cache; a training step for GPUs takes some MB
 _MAX_CACHE_BYTES = 4 * 2**30
 
@@ -89,16 +88,16 @@ def accept_absent_gpus(
     """Lets JAX's CUDA plugin skip its check of CUDA's libraries on a machine without a GPU.
 
     Call it before JAX starts. The extra estimate-gpu installs the plugin without cuDNN, to compile
-    for absent GPUs, and without this JAX would print a traceback.
+    for absent GPUs, and the failed check would print a traceback.
     """
     if not any(map(Path.exists, nvidia)):
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def scheduled_count(variables: Mapping[str, str]) -> str | None:
-    """Returns the scheduler's variable with the number of processes.
+    """Returns the name of the scheduler's variable with the number of processes.
 
-    Variables set by hand override it.
+    Returns None without a scheduler, or if variables that are set by hand override it.
     """
     if COUNT in variables or PROCESS in variables:
         return None
@@ -116,7 +115,7 @@ def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
 def require_joinable(variables: Mapping[str, str] = os.environ) -> None:
     """Raises `LaunchError` if a launcher started several processes that jaxtp does not join.
 
-    Each of them would train the whole run by itself.
+    Each process would train the whole run by itself.
     """
     if is_launched(variables):
         return
@@ -134,13 +133,13 @@ def _describe_launcher(launcher: _OtherLauncher, variables: Mapping[str, str]) -
     return (
         f"{launcher.name} started this process as one of several ({values}), and jaxtp does not "
         f"join them: each would run alone. Set {ADDRESS}=HOST:PORT of process 0, {COUNT} and "
-        f"{PROCESS} (the value of {launcher.process}) in each, or start them by jaxtp launch, srun "
-        f"or Open MPI's mpirun; if there is only this one, unset {launcher.process}"
+        f"{PROCESS} (the value of {launcher.process}) in each process, or start them by jaxtp "
+        f"launch, srun or Open MPI's mpirun; for a single process, unset {launcher.process}"
     )
 
 
 def bypass_proxy(host: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes gRPC connect to a host directly, also where a proxy is set."""
+    """Makes gRPC connect to a host directly, even if a proxy is set."""
     if not _proxy(environment):
         return
     direct = environment.get(_NO_GRPC_PROXY, environment.get(_NO_PROXY, ""))
@@ -149,7 +148,7 @@ def bypass_proxy(host: str, environment: MutableMapping[str, str] = os.environ) 
 
 
 def proxy_hint() -> str:
-    """Returns what to set if gRPC connects the processes through a proxy; else an empty string."""
+    """Returns a hint if gRPC connects the processes through a proxy; otherwise an empty string."""
     name = _proxy(os.environ)
     if not name:
         return ""
@@ -193,8 +192,8 @@ def coordinator_host() -> str:
 def token(environment: Mapping[str, str] = os.environ) -> str:
     """Returns a text that all processes of a run share.
 
-    The text is `JAXTP_TOKEN`, the scheduler's job id, or the command line. Other users can guess
-    the last two. The text omits configuration files, which the preflight compares.
+    It is `JAXTP_TOKEN`, the scheduler's job id, or the command line. Other users can guess the job
+    id and the command line. It does not cover configuration files, which the preflight compares.
     """
     for name in (TOKEN, *_JOB_IDS):
         if environment.get(name):
@@ -210,10 +209,10 @@ def child_environment(**changes: str) -> dict[str, str]:
 def enable_compilation_cache(platform: str) -> None:
     """Turns on JAX's compilation cache in the user's cache folder, for a platform's programs.
 
-    A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. Off on
-    CPUs: a program may crash on another CPU with the same home folder. Off for several processes:
-    without a shared disk only process 0 finds the program, and never does its share of the
-    autotuning, for which the others wait.
+    A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns the cache off.
+    It is off on CPUs, because a program may crash on another CPU that has the same home folder. It
+    is off with several processes: without a shared disk, only process 0 would find a program, and
+    would skip its share of the autotuning, for which the other processes wait.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -236,7 +235,7 @@ def enable_compilation_cache(platform: str) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # A start compiles many small programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # These caches grow without limit, and damage is an error.
+    # XLA's own caches grow without limit, and a damaged entry is an error.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "")
 
 

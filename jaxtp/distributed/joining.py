@@ -1,13 +1,13 @@
-"""Connects this process to the others of its run, and selects its GPUs.
+"""Connects this process to the other processes of its run, and selects its GPUs.
 
 Slurm, Open MPI, an indexed Job of Kubernetes, `jaxtp launch` or the user sets the variables that
-this file reads (see README.md). It selects GPUs before JAX starts: JAX would give each Slurm or
-Open MPI process one GPU, even the only process of a host. Processes that see the same GPUs share
-them evenly.
+this file reads (see README.md). It selects GPUs before JAX starts, because JAX would give each
+Slurm or Open MPI process one GPU, even to the only process of a host. Processes that see the same
+GPUs share them evenly.
 
-Unless Slurm or Open MPI started them, the processes first hold a rendezvous at the coordinator's
-address, where process 0 checks their ids and counts. JAX would abort at a duplicate id, and would
-not name missing processes.
+Unless Slurm or Open MPI started them, the processes first meet at the coordinator's address, where
+process 0 checks their ids and counts. JAX would abort at a duplicate id, and would not name missing
+processes.
 """
 
 import os
@@ -56,13 +56,13 @@ from jaxtp.distributed.links import (
 _POD = "JOB_COMPLETION_INDEX"  # A pod's index in an indexed Job of Kubernetes
 JOIN_SECONDS = 60  # Default of JAXTP_JOIN_SECONDS
 _SECONDS_VARIABLE = "JAXTP_JOIN_SECONDS"
-_SECONDS_HINT = f"({_SECONDS_VARIABLE} is how long they wait)"
+_SECONDS_HINT = f"({_SECONDS_VARIABLE} sets the time limit)"
 _THE_TOKEN = f"the token of this run (the same command line on all hosts, or {TOKEN})"
 LONG_WAIT = 20.0  # Seconds after which a waiting process says that it waits
 _HEARTBEAT_SECONDS = 80
 """JAX ends the other processes after 40 to 80 seconds without a heartbeat; `peers` detects the loss
 earlier, if its processes can connect."""
-# Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that ours reports first
+# Seconds by which JAX's time limit exceeds JAXTP_JOIN_SECONDS, so that jaxtp reports first
 _MARGIN = 20
 _MAX_SECONDS = 24 * 60 * 60
 PAUSE = 0.3
@@ -98,7 +98,7 @@ class Wait:
         return f"process {self.process} of {self.count}{where}"
 
     def time_left(self) -> float:
-        """Returns the remaining seconds; after a long wait prints one line."""
+        """Returns the remaining seconds; prints one line after a long wait."""
         waited = time.monotonic() - self._start
         if waited > LONG_WAIT and self.seconds > 2 * LONG_WAIT and not self._reported:
             self._reported = True
@@ -107,7 +107,7 @@ class Wait:
         return self.seconds - waited
 
     def reach(self) -> socket.socket | None:
-        """Connects to process 0; returns None and reports the reason if it cannot."""
+        """Connects to process 0; if it cannot, reports the reason and returns None."""
         assert self.address is not None
         timeout = max(0.1, min(HELLO_SECONDS, self.time_left()))
         try:
@@ -152,8 +152,8 @@ def join_processes(
 
     Args:
       gpus: number of GPUs of this machine; by default the driver reports it.
-      bind: address at which process 0 listens; by default loopback if the others connect to it,
-        else all.
+      bind: address at which process 0 listens; by default loopback if the others connect to
+        loopback, otherwise all addresses.
     """
     accept_absent_gpus()
     variable = scheduled_count(environment)
@@ -168,7 +168,7 @@ def join_processes(
     elif not environment.keys().isdisjoint(BY_HAND):
         waiting = _wait_by_hand(environment)
         rendezvous(waiting, bind, token(environment))
-        _join(replace(waiting), None, bind)  # with its time limit anew
+        _join(replace(waiting), None, bind)  # the time limit starts again
 
 
 def _slurm_task(variables: Variables) -> _Task:
@@ -217,10 +217,7 @@ _TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_M
 
 
 def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[str, int] | None:
-    """Returns JAX_COORDINATOR_ADDRESS, else the address that JAX will derive.
-
-    On a single host the derived address is loopback.
-    """
+    """Returns JAX_COORDINATOR_ADDRESS, or the address that JAX derives; loopback on one host."""
     if ADDRESS in variables:
         return _parse_address(variables)
     host = "127.0.0.1" if task.tasks == count else task.host
@@ -242,10 +239,10 @@ def _parse_address(variables: Variables) -> tuple[str, int]:
 
 
 def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) -> list[int] | None:
-    """Returns the visible GPUs of process `index` of a host's `tasks` processes; None without GPUs.
+    """Returns the GPUs of process `index` among a host's `tasks` processes; None without GPUs.
 
-    If the scheduler shows each process only some of the `present` GPUs, the process uses these;
-    otherwise the processes share the GPUs.
+    If the scheduler shows each process only some of the `present` GPUs, the process uses all that
+    it sees; otherwise the processes share the GPUs evenly.
     """
     visible = len(names_of_gpus(present, variables))
     if not visible:
@@ -300,7 +297,7 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
     listened = listen_address(bind, host)
     if bind and waiting.process == 0:
         with listening(bind, port):
-            pass  # raises an error with the reason, which JAX would not give
+            pass  # raises an error with a reason, which an error of JAX would lack
     address = bind_address = None
     if host:
         bypass_proxy(host)
@@ -330,7 +327,7 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
 
 
 def _watch(waiting: Wait, joined: threading.Event) -> None:
-    """Reports a long wait or unreachable address; exits before JAX would abort."""
+    """Reports a long wait or an unreachable address; exits before JAX would abort."""
     reached = waiting.address is None
     while (left := waiting.time_left()) > 0:
         connection = None if reached else waiting.reach()
@@ -340,13 +337,13 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
             waiting.problem = ""
         if joined.wait(min(CHECK_SECONDS, left)):
             return
-    problem = "does each of them run?"
+    problem = "are all of them running?"
     if waiting.problem:
         problem = f"{waiting.problem}; {ADDRESS}=HOST:PORT names another"
     elif waiting.address is None:
-        # JAX found the address, so that `bypass_proxy` could not list its host.
+        # JAX derived the address, so `bypass_proxy` does not know its host.
         problem = proxy_hint() or problem
-    reason = f"not all came within {waiting.seconds:g} s: {problem} {_SECONDS_HINT}"
+    reason = f"not all processes joined within {waiting.seconds:g} s: {problem} {_SECONDS_HINT}"
     say(f"error: {waiting}: {reason}")
     os._exit(MISTAKE)
 
@@ -427,8 +424,8 @@ def _describe_missing(waiting: Wait, hosts: Mapping[int, str]) -> str | None:
     more = ", ..." if missing[_MAX_IDS:] else ""
     reason = f"; {waiting.problem}" if waiting.problem else ""
     return (
-        f"process {ids}{more} of {waiting.count} did not come within {waiting.seconds:g} s: does "
-        f"it run, with the address {format_address(*waiting.address)} and "
+        f"process {ids}{more} of {waiting.count} did not join within {waiting.seconds:g} s: is it "
+        f"running, with the address {format_address(*waiting.address)} and "
         f"JAX_PROCESS_ID={missing[0]}? {_SECONDS_HINT}{reason}"
     )
 
@@ -468,13 +465,13 @@ def _join_rendezvous(waiting: Wait, token: str) -> None:
                 waiting.problem = "process 0 has ended"
         time.sleep(PAUSE)  # process 0 may restart, or its host name may resolve
     raise LaunchError(
-        f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that "
-        f"host, and its port to be open {_SECONDS_HINT}"
+        f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 must run on that "
+        f"host, and its port must be open {_SECONDS_HINT}"
     )
 
 
 def _wait_for_verdict(link: Link, waiting: Wait) -> bool:
-    """Returns whether process 0 has sent its verdict; raises `LaunchError` if that is an error."""
+    """Returns whether process 0 has sent its verdict; raises `LaunchError` if it is an error."""
     verdict = None
     while verdict is None and link.is_open and waiting.time_left() > -HELLO_SECONDS:
         # The verdict is sent when all have connected or process 0 stops waiting.

@@ -1,9 +1,9 @@
 """Authenticated sockets between the processes of a run.
 
-Messages are lines of JSON. At the start each end sends a random challenge, and the other answers
-with its HMAC, keyed by the run's token; the token is never sent. Later messages are neither signed
-nor encrypted. Process 0 polls all connections together, so a port scanner delays nobody
-(`multiprocessing.connection` waits for each without a limit).
+Messages are lines of JSON. At the start each end sends a random challenge, and the other end
+answers with its HMAC, whose key is the run's token; the token is never sent. Later messages are
+neither signed nor encrypted. Process 0 polls all connections together, so a port scanner delays no
+process (`multiprocessing.connection` would wait for each connection without a limit).
 """
 
 import contextlib
@@ -94,7 +94,7 @@ class Link:
 def connect(connection: socket.socket, token: str, hello: Message, seconds: float) -> Link | None:
     """Sends `hello` and returns a link to a process that runs `accept_links`.
 
-    Returns None if the process does not prove the token. Each answer may take `seconds`.
+    Returns None if the process does not prove that it has the token. An answer may take `seconds`.
     """
     link = Link(connection)
     challenge = (link.receive(seconds) or {}).get(_CHALLENGE)
@@ -171,7 +171,7 @@ def accept_links(
     Yields authenticated links and their first messages.
 
     Args:
-      token: the secret that the other ends must prove.
+      token: the secret that the other ends must prove to have.
       time_left: returns the remaining seconds.
       rejected: counts connections without the token, by address.
     """

@@ -42,9 +42,10 @@ class Peers:
 
     Args:
       beat: seconds between heartbeats.
-      grace: seconds in which a process may exit by itself after another reports a failure: both may
-        have one reason.
-      end_process: without cleanup, because once process 0 has ended, JAX aborts this process.
+      grace: seconds in which a process may exit by itself after another one reports a failure,
+        because both may fail for the same reason.
+      end_process: ends this process without cleanup, because JAX aborts it once process 0 has
+      ended.
     """
 
     def __init__(
@@ -83,14 +84,14 @@ class Peers:
     def fail(self, error: BaseException) -> None:
         """Tells the others that this process failed.
 
-        If another process's failure may be the cause, lets the thread exit instead. A user error,
-        or the same error as the other's, is always announced.
+        If the failure of another process may be the cause, the thread exits this process instead. A
+        user error, or the error that the other process reported, is always announced.
         """
         line = f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
         failure = line[:_MAX_ERROR_CHARS]
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._peer_failed.wait(3 * self._beat)
-        # The thread sets `_problem` before `_peer_failed`, so it is read after.
+        # Read in this order, because the thread sets `_problem` before `_peer_failed`.
         if self._peer_failed.is_set():
             is_announced = isinstance(error, UserError) or failure in self._problem
             if not is_announced:
@@ -98,10 +99,8 @@ class Peers:
         self.leave(failure, getattr(error, "exit_code", 1))
 
     def wait_for_peers(self) -> None:
-        """In process 0, waits briefly for the others.
-
-        JAX aborts them when its coordinator stops.
-        """
+        """In process 0, waits briefly for the others, which JAX aborts when its coordinator
+        stops."""
         if self._process == 0:
             self._thread.join(self._grace + 2 * self._beat)
 
@@ -120,7 +119,7 @@ class Peers:
                 next_beat = before + self._beat
             readable = ready(list(self._links.values()), max(0.0, next_beat - before))
             now = time.monotonic()
-            # This process itself was stopped, so the silence proves nothing.
+            # This process itself was suspended, so the silence proves nothing.
             if now - before > SILENCE / 2:
                 last_seen = dict.fromkeys(self._links, now)
             for process, link in list(self._links.items()):
@@ -144,14 +143,17 @@ class Peers:
                         process, f"failed: {message['failure']}", self._grace, code
                     )
         if not link.is_open and process in self._links:
-            self._exit_after_losing(process, "has ended without a word")
+            self._exit_after_losing(process, "has ended without a message")
 
     def _exit_after_losing(
         self, process: int, how: str, grace: float = 0.0, code: int = TEMPORARY
     ) -> None:
-        """Tells the others that a process is lost.
+        """Tells the others that a process is lost; exits this process unless it leaves in time.
 
-        Exits this process unless it leaves within `grace` seconds.
+        Args:
+          how: the end of the message about the lost process.
+          grace: seconds in which this process may leave by itself.
+          code: the exit code.
         """
         link = self._links.pop(process, None)
         if link is not None:
@@ -176,10 +178,8 @@ class Peers:
 def connect_peers(bind: str | None) -> Peers | None:
     """Connects process 0 to each other process; returns None if one cannot connect.
 
-    All processes must call it.
-
-    Process 0 listens at `bind`, by default on loopback if all processes are on one host, else at
-    all addresses.
+    All processes must call it. Process 0 listens at `bind`, by default on loopback if all processes
+    are on one host, otherwise at all addresses.
     """
     try:
         counts = Counter(device.process_index for device in jax.devices())
@@ -219,7 +219,8 @@ def connect_peers(bind: str | None) -> Peers | None:
 
 
 def accept_peers(hosts: list[str], bind: str | None) -> dict[int, Link]:
-    """Returns links to the processes that connect in time, with a random token that JAX sends."""
+    """Returns links to the processes that connect in time and have the token that JAX sends
+    them."""
     token = secrets.token_hex(32)
     links = dict[int, Link]()
     rejected = Counter[str]()

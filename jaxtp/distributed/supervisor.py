@@ -1,8 +1,7 @@
 """Starts several processes on one machine, ends all when one fails, and restarts them if requested.
 
 Each process writes a log, to which a later start appends. The supervisor prints the output of
-process 0, and the last lines of a process that failed.
-This file does not import JAX.
+process 0, and the last lines of a process that failed. This file does not import JAX.
 """
 
 import fcntl
@@ -40,7 +39,8 @@ GRACE = 15.0  # Seconds between SIGTERM and SIGKILL
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _LAST_LINES = 20
 _NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks")
-"""Matches log lines of Gloo, JAX's collectives on CPUs; they count connections, and mislead."""
+"""Matches log lines of Gloo, JAX's collectives on CPUs. They count connections, and are
+misleading."""
 _MARK = b"\n--- started again by jaxtp launch, %b ---\n"
 _MARKED = re.compile(rb"\n--- started again by jaxtp launch, [-:\d ]+ ---\n")
 _END_WITH_PARENT = """
@@ -54,8 +54,8 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """Runs a program that receives SIGTERM when the supervisor ends (PR_SET_PDEATHSIG of Linux)."""
 _POLL = 0.05
 _CAUSE_SECONDS = 1.0
-"""A process that lost another may exit before the process that caused it: seconds to wait for the
-cause."""
+"""Seconds to wait for the cause of a failure: a process that lost another one may exit before the
+process that failed."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Group:
     """The processes to start."""
 
     count: int
-    arguments: Sequence[str]  # for Python, such as -m jaxtp.train
+    arguments: Sequence[str]  # Python's arguments, such as -m jaxtp.train
     logs: Path  # folder of the logs
     # Virtual CPU devices of each process; None divides the GPUs among the processes
     devices: int | None = None
@@ -87,10 +87,8 @@ class Group:
         return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
     def shrunk_to_visible_gpus(self) -> "Group | None":
-        """Returns the group to restart, with fewer processes if GPUs have disappeared.
-
-        Returns None if no GPU is left.
-        """
+        """Returns the group to restart: smaller if GPUs have disappeared, None if no GPU is
+        left."""
         if self.devices is not None or not self.gpus:
             return self
         gpus = names_of_gpus(gpus_present())
@@ -105,10 +103,10 @@ class Group:
 
 
 def supervise(group: Group, *, restarts: int = 0) -> int:
-    """Runs processes until all succeed or one fails; returns the first failure's exit code, else 0.
+    """Runs processes until all succeed or one fails; returns 0, or the first failure's exit code.
 
-    The code is 128 + N after signal N. A failure restarts all processes, at most `restarts` times,
-    except after a user error, wrong numbers, or a signal to the supervisor.
+    The code is 128 + N after signal N. After a failure, all processes restart, at most `restarts`
+    times, except after a user error, wrong numbers, or a signal to the supervisor.
     """
     group.logs.mkdir(parents=True, exist_ok=True)
     with _locked(group.logs):
@@ -161,8 +159,8 @@ def _run(group: Group) -> tuple[tuple[int, int] | None, bool]:
     """Runs the processes until all succeed or one fails, then ends the others.
 
     Returns:
-      Index and exit code of the first process that failed, minus N after signal N, or None; and
-      whether this process received a signal.
+      Index and exit code (-N after signal N) of the first process that failed, or None; and whether
+      this process received a signal.
     """
     processes: list[subprocess.Popen[bytes]] = []
     signals: list[int] = []
@@ -190,7 +188,7 @@ def _run(group: Group) -> tuple[tuple[int, int] | None, bool]:
 
 
 def _begin_log(path: Path) -> None:
-    """Creates a log, or marks in an earlier one, which is kept, that another start follows."""
+    """Creates a log, or marks the beginning of another start in an existing one."""
     with open_directly(path, "ab") as log:
         if log.tell():
             log.write(_MARK % time.strftime("%Y-%m-%d %H:%M:%S").encode())
@@ -224,7 +222,7 @@ def _first_failure(
         _print_new(log)
         codes = [process.poll() for process in processes]
         failed = [(index, code) for index, code in enumerate(codes) if code]
-        # The other processes exited because they lost one of these.
+        # Processes with the code TEMPORARY only lost another process.
         causes = [(index, code) for index, code in failed if code != TEMPORARY]
         if causes or waited > _CAUSE_SECONDS:
             return (causes or failed)[0]

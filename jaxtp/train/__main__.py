@@ -47,7 +47,7 @@ in --run.dir, on any mesh.
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand(TrainConfig):
-    """A run's configuration, its output, and the files written at its end."""
+    """The configuration of a run, and of the files that it writes at its end."""
 
     json: OptionalFile = None
     """JSON file for the last numbers of the run and its configuration, written at its end."""
@@ -88,7 +88,7 @@ def _train(argv: Sequence[str]) -> int:
 
         bind = _bind(argv)
         join_processes(bind=bind)
-    # Flags come first: they determine the number of virtual devices.
+    # Reads the flags first, because they determine the number of virtual devices.
     with raise_everywhere(partial(watch, bind)):
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)
@@ -107,8 +107,7 @@ def _resolved(config: RunCommand, explicit: Set[str]) -> tuple[RunCommand, list[
 
 
 def _bind(argv: Sequence[str]) -> str | None:
-    # `launch.bind` is needed before the processes meet; mistakes in the flags are reported
-    # afterwards.
+    # Reads `launch.bind` before the processes meet. Mistakes in the flags are reported afterwards.
     nowhere = io.StringIO()
     with (
         suppress(UserError, OSError, SystemExit),

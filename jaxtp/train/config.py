@@ -47,7 +47,7 @@ Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 
 def _not_here(path: Path) -> Path:
     if path == Path():
-        raise ValueError("should name a folder of its own")
+        raise ValueError("should not be the current folder; name another one")
     return path
 
 
@@ -59,15 +59,15 @@ class RunConfig(Settings):
     """Folder, seed and initial weights."""
 
     dir: Annotated[Folder, NOTHING, SHORT_HELP] = Path("runs/tiny")
-    """Folder of the run; the same folder again resumes it. It has config.yaml, metrics.jsonl and
-    checkpoints/."""
+    """Folder of the run, which resumes if the folder is given again. It has config.yaml,
+    metrics.jsonl and checkpoints/."""
 
     seed: Annotated[CountOrZero, Affects(numbers=True, fixed=True)] = 0
     """Seed of the initial weights and of the order of the data."""
 
     init_from: UserPath | None = None
-    """Folder of another run of the same model, whose newest checkpoint has the weights that a new
-    run starts from."""
+    """Folder of another run of the same model: the new run starts from the weights of its newest
+    checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +88,15 @@ class MeshConfig(Settings):
     """Shards of each matrix product."""
 
     context: Context = "auto"
-    """Method of attention over cp: auto takes the method that moves fewer bytes, ulysses on a tie.
-    With ulysses each device computes some heads, over all tokens; with gather it gathers all keys
-    and values for its own tokens."""
+    """Method of attention over cp. With ulysses, each device computes some heads over all tokens;
+    with gather, it gathers all keys and values for its own tokens. auto takes the method that moves
+    fewer bytes, ulysses on a tie."""
 
     allow_padding: bool = True
-    """Pad heads and d_ff where tp does not divide them; otherwise such a mesh is refused."""
+    """Pad heads and d_ff that tp does not divide; if false, such a mesh is an error."""
 
     tp_across_hosts: bool = False
-    """Allow a tp group to span hosts. Every layer then waits for the network between them."""
+    """Allow a tp group to span hosts. Every layer then waits for the network between the hosts."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -113,22 +113,22 @@ class DataConfig(Settings):
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
-    """A folder made by jaxtp prepare, or a text file, read as bytes; by default the standard
-    library of the Python that runs the command."""
+    """A folder made by jaxtp prepare, or a text file, which is read as bytes; by default the
+    sources of Python's standard library."""
 
     mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(
         default_factory=dict
     )
-    """In a YAML file, instead of path: weights of datasets, such as {data/code: 0.7, data/prose:
-    0.3}."""
+    """In a YAML file, instead of path: several datasets and their weights, such as {data/code: 0.7,
+    data/prose: 0.3}."""
 
     validation: Annotated[DataPath | None, SAMPLES] = None
-    """Data to evaluate on: its held-out split, or all of it without one. By default the training
-    data's split."""
+    """Data to evaluate on: its held-out split, or all of it if it has none. By default the held-out
+    split of the training data."""
 
     scores: Annotated[UserPath | None, STEP] = None
-    """A folder made by jaxtp score from this data: columns log_probs, or top_ids and top_log_probs,
-    for train.loss."""
+    """A folder made by jaxtp score from this data. It adds the column log_probs, or top_ids and
+    top_log_probs, to the batches for train.loss."""
 
     batches: Annotated[Reference | None, SAMPLES, SHORT_HELP] = None
     """Batches of your own: a function of the step that returns a dict of rows, a dataset, or an
@@ -139,13 +139,13 @@ class DataConfig(Settings):
     nothing."""
 
     packing: Annotated[Packing, Affects(cost=True, numbers=True, fixed=True)] = "documents"
-    """How documents fill sequences: documents packs whole documents, and attention stays inside
-    each; concatenated joins all documents and cuts them wherever a sequence is full, and attention
-    crosses documents."""
+    """How documents fill sequences. documents packs whole documents, and attention stays within
+    each document; concatenated joins all documents, cuts them wherever a sequence is full, and
+    attention crosses documents."""
 
     long_documents: Annotated[LongDocuments, Affects(samples=True, fixed=True)] = "split"
-    """Treatment of a packed document that is longer than a sequence: split cuts it, drop leaves it
-    out, stop refuses it. For pairs of answers, which are never cut, split is an error too."""
+    """Treatment of packed documents that are longer than a sequence: split cuts them, drop leaves
+    them out, stop is an error. Pairs of answers are never cut: for them split is an error too."""
 
     sequence_length: Annotated[Count, Affects(cost=True, numbers=True, fixed=True), SHORT_HELP] = (
         128
@@ -178,31 +178,31 @@ class OptimizerConfig(Settings):
     """Optimizer and learning rate schedule."""
 
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
-    """Optax transformation of your own, or a function that returns one."""
+    """An Optax transformation of your own, or a function that returns one."""
 
     name: Annotated[
         Literal["adamw", "lion", "adafactor", "muon"], Affects(cost=True, numbers=True, fixed=True)
     ] = "adamw"
-    """Rule of the updates: adamw; lion (a third of adamw's rate is usual); adafactor, whose second
-    moments are factored; muon, which orthogonalises the updates of matrices in the blocks, and uses
-    adamw for all other parameters."""
+    """Rule of the updates: adamw; lion, usually with a third of adamw's learning rate; adafactor,
+    which factors second moments; muon, which orthogonalises the updates of matrices in the blocks,
+    and uses adamw for all other parameters."""
 
     first_moment: Annotated[
         Literal["param", "bfloat16"], Affects(cost=True, numbers=True, fixed=True)
     ] = "param"
-    """Dtype of the first moment, or of the momentum of lion and muon: the parameters', or bfloat16,
-    rounded stochastically."""
+    """Dtype of the first moment, or of the momentum of lion and muon: the dtype of the parameters,
+    or bfloat16 with stochastic rounding."""
 
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Decay of the learning rate after the warm-up; wsd stays at the peak and decays at the end."""
 
     decay_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 0.2
-    """Share of all steps, at the end, in which the schedule wsd decays."""
+    """Fraction of all steps, at the end, in which the schedule wsd decays."""
 
     groups: Annotated[
         dict[str, GroupConfig], tyro.conf.Fixed, Affects(numbers=True, fixed=True)
     ] = field(default_factory=dict)
-    """In a YAML file: settings by pattern of parameter path, such as "blocks.*.kernel":
+    """In a YAML file: settings by pattern of parameter paths, such as "blocks.*.kernel":
     {learning_rate_scale: 0.5}; * matches anything. The first matching pattern applies; a pattern
     that matches no parameter is an error."""
 
@@ -226,8 +226,8 @@ class OptimizerConfig(Settings):
     """Number added to the root of the second moment."""
 
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay of matrices, multiplied by the learning rate; norms and biases have
-    none."""
+    """Decoupled weight decay of matrices, multiplied by the learning rate. Norms and biases do not
+    decay."""
 
     clip_norm: Positive = 1.0
     """Gradients are scaled down to this global L2 norm."""
@@ -241,21 +241,22 @@ class LoopConfig(Settings):
     """Optimizer updates in the whole run. The learning rate decays over them."""
 
     epochs: Annotated[Positive | None, SAMPLES, SHORT_HELP] = None
-    """Passes over the data, instead of train.steps. The command computes the steps when it starts
-    and writes them to config.yaml. One pass over a mixture is as many rows as all its sources
-    have."""
+    """Passes over the data, instead of train.steps. The command computes the number of steps when
+    it starts, and writes it to config.yaml. A pass over a mixture has as many rows as all its
+    sources together."""
 
     accumulation: Annotated[Count, COST, SHORT_HELP] = 1
     """Micro-batches of a step, to save memory. They run one after the other, and their gradients
-    sum to the batch's, up to rounding."""
+    add up to the gradient of the batch, up to rounding."""
 
     loss: Annotated[Reference | None, STEP, SHORT_HELP] = None
-    """Loss instead of the cross-entropy of the next token: a function (model, batch, key) -> (sum,
-    weight). A third result is a dict of metrics. Or a class, whose instance is such a function."""
+    """Loss that replaces the cross-entropy of the next token: a function (model, batch, key) ->
+    (sum, weight). A third result is a dict of metrics. Or a class whose instances are such
+    functions."""
 
     loss_arguments: Annotated[BlockChanges, STEP, ArgumentsOf("loss")] = Changes({})
-    """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: arguments of its class, or
-    further arguments of its function."""
+    """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: the arguments of its class,
+    or further arguments of its function."""
 
     callbacks: Annotated[
         tuple[Reference, ...], tyro.conf.arg(metavar="FILE.py:NAME ..."), NOTHING, SHORT_HELP
@@ -275,47 +276,46 @@ class LoopConfig(Settings):
     usual, 0 is off."""
 
     selection_bias_rate: Annotated[Share, NUMBERS] = 1e-3
-    """Distance by which an update moves each expert's bias against its load, if
-    model.selection_bias is on."""
+    """Amount by which an update moves each expert's bias against its load, if model.selection_bias
+    is on."""
 
     log_every: Annotated[Count, NOTHING] = 10
     """Steps between lines of metrics.jsonl; the first and the last step are always logged."""
 
     non_finite: Annotated[Literal["stop", "skip"], NOTHING] = "stop"
-    """Reaction to a non-finite loss or gradient, whose update is never applied: stop saves state
-    and batch and ends the run, skip continues. A non-finite update from a finite loss and gradient
-    ends the run either way."""
+    """Reaction to a non-finite loss or gradient, whose update is never applied: stop saves the
+    state and the batch and ends the run, skip continues. If the loss and the gradient are finite,
+    but the update is not, the run always ends."""
 
     max_skipped: Annotated[Count, NOTHING] = 10
-    """Maximum number of skipped steps in a row before the run ends. Steps without a label, or in
-    which a loss returns the weight 0, are always skipped, and count by themselves."""
+    """Maximum number of skipped steps in a row before the run ends. Steps without labels, or whose
+    loss has the weight 0, are always skipped, and are counted separately."""
 
     allow_oversize: Annotated[bool, NOTHING] = False
-    """Train even if the estimate of a step's memory, which is partly a model, exceeds a device's
-    memory."""
+    """Train even if the estimated memory of a step, part of which is modelled, exceeds the memory
+    of a device."""
 
     stall_seconds: Annotated[NonNegative, NOTHING] = 1800.0
-    """Seconds after which a step is stalled, and the run prints the stacks of all Python threads; 0
-    is off."""
+    """Seconds after which a step counts as stalled, and the run prints the stacks of all Python
+    threads; 0 is off."""
 
     stall_abort_seconds: Annotated[NonNegative, NOTHING] = 0.0
-    """Seconds after which a step (the first includes compilation), evaluation or save ends the
-    process with exit code 75, so that a scheduler can restart it; 0 is off."""
+    """Seconds after which a stalled step (the first includes compilation), evaluation or save ends
+    the process with exit code 75, so that a scheduler can restart it; 0 is off."""
 
     stopped_exit_code: Annotated[int, Field(ge=0, le=255), allowed("from 0 to 255"), NOTHING] = 0
     """Exit code when a signal stops a run early; not 0 for schedulers that restart only failed jobs
     (Kubernetes)."""
 
     verify_every: Annotated[CountOrZero, NOTHING] = 0
-    """Steps between checks for silent corruption: the run compares replicas, and computes a step
-    twice. A difference ends the run and names the devices. A check keeps the state twice in host
-    memory. 0 is off."""
+    """Steps between checks for silent corruption, which compare replicas and compute a step twice.
+    A difference ends the run, and the error names the devices. A check stores two copies of the
+    state in host memory. 0 is off."""
 
     deterministic: Annotated[bool, NOTHING] = False
     """On GPUs, compile the step without operations that sum in a varying order (XLA's flag
-    xla_gpu_exclude_nondeterministic_ops), and take the first suitable attention kernel, not the
-    fastest. The step may be slower. verify_every implies the flag. CPUs are deterministic without
-    it."""
+    xla_gpu_exclude_nondeterministic_ops), and take the first suitable attention kernel instead of
+    the fastest. The step may be slower. verify_every implies the flag. CPUs need neither."""
 
     @property
     def excludes_nondeterministic(self) -> bool:
@@ -324,7 +324,7 @@ class LoopConfig(Settings):
 
     @property
     def skips_allowed(self) -> int:
-        """Most steps in a row that may be skipped."""
+        """Maximum number of steps in a row that may be skipped."""
         return self.max_skipped if self.non_finite == "skip" else 0
 
 
@@ -334,15 +334,15 @@ class MetricsConfig(Settings):
 
     trackers: tuple[Literal["tensorboard", "wandb", "aim"], ...] = ("tensorboard",)
     """Trackers that get the metrics: tensorboard writes event files into the run's folder; wandb
-    and aim need the extras of those names. A flag takes several (--metrics.trackers tensorboard
-    wandb); an empty list in a YAML file is none."""
+    and aim need jaxtp's extras of these names. The flag takes several (--metrics.trackers
+    tensorboard wandb); an empty list in a YAML file turns all off."""
 
     project: str = "jaxtp"
     """W&B project, or Aim experiment, of the run."""
 
     norm_groups: tuple[str, ...] = ()
-    """Patterns of parameter path, such as "blocks.mlp.*", whose norms of gradients and parameters
-    are logged too."""
+    """Patterns of parameter paths, such as "blocks.mlp.*": the norms of the matching gradients and
+    parameters are logged too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,8 +350,8 @@ class LaunchConfig(Settings):
     """Processes and start of a run."""
 
     allocator: Annotated[Allocator, COST] = "default"
-    """Allocator of a GPU's memory: default is JAX's (BFC), whose free memory can fragment;
-    cuda_async is CUDA's pool, which does not fragment while steps peak below its share (0.85, or
+    """Allocator of GPU memory: default is JAX's (BFC), whose free memory can fragment; cuda_async
+    is CUDA's pool, which does not fragment while steps peak below its share of the memory (0.85, or
     XLA_PYTHON_CLIENT_MEM_FRACTION); platform calls the driver for each array, which is slow."""
 
     preflight_bandwidth: bool = False
@@ -359,12 +359,12 @@ class LaunchConfig(Settings):
     anything."""
 
     bind: str | None = None
-    """Address at which process 0, and JAX's coordinator in it, listens for the other processes. By
-    default loopback if all run on one host, else every address."""
+    """Address at which process 0 and its JAX coordinator listen for the other processes. By default
+    loopback if all processes run on one host, otherwise every address."""
 
     self_check: bool = True
-    """On GPUs, first compare devices, collectives and attention kernels with the host: a few
-    seconds."""
+    """On GPUs, first compare results of devices, collectives and attention kernels with the host,
+    which takes a few seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,7 +372,7 @@ class ProfileConfig(Settings):
     """A trace of a few steps, for XProf and Perfetto."""
 
     start: CountOrZero = 0
-    """First step to trace; 0 traces none. Earlier steps than about 3 include warm-up."""
+    """First step to trace; 0 traces none. The first two steps or so include warm-up."""
 
     steps: Count = 5
     """Number of steps to trace."""
@@ -383,12 +383,12 @@ class EvalConfig(Settings):
     """Evaluation on the held-out split."""
 
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 100
-    """Steps between evaluations. Every run with validation data also evaluates before the first
-    step and after the last; 0 adds none."""
+    """Steps between evaluations. A run with validation data always evaluates before the first step
+    and after the last; with 0, only then."""
 
     batches: Count = 8
-    """Maximum number of batches in an evaluation. It reads each held-out row at most once, and the
-    same rows on every mesh."""
+    """Maximum number of batches in an evaluation, which reads each held-out row at most once, and
+    the same rows on every mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -405,8 +405,8 @@ class CheckpointConfig(Settings):
     """Also keep the checkpoints at multiples of this step; 0 for none."""
 
     keep_best: bool = True
-    """Also keep the checkpoint with the lowest validation loss, among those saved at an evaluated
-    step."""
+    """Also keep the checkpoint with the lowest validation loss, among the checkpoints of evaluated
+    steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

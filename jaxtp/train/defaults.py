@@ -1,11 +1,11 @@
 """Defaults that depend on the initial weights and the devices.
 
-The defaults of `TrainConfig` suit the tiny run on a CPU: its learning rate would destroy a trained
-model, few models fit its mesh, and its dtype leaves most of a GPU unused. Explicit settings, and a
-resumed run's, never change.
+The defaults of `TrainConfig` suit the tiny run on a CPU: their learning rate would destroy a
+trained model, few models fit their mesh, and their dtype leaves most of a GPU unused. Explicit
+settings and the settings of a resumed run never change.
 
-Only the command, which reads the settings, knows which are explicit. A `TrainConfig` made in Python
-stays as it is.
+Only code that reads settings by name knows which of them are explicit, so a `TrainConfig` made in
+Python stays as it is.
 """
 
 import math
@@ -90,7 +90,10 @@ class DeviceInfo:
 
 
 def default_settings(config: TrainConfig) -> set[str]:
-    """Returns settings whose defaults depend on devices or model; a file has to state them."""
+    """Returns the settings whose defaults depend on the devices or the model.
+
+    A file has to state these settings.
+    """
     names = {*(f"mesh.{axis}" for axis in AXES), COMPUTE, "data.sequence_length", BATCH_SIZE}
     if config.model.from_hf is not None or config.run.init_from is not None:
         names |= {RUN_DIR, "optimizer.learning_rate", "optimizer.warmup_steps"}
@@ -106,14 +109,14 @@ def resolve_defaults(
 
     Args:
       explicit: dotted names of the user's settings, which stay.
-      devices: the available devices if None.
+      devices: by default the available devices.
 
     Returns:
-      The configuration, and lines with reasons for defaults.
+      The configuration, and lines with the reasons for the defaults.
 
     Raises:
-      HFError, CheckpointError: unreadable model.
-      ConfigError, MeshError: contradicting settings or impossible sizes.
+      HFError, CheckpointError: the model is unreadable.
+      ConfigError, MeshError: settings contradict each other, or sizes are impossible.
     """
     check_sizes(config.mesh.sizes)
     config, source = resolve(config, explicit)
@@ -143,12 +146,10 @@ def resolve_defaults(
 
 
 def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainConfig, list[str]]:
-    """Returns the configuration of settings by dotted name, with defaults filled in.
-
-    Also returns lines with the reasons for these.
+    """Returns the configuration of settings by dotted name, and lines with reasons for defaults.
 
     Raises:
-      ConfigError: unknown or invalid settings, or one that names a part of the task.
+      ConfigError: a setting is unknown or invalid, or names a part that the task has too.
     """
     values = dict(settings)
     mesh = values.get("mesh")
@@ -169,16 +170,16 @@ def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainCo
 
 
 def _no_sizes(mesh: Mesh) -> str:
-    # A run chooses its devices itself, so it cannot use the devices of this mesh.
+    # A run chooses its devices, so it cannot use a mesh of given devices.
     used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
     return (
-        "mesh is a jax.sharding.Mesh, and a run makes its own, of given sizes: "
+        "mesh is a jax.sharding.Mesh, but a run makes its own mesh, of given sizes: "
         f'mesh="{",".join(used) or "dp=1"}"'
     )
 
 
 class _Defaults(Generic[AnyConfig]):
-    """A configuration whose defaults are chosen one after the other; `lines` has the reasons."""
+    """A configuration whose defaults are chosen one by one; `lines` has the reasons."""
 
     def __init__(self, config: AnyConfig, explicit: Set[str]):
         self.config = config
@@ -241,7 +242,7 @@ class _Defaults(Generic[AnyConfig]):
     def choose_mesh(
         self, has_model: bool, resumed: Info | None, devices: DeviceInfo | None
     ) -> None:
-        # Also chooses the compute dtype, which changes the memory of a mesh, and the batch size,
+        # Also chooses the compute dtype, on which the memory of a step depends, and the batch size,
         # which the mesh has to divide.
         axes = {axis for axis in AXES if f"mesh.{axis}" in self.explicit}
         any_batch = (
@@ -258,7 +259,7 @@ class _Defaults(Generic[AnyConfig]):
         smallest = {axis: max(size, 1) for axis, size in explicit_or_one.items()}
         smallest_run = with_divisible_batch(self.config, smallest) if any_batch else self.config
         if any(problems(smallest_run, smallest)):
-            # So that `open_mesh` blames the explicit sizes alone
+            # `open_mesh` then blames only the explicit sizes.
             if has_model:
                 self.override("mesh", self.config.mesh.of_sizes(explicit_or_one))
             # Before JAX's backend starts
@@ -295,7 +296,7 @@ class _Defaults(Generic[AnyConfig]):
             self.override("mesh", chosen)
             self.lines.append(f"mesh = {describe_mesh(chosen.sizes)}: {reason}")
         if batch is not None and batch != self.config.data.global_batch_size:
-            self.override(BATCH_SIZE, batch, "the next that the mesh divides")
+            self.override(BATCH_SIZE, batch, "the next size that the mesh divides")
 
     def choose_compute(self, has_model: bool, resumed: Info | None, devices: DeviceInfo) -> None:
         if resumed is not None:
@@ -322,7 +323,7 @@ def probe_devices(mesh: Sizes) -> DeviceInfo:
     """Describes the available devices; starts JAX's backend, with virtual CPU devices if needed.
 
     Raises:
-      MeshError: more devices than the machine can have.
+      MeshError: the mesh has more devices than the machine can have.
     """
     requested = fixed_devices(mesh)
     request_virtual_devices(requested)
@@ -331,10 +332,10 @@ def probe_devices(mesh: Sizes) -> DeviceInfo:
     count = jax.device_count()
     per_process = jax.local_device_count()
     if is_cpu and not is_number_configured() and not is_multiprocess() and -1 not in mesh.values():
-        # The other devices exist for later meshes; a default mesh would only be slower with them.
+        # Further virtual devices exist for other meshes; a default mesh would be slower with them.
         count = min(requested, count)
         per_process = count
-    # TPUs are fast in bfloat16, NVIDIA's GPUs from compute capability 8.0 on; CPUs emulate it.
+    # TPUs, and NVIDIA GPUs from compute capability 8.0 on, are fast in bfloat16. CPUs emulate it.
     major, _, _ = str(getattr(first, "compute_capability", "")).partition(".")
     return DeviceInfo(
         count=count,
@@ -347,10 +348,7 @@ def probe_devices(mesh: Sizes) -> DeviceInfo:
 
 
 def fits(config: TrainConfig, mesh: Sizes, devices: DeviceInfo) -> bool:
-    """Returns whether the run can use the mesh, and a step fits the memory.
-
-    One size of the mesh may be -1.
-    """
+    """Returns whether the run can use the mesh, whose sizes may have one -1, and a step fits."""
     # Raises MeshError if the sizes do not divide the number of devices.
     try:
         sizes = resolve_sizes(mesh, devices.count)
@@ -396,9 +394,9 @@ def with_divisible_batch(config: TrainConfig, mesh: Sizes) -> TrainConfig:
 def best_mesh(
     config: TrainConfig, axes: Set[str], devices: DeviceInfo, *, any_batch: bool
 ) -> tuple[dict[str, int], int, float] | None:
-    """Returns the best mesh with the most devices, its batch size and `missing_bytes`.
+    """Returns the best mesh of as many devices as possible, its batch size and `missing_bytes`.
 
-    It is None if none fits.
+    It is None if the run can use no mesh.
 
     Args:
       axes: axes whose configured size is fixed; -1 means any size.
@@ -406,7 +404,7 @@ def best_mesh(
     """
     from jaxtp.train.memory import costs_of_step, stored_arrays
 
-    # Uses cp only on request
+    # cp only on request
     free_axes = [axis for axis in AXES if axis not in CONTEXT or axis in axes]
     fixed = {axis: size for axis, size in config.mesh.sizes.items() if axis in axes and size != -1}
     arrays = () if devices.memory is None else stored_arrays(config)

@@ -2,10 +2,10 @@
 
 `jaxtp score --top-k` stores the teacher's tokens and their probabilities.
 
-At each position the teacher's k tokens keep their probabilities, and all other tokens are one more
-token, for both models (the ghost token of Megatron-LM, the tail bucket of TRL). So the divergence
-is 0 only if the student gives the k tokens the teacher's probabilities. It is at most the
-divergence over the whole vocabulary, and equals it if the k tokens are the whole vocabulary.
+At each position the teacher's k tokens keep their probabilities, and for both models all other
+tokens together are one more token (the ghost token of Megatron-LM, the tail bucket of TRL). So the
+divergence is 0 only if the student gives the k tokens the teacher's probabilities. It is at most
+the divergence over the whole vocabulary, and equal to it if the k tokens are the whole vocabulary.
 """
 
 import math
@@ -27,8 +27,8 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.user_loss import Example
 
 MIN_PROBABILITY = 1e-6
-"""If all other tokens have less probability than this, float32 cannot tell it from rounding errors,
-so its logarithm is extended linearly."""
+"""If all other tokens together have a lower probability, float32 cannot distinguish it from
+rounding errors, so the logarithm is continued linearly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +36,20 @@ class Distillation(Settings):
     """A loss that makes a model predict a teacher's probabilities, read from `data.scores`.
 
     Metrics are means over positions with a label: `kl`; `teacher_mass`, the teacher's probability
-    of the k tokens; and `cross_entropy`, unless its weight is 0 and the temperature is not 1, where
-    it would cost another product with the head.
+    of the k tokens; and `cross_entropy`. The latter is left out if its weight is 0 and the
+    temperature is not 1, because it would take another product with the head.
     """
 
     direction: Literal["forward", "reverse"] = "forward"
-    """forward is KL(teacher || student), reverse KL(student || teacher)."""
+    """Direction of the divergence: forward is KL(teacher || student), reverse is KL(student ||
+    teacher)."""
 
     temperature: Positive = 1.0
     """Divides the student's logits, as `jaxtp score --temperature` divided the teacher's; its
     square multiplies the divergence (arXiv 1503.02531)."""
 
     cross_entropy: Share = 0.0
-    """Weight w of the cross-entropy of the labels, at temperature 1; the divergence has weight
+    """Weight w of the cross-entropy of the labels, at temperature 1; the divergence has the weight
     1 - w."""
 
     top_k: Count = 64
@@ -58,7 +59,7 @@ class Distillation(Settings):
 
     @property
     def scores_temperature(self) -> float:
-        """Temperature that scores need to have; `open_data` checks it."""
+        """The temperature that scores must have; `open_data` checks it."""
         return self.temperature
 
     def __call__(
@@ -99,7 +100,7 @@ class Distillation(Settings):
     ) -> tuple[Array, Array | None]:
         """Returns log-probabilities of the ids, and of the labels at temperature 1.
 
-        The log-probabilities of the labels are None unless they are needed or free.
+        The log-probabilities of the labels are None if they are not needed and would take time.
         """
         if self.temperature == 1:
             all_BTL = log_probs(jnp.concatenate([ids_BTK, labels_BT[..., None]], axis=-1))
@@ -124,7 +125,7 @@ class Distillation(Settings):
 def with_other_tokens(log_probs_BTK: Array) -> Array:
     """Appends the log-probability of all other tokens together."""
     probability = 1 - jnp.sum(jnp.exp(log_probs_BTK), axis=-1, keepdims=True)
-    # The continuation has a gradient, so that a student does not stay there.
+    # The linear continuation has a gradient, so a student does not stay there.
     below = math.log(MIN_PROBABILITY) + probability / MIN_PROBABILITY - 1
     log = jnp.log(jnp.maximum(probability, MIN_PROBABILITY))
     log_probability = jnp.where(probability > MIN_PROBABILITY, log, below)

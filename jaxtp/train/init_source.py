@@ -24,7 +24,7 @@ NAME_MODEL = "name its folder by --model.from-hf FOLDER or --run.init-from RUN"
 
 AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 Default = tuple[str, object, str]
-"""Dotted name of a setting, its value, and the reason; an empty reason is not printed."""
+"""The dotted name of a setting, its value, and a reason, which is printed unless it is empty."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class InitSource:
         """Creates the initial state, or completes a restored one; all processes must call it.
 
         Raises:
-          HFError, CheckpointError: unreadable weights, or not the resumed run's.
+          HFError, CheckpointError: the weights are unreadable, or are not the resumed run's.
         """
         if restored is None:
             return InitialState(blueprint.create(config.run.seed))
@@ -89,8 +89,8 @@ class OwnModelRun(InitSource):
         """Refuses the run's own folder."""
         if self.path == config.run.dir:
             raise ConfigError(
-                f"run.init_from={self.path} is the run in run.dir itself; leave it out to resume "
-                "that run"
+                f"run.init_from={self.path} is the run in run.dir itself; leave run.init_from out "
+                "to resume it"
             )
 
     def create_state(
@@ -109,14 +109,14 @@ class OwnModelRun(InitSource):
 
 
 def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyConfig, InitSource]:
-    """Returns the configuration with model and adapter sizes, and the weights' source.
+    """Returns the configuration with the sizes of model and adapters, and the source of weights.
 
     Args:
-      explicit: dotted names of the user's settings, even at their default.
+      explicit: dotted names of the settings that the user gave, even if they are defaults.
 
     Raises:
-      HFError, CheckpointError: unreadable model, run or adapters.
-      ConfigError: contradicting settings.
+      HFError, CheckpointError: the model, run or adapters are unreadable.
+      ConfigError: settings contradict each other.
     """
     run = config.run.init_from
     folder = config.model.from_hf

@@ -1,6 +1,6 @@
-"""Package versions that compute wrongly or hang on some devices, with reports.
+"""Versions of packages that compute wrongly or hang on some devices, with reports.
 
-A row stays while it can affect a supported JAX; versions that JAX rejects are omitted.
+A row stays as long as it can affect a supported JAX. Versions that JAX rejects are left out.
 """
 
 import contextlib

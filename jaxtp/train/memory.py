@@ -1,8 +1,9 @@
 """Memory of a training step per device: exact for the state, modeled for all other memory.
 
-A step peaks in the last block's backward pass, in the loss, or with muon in the update. Activations
-and workspace (`analysis/layer_costs.py`) follow XLA's compiler for H100s
-(`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, fragmentation.
+A step peaks in the last block's backward pass, in the loss or, with muon, in the update. The model
+of activations and workspace (`analysis/layer_costs.py`) follows XLA's compiler for H100s
+(`scripts/estimate_accuracy.py`). It does not cover temporaries of adafactor and dropout, and
+fragmentation.
 """
 
 import math
@@ -15,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxtp.analysis.step_costs import StepCosts, described, step_costs
-from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
+from jaxtp.checkpoint.logical import divisible_axes, named_variables, padded_shape, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
 from jaxtp.layers.kernels.select import KernelChoice
 from jaxtp.layers.parameter import Padding, padding_of
@@ -51,9 +52,7 @@ class StoredArray:
 
     def bytes_per_device(self, sizes: Sizes, dtype: DTypeLike | None = None) -> int:
         """Returns the bytes per device, in the array's dtype or in `dtype`."""
-        dims = list(self.shape)
-        for dim, split in self.padding:
-            dims[dim] = split.padded(sizes[TP])
+        dims = padded_shape(self.shape, self.padding, sizes[TP])
         shards = parts(sizes, chain(*divisible_axes(dims, self.axes, sizes)))
         return (
             math.prod(dims) // shards * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
@@ -95,7 +94,7 @@ class Memory:
 
 
 def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
-    """Returns the arrays of a run's state; one trace serves all meshes."""
+    """Returns the arrays of a run's state, which do not depend on the mesh."""
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     state = nnx.state(nnx.eval_shape(lambda: TrainState(config.model, optimizer, seed=0)))
     return tuple(
@@ -114,7 +113,7 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
 def save_bytes(
     config: TrainConfig, sizes: Sizes, arrays: Iterable[StoredArray], devices: int
 ) -> int:
-    """Returns the peak host memory of a save per process of `devices` devices."""
+    """Returns the peak host memory of a save in a process of `devices` devices."""
     per_device = 0
     total = 0
     for array in arrays:
@@ -161,8 +160,8 @@ def memory_per_device(
         if accumulates:
             sum_dtype = config.model.precision.sum_dtype(array.dtype)
             sums += array.bytes_per_device(sizes, sum_dtype)
-            # The backward pass adds gradients to sums of the same dtype block by block
-            # (`step.py`). It returns all other gradients.
+            # The backward pass adds gradients to sums of the same dtype, block by block
+            # (`step.py`), and returns all other gradients.
             is_returned = sum_dtype != array.dtype
         if is_returned and array.name.startswith(BLOCKS):
             block_gradients += size

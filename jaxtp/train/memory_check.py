@@ -58,13 +58,14 @@ def require_memory(
     loss: Loss | None = None,
     batch: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> StepMemory | None:
-    """Checks that the state fits the host (shared by virtual CPU devices), or a step each device.
+    """Checks that a step fits each device, or on virtual CPU devices that the state fits the host.
 
     Returns:
-      The memory of a step; None without a limit, as on CPUs.
+      The memory of a step; None if the devices report no limit, as on CPUs.
 
     Raises:
-      ConfigError: it does not fit, and `train.allow_oversize` is off.
+      ConfigError: the state or the copies for verification do not fit the host; or a step does not
+        fit a device, and `train.allow_oversize` is off.
     """
     mesh = blueprint.mesh
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -110,5 +111,5 @@ def require_memory(
 
 
 def verification_bytes(blueprint: Blueprint) -> int:
-    """Returns a verification's host memory per process: its part of the state, twice."""
+    """Returns the host memory of a verification: two copies of the process's part of the state."""
     return 2 * bytes_per_device(blueprint) * len(blueprint.mesh.local_devices)

@@ -47,8 +47,8 @@ CURVES = (
     "rows_per_second",
     "goodput",
 )
-"""Metrics that are drawn by default, with `eval_loss` in the panel of `loss`; metrics that a run
-lacks are left out."""
+"""Metrics that are drawn by default, if a run has them; the panel of `loss` also has
+`eval_loss`."""
 EVALUATED = "eval_"  # Prefix of a metric on the validation data
 _TITLES = {
     "loss": ("loss", ""),
@@ -73,11 +73,11 @@ _OF_RUN = re.compile(
 class Timing:
     """Measures step times, waits for data, and time lost between steps, in seconds.
 
-    A step lasts from the end of the previous step, as the host sees it, to its own end, minus time
-    `lost_to` a cause.
+    A step lasts from the end of the previous step to its own end, both as the host sees them,
+    except for time `lost_to` a cause.
 
     Args:
-      clock: returns seconds since any instant.
+      clock: returns seconds since an arbitrary instant.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -99,7 +99,7 @@ class Timing:
             self._lost[cause] += self._last - started
 
     def end_startup(self) -> None:
-        """Counts all time so far as lost to the start."""
+        """Counts the time until now as lost to the start."""
         self._last = self._clock()
         self._lost["start"] = self._last - self._started
 
@@ -111,7 +111,7 @@ class Timing:
         self._waited += self._clock() - started
 
     def tick(self) -> None:
-        """Counts a step that ends now."""
+        """Ends a step."""
         now = self._clock()
         self._steps.append(now - self._last)
         self._useful += now - self._last
@@ -123,9 +123,9 @@ class Timing:
         return sum(self._steps) / len(self._steps)
 
     def record(self) -> dict[str, float]:
-        """Returns statistics since the last record.
+        """Returns statistics of the steps since the last record.
 
-        Times are in seconds; `goodput` and `lost_to_CAUSE` are fractions of the time since the
+        Times are in seconds. `goodput` and `lost_to_CAUSE` are fractions of the time since the
         start.
         """
         steps = np.array(self._steps)
@@ -146,7 +146,7 @@ class Timing:
 
 
 class MeanLoss:
-    """Mean loss per token since the last record; a checkpoint's `sums` continue it."""
+    """Mean loss per token since the last record. A checkpoint stores its `sums`."""
 
     def __init__(self, sums: Sequence[float] = ()):
         # Summed loss, and number of tokens
@@ -157,21 +157,21 @@ class MeanLoss:
         self.sums = [self.sums[0] + loss * tokens, self.sums[1] + tokens]
 
     def record(self, loss: float) -> float:
-        """Returns the mean, or `loss` if no step was added, and restarts."""
+        """Returns the mean, or `loss` if no step was added, and starts again."""
         total, tokens = self.sums
         self.sums = [0.0, 0.0]
         return total / tokens if tokens else loss
 
 
 class _TensorBoard:
-    # Event files in `tensorboard/`. Steps from `logs_from` on replace the events of a killed run.
+    # Event files in `tensorboard/`. Events from step `logs_from` on replace a killed run's.
 
     def __init__(self, config: TrainConfig, logs_from: int):
         folder = config.run.dir / TENSORBOARD
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        # Without tensorboardX's thread, which dies on a full disk; its queue then blocks the
-        # writer.
+        # tensorboardX's own writer has a thread that dies on a full disk; its queue then blocks
+        # forever.
         self._writer = RecordWriter(str(folder / name))
         self._add(0, file_version="brain.Event:2")
         self._add(logs_from, session_log=SessionLog(status=SessionLog.START))
@@ -179,9 +179,7 @@ class _TensorBoard:
         self.close = self._writer.close
 
     def write(self, step: int, values: Record) -> None:
-        tags = {}
-        for name, value in values.items():
-            tags[re.sub(r"[^-/\w.]", "_", name).lstrip("/")] = value
+        tags = {re.sub(r"[^-/\w.]", "_", name).lstrip("/"): values[name] for name in values}
         summary = Summary()
         for tag, value in tags.items():
             summary.value.add(tag=tag, simple_value=value)
@@ -195,7 +193,7 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    # A W&B run, resumed with this run; `WANDB_MODE=offline` keeps it in the run's folder.
+    # A W&B run, which resumes with this run; `WANDB_MODE=offline` keeps it in the run's folder.
 
     def __init__(self, config: TrainConfig, logs_from: int):
         wandb = importlib.import_module("wandb")
@@ -213,7 +211,7 @@ class _WeightsAndBiases:
                 f"metrics.trackers: wandb cannot start ({error}); run 'wandb login' first, or set "
                 "WANDB_MODE=offline"
             ) from None
-        # W&B's own step must not repeat.
+        # W&B's own step may only increase, but a resumed run repeats steps.
         self._run.define_metric("*", step_metric="step")
         # Waits for the upload
         self.close = self._run.finish
@@ -223,7 +221,8 @@ class _WeightsAndBiases:
 
 
 class _Aim:
-    # A run in the Aim repository next to the run's folder (`aim up --repo`), resumed with this run.
+    # A run in the Aim repository next to the run's folder (`aim up --repo`); it resumes with this
+    # run.
 
     def __init__(self, config: TrainConfig, logs_from: int):
         self._run = importlib.import_module("aim").Run(
@@ -267,7 +266,7 @@ second argument is the first step that is logged."""
 
 def check_installed(names: Sequence[str]) -> None:
     """Raises ConfigError if a tracker is not installed; imports nothing."""
-    # The package of the tracker tensorboard, tensorboardX, comes with jaxtp.
+    # The package for tensorboard, tensorboardX, is a dependency of jaxtp.
     for name in names:
         if name != "tensorboard" and importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -278,9 +277,7 @@ def check_installed(names: Sequence[str]) -> None:
 class Trackers:
     """Writes metrics to `metrics.jsonl` and to trackers, on process 0.
 
-    Non-finite metrics are null in the file.
-
-    A tracker that fails is closed.
+    Non-finite metrics are null in the file. A tracker that fails is closed.
 
     Args:
       resumed_at: step of the checkpoint, or 0.
@@ -327,7 +324,7 @@ class Trackers:
         """Closes the trackers and the file; later records are dropped."""
         self._for_each(lambda tracker: tracker.close())
         if self._file is not None:
-            # An error of an earlier write, which was reported
+            # A failed write, which was reported, may fail again here.
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
@@ -347,14 +344,12 @@ class Trackers:
 
 
 def tracker_id(folder: Path, name: str, new: str | None) -> str | None:
-    """Returns a tracker's id for this run, stored in the run's folder.
-
-    Stores `new` if there is none yet.
-    """
+    """Returns a tracker's id for this run from the run's folder; first stores `new` if it has
+    none."""
     path = folder / _TRACKER_IDS
     try:
         stored: dict[str, str] = dict(json.loads(read_bytes(path, MAX_JSON)))
-    # There is none yet, or it was cut short.
+    # There is no file yet, or a kill cut it short.
     except (FileNotFoundError, ValueError, TypeError):
         stored = {}
     if name not in stored and new is not None:
@@ -371,7 +366,7 @@ def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):
-        # Cut short by a kill, or not written by a run: the line is dropped.
+        # A kill cut the line short, or no run wrote it: the line is dropped.
         return math.inf
 
 
@@ -407,16 +402,16 @@ class _Curve:
 
 
 def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str = "step") -> None:
-    """Draws a panel for each metric over metric `x`, with a line per run.
+    """Draws a panel for each metric over metric `x`, with lines for each run.
 
-    A run's validation data has its own line.
+    Training and validation data have separate lines.
 
     Args:
-      metrics: by default `CURVES`, and each metric of a user's loss or logged by a user.
+      metrics: by default `CURVES`, the metrics of a user's loss, and the metrics that a user logs.
 
     Raises:
-      ConfigError: no run has a requested metric; missing `CURVES` are omitted.
-      OSError: a run has no metrics.
+      ConfigError: no run has a requested metric. Missing `CURVES` are left out.
+      OSError: a run has no file of metrics.
     """
     records = {run: _by_step(read_metrics(run)) for run in runs}
     # The names of all metrics, in the order of their first record
@@ -452,8 +447,8 @@ def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = (), x: str 
 
 
 def _default_metrics(names: Sequence[str]) -> list[str]:
-    # The loss, a user's metrics, then all other metrics. A user's metric that was only evaluated
-    # also has a panel.
+    # The loss, a user's metrics, then all other metrics. A metric that a user logs only in
+    # evaluations has a panel too.
     trained = [name for name in names if not name.startswith(EVALUATED)]
     evaluated = [name.removeprefix(EVALUATED) for name in names if name.startswith(EVALUATED)]
     own = [name for name in trained + evaluated if _OF_RUN.fullmatch(name) is None]
@@ -461,7 +456,8 @@ def _default_metrics(names: Sequence[str]) -> list[str]:
 
 
 def _by_step(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    # One record for each step: an evaluation has its own line, without the tokens so far.
+    # Merges the records of a step: an evaluation has its own record, which lacks the number of
+    # tokens.
     merged: defaultdict[float, dict[str, float]] = defaultdict(dict)
     for record in records:
         if "step" in record:
@@ -477,7 +473,7 @@ def _curve(run: Path, records: Sequence[Mapping[str, float]], metric: str, x: st
 
 
 def _panels(figure: Any, count: int) -> list[Any]:
-    # Rows of at most three panels. The panels of the last row are wider if there are fewer of them.
+    # At most three panels in a row. If the last row has fewer panels, they are wider.
     columns = 2 if count in (2, 4) else min(3, count)
     rows = math.ceil(count / columns)
     figure.set_size_inches(4.8 * columns, 3.2 * rows)
@@ -491,7 +487,7 @@ def _panels(figure: Any, count: int) -> list[Any]:
 
 
 def _draw_curve(panel: Any, curve: _Curve, color: int, *, name_run: bool) -> None:
-    # A single run has a colour for each kind of data; several runs have one colour each.
+    # A single run has a colour for each kind of data; of several runs, each has one colour.
     prefix = ""
     second = color + 1
     if name_run:

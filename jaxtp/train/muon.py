@@ -1,12 +1,10 @@
-"""Distributed Muon.
-
-Each matrix is orthogonalized whole, on one of the devices that hold its shards.
+"""Distributed Muon: each matrix is orthogonalized on one of the devices that hold its shards.
 
 Newton-Schulz multiplies whole matrices, but parameters are split over fsdp and tp. One all-to-all
-gives each device some whole matrices, and a second returns shards of the results. All other parts
-of the update work on shards. If an axis splits the stack of matrices, as tp splits the experts,
-each device exchanges only its own matrices. Replicas along dp repeat the work: sharing it would
-send the whole update over dp.
+gives each device some whole matrices, and a second one returns shards of the results. All other
+parts of the update work on shards. If an axis splits the stack of matrices, as tp splits the
+experts, each device exchanges only its own matrices. Replicas along dp repeat the work, because
+sharing it would send the whole update over dp.
 
 Jordan et al. 2024; scale from Liu et al., arXiv 2502.16982.
 """
@@ -28,7 +26,7 @@ from jax import Array, lax
 from jaxtp.analysis.collective import ALL_TO_ALL, Axes, Collective
 from jaxtp.analysis.layer_costs import Product
 from jaxtp.analysis.step_costs import StepCosts
-from jaxtp.checkpoint.logical import Arrays, split_dims
+from jaxtp.checkpoint.logical import Arrays, padded_shape, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
 from jaxtp.layers.parameter import Padding, Variable, logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, Sizes, current_mesh, mesh_sizes, parts
@@ -36,7 +34,7 @@ from jaxtp.train.state import OPTIMIZER_SCOPE
 
 MUON = "muon"
 STEPS = 5  # Steps of Newton-Schulz
-RMS = 0.2  # Root mean square of a full-rank update, as Adam's
+RMS = 0.2  # Root mean square of a full-rank update, as for Adam
 
 _NEWTON_SCHULZ = optax.contrib.scale_by_muon(
     ns_steps=STEPS,
@@ -74,10 +72,8 @@ class Member:
 def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
     """Returns Optax's `scale_by_muon` for sharded matrices, with the same state.
 
-    It also scales updates to `RMS`.
-
-    Takes arrays by dotted path. `update` reads specs and padding from `variables`; without them,
-    arrays are unsharded.
+    It also scales updates to `RMS`. Arrays are by dotted path. `update` reads specs and padding
+    from `variables`; without variables, arrays are not sharded.
     """
 
     def update(
@@ -149,10 +145,9 @@ def _orthogonalised(matrices: Arrays, variables: Mapping[str, Variable]) -> Arra
 def _orthogonalised_kind(
     kind: Kind, members: Sequence[Member], shards: Sequence[Array]
 ) -> list[Array]:
-    # Runs once per device, on its shards.
-    # One stack of the matrices from all layers and projections, because their number is rarely a
-    # multiple of the number of devices. Zero matrices fill the stack, so with fewer matrices than
-    # devices some devices wait.
+    # Runs once per device, on its shards. Makes one stack of the matrices from all layers and
+    # projections, because the number of layers is rarely a multiple of the number of devices. Zero
+    # matrices fill the stack, so with fewer matrices than devices some devices wait.
     tp = axis_size(TP)
     pairs = zip(members, shards, strict=True)
     transposed = [shard.mT if member.transposed else shard for member, shard in pairs]
@@ -173,8 +168,8 @@ def _orthogonalised_kind(
 
 
 def _newton_schulz(stack: Array) -> Array:
-    # `[n, in, out]`, in place and one matrix at a time, because a single matrix can keep a device
-    # busy.
+    # Works on a stack `[n, in, out]` in place, one matrix at a time, because a single matrix can
+    # keep a device busy.
     def orthogonalise(i: Array, stack: Array) -> Array:
         matrix = lax.dynamic_slice_in_dim(stack, i, 1)
         orthogonal, _ = _NEWTON_SCHULZ.update(matrix, _NEWTON_SCHULZ.init(matrix))
@@ -184,16 +179,16 @@ def _newton_schulz(stack: Array) -> Array:
 
 
 def _to_whole(stack: Array, axes: tuple[Axes, Axes]) -> Array:
-    # From a shard of each matrix to some whole matrices
+    # Exchanges a shard of each matrix for some whole matrices.
     over_rows = axis_size(*axes[0])
     over_columns = axis_size(*axes[1])
     devices = over_rows * over_columns
     n, rows, columns = stack.shape
     stack = jnp.pad(stack, ((0, -n % devices), (0, 0), (0, 0)))
     if devices > 1:
-        # Otherwise XLA on CPUs may see operands with different layouts.
+        # Without this barrier, XLA on CPUs may see operands with different layouts.
         stack = lax.optimization_barrier(stack)
-        # One exchange over both axes sends down to half as much as two in turn.
+        # One exchange over both axes sends as little as half of the bytes of two exchanges.
         stack = all_to_all(stack, *axes[0], *axes[1], split=0, join=0)
     blocks = stack.reshape(over_rows, over_columns, -1, rows, columns)
     return blocks.transpose(2, 0, 3, 1, 4).reshape(-1, over_rows * rows, over_columns * columns)
@@ -223,9 +218,7 @@ def with_muon(costs: StepCosts, variables: Mapping[str, Variable], sizes: Sizes)
         devices = parts(sizes, axes)
         itemsize = kind.dtype.itemsize
         count = -(-sum(member.count for member in members) // devices)
-        dims = list(kind.shape)
-        for dim, split in kind.padding:
-            dims[dim] = split.padded(sizes[TP])
+        dims = padded_shape(kind.shape, kind.padding, sizes[TP])
         whole = count * math.prod(dims) * itemsize
         if devices > 1:
             traffic[Collective(ALL_TO_ALL, axes, devices, whole, f"{OPTIMIZER_SCOPE}/{MUON}")] += 2

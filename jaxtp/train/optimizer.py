@@ -1,10 +1,8 @@
-"""The optimizer, composed from Optax.
+"""The optimizer, composed from Optax: clipping, rule, weight decay, learning rate and groups.
 
-It has clipping, rule, weight decay, learning rate, and groups by patterns of paths.
-
-Names distinguish vectors from matrices, because stacked layers give vectors a second dim. Only the
-rule determines state paths in a checkpoint, and `first_moment` a dtype; other settings may change
-on resuming.
+Names distinguish vectors from matrices, because stacked layers give vectors a second dim. The rule
+determines the paths of the state in a checkpoint, and `first_moment` a dtype; all other settings
+may change when a run resumes.
 """
 
 import zlib
@@ -41,10 +39,10 @@ _TABLES = {"embedding", "head"}
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns linear warm-up from zero, then the schedule until the last step.
+    """Returns a schedule with a linear warm-up from zero.
 
-    `wsd` (warm-up, stable, decay; arXiv 2404.06395) is constant, then linear over the last
-    `decay_fraction` of steps.
+    After the warm-up, `wsd` (warm-up, stable, decay; arXiv 2404.06395) is constant, then linear
+    over the last `decay_fraction` of the steps.
     """
     peak = config.learning_rate
     end = peak * config.final_fraction
@@ -66,7 +64,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns the chain: clip, apply the rule, decay weights, scale by the learning rate."""
+    """Returns the Optax chain."""
     chain = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         _rule(config),
@@ -79,7 +77,7 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
 
 def is_modelled(config: OptimizerConfig) -> bool:
     """Returns whether the rule's communication and memory are known."""
-    # Adafactor's means are over global arrays, and XLA chooses the collectives.
+    # Adafactor takes means over global arrays, for which XLA chooses the collectives.
     return config.name != "adafactor"
 
 
@@ -99,11 +97,11 @@ def by_path(
         })
 
     Args:
-      groups: by pattern, as in the shell; `|` separates alternatives. Each needs a parameter of its
-        own.
+      groups: transformations by pattern, as in a shell; `|` separates alternatives. Each pattern
+        must be the first match of some parameter.
 
     Raises:
-      ConfigError: at `init`, for a pattern without parameters, or a parameter without a pattern.
+      ConfigError: at `init`, if a pattern has no parameter, or a parameter no pattern.
     """
 
     def labels(params: optax.Params) -> optax.Params:
@@ -121,18 +119,18 @@ def by_path(
 
 
 def check_patterns(setting: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
-    """Raises ConfigError unless each pattern is some path's first match."""
+    """Raises ConfigError unless each pattern is the first match of some path."""
     for pattern in patterns:
         matched = matching(setting, pattern, paths)
         if all(_first_match(patterns, path) != pattern for path in matched):
             raise ConfigError(
                 f"{setting}: earlier patterns match everything that {pattern!r} matches; the first "
-                "matching pattern applies, so put it earlier"
+                "matching pattern applies, so put this one earlier"
             )
 
 
 def matching(setting: str, pattern: str, paths: Sequence[str]) -> list[str]:
-    """Returns the paths that match; raises ConfigError if none."""
+    """Returns the paths that match; raises ConfigError if there are none."""
     matched = [path for path in paths if matches(pattern, path)]
     if not matched:
         raise ConfigError(
@@ -147,10 +145,10 @@ def _first_match(patterns: Iterable[str], path: str) -> str | None:
 
 
 def current_learning_rate(state: optax.OptState) -> Array | None:
-    """Returns the `learning_rate` of the last update if there is one `optax.inject_hyperparams`.
+    """Returns the last update's `learning_rate` if the state has one `optax.inject_hyperparams`.
 
-    Otherwise returns None, because Optax stores no other rate. The rate lacks later factors, such
-    as the factor of `reduce_on_plateau`.
+    Otherwise returns None, because Optax stores no other rate. The rate does not include later
+    factors, such as the factor of `reduce_on_plateau`.
     """
     rates = optax.tree.get_all_with_path(
         state, "learning_rate", filtering=lambda _, leaf: isinstance(leaf, Array)
@@ -159,7 +157,7 @@ def current_learning_rate(state: optax.OptState) -> Array | None:
 
 
 def is_matrix(path: str) -> bool:
-    """Returns whether the parameter is a matrix, which decays."""
+    """Returns whether the parameter is a matrix, and therefore decays."""
     names = path.split(".")
     # Names such as gate_bias and router_scale count as well.
     return not _VECTORS & {*names, *(name.rpartition("_")[2] for name in names)}
@@ -171,12 +169,12 @@ def is_orthogonalised(path: str) -> bool:
 
 
 def round_stochastically(array: Array, noise: Array) -> Array:
-    """Rounds float32 to bfloat16, up with the probability that keeps the mean.
+    """Rounds float32 to bfloat16 stochastically, so that the expected value stays the same.
 
     With round-to-nearest, a decay below half an ulp would never have an effect.
 
     Args:
-      noise: uniform in uint32.
+      noise: uniform random numbers in uint32.
     """
     # bfloat16 is the upper half of float32. The lower half is the distance to the lower neighbour,
     # in 2**-16 of the distance between both neighbours: adding uniform 16 bits carries into the
@@ -194,8 +192,8 @@ def noise_of(seed: Array, shape: Sequence[int], padding: Padding = ()) -> Array:
     by the odd g is a bijection, so numbers along a dim are distinct. g is 2**32 divided by the
     golden ratio, as in Fibonacci hashing.
     """
-    # With threefry, an update on a CPU takes four times as long, and XLA stores three words for
-    # each element.
+    # With threefry, an update on a CPU would take four times as long, and XLA would store three
+    # words for each element.
     dims = dict(padding)
     for dim in range(-len(shape), 0):
         if dim in dims:
@@ -209,7 +207,7 @@ def noise_of(seed: Array, shape: Sequence[int], padding: Padding = ()) -> Array:
 
 
 def _hash(x: Array) -> Array:
-    # Wellons' lowbias32. It makes neighbouring indices independent: a change of any bit changes
+    # Wellons' lowbias32, which makes neighbouring indices independent: a change of any bit changes
     # each bit of the result in half of all cases.
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
@@ -256,9 +254,9 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
         # Chen et al., arXiv 2302.06675
         return stored(optax.scale_by_lion(config.beta1, config.beta2))
     if config.name == "adafactor":
-        # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file
-        # instead of its own: its root mean squares over a table would count the rows that pad a
-        # vocabulary.
+        # Shazeer and Stern, arXiv 1804.04235, but with the decoupled decay and the clipping of this
+        # file: Adafactor's own would count the rows that pad a vocabulary, in root mean squares
+        # over a table.
         return _with_float32_state(optax.scale_by_factored_rms())
     from jaxtp.train.muon import MUON, scale_by_muon
 
@@ -271,8 +269,8 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    # Adafactor's decay approaches 1: after a thousand steps it changes a moment by less than
-    # bfloat16's last bit.
+    # Adafactor's decay approaches 1: after a thousand steps, an update changes a moment by less
+    # than the last bit of bfloat16.
     def cast(params: object) -> Any:
         return optax.tree.cast(params, "float32")
 

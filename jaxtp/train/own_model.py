@@ -16,6 +16,7 @@ from jaxtp.checkpoint.logical import abstract_logical
 from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
 from jaxtp.config.python_object import describe_value, load_object
+from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.hf.runs import load_decoder, own_or_decoder
 from jaxtp.layers.parameter import Precision
@@ -56,32 +57,30 @@ def load_run(
     build: object = None,
     plan: Plan | str | None = None,
 ) -> object:
-    """Returns the trained model in a run or a checkpoint, on the mesh in context.
+    """Returns the trained model in a run's newest checkpoint, or in a checkpoint.
 
-    A run's newest checkpoint is read.
-
-    Neither the data nor the mesh of the run is needed. Without a mesh in context, the model is on
-    one device. A model of your own is in the mode in which `build` returns it: call `model.eval()`
-    before you use a model with dropout.
+    The model is on the mesh in context, or on one device without a mesh. Neither the data nor the
+    mesh of the run is needed. A model of your own is in the mode in which `build` returns it: call
+    `model.eval()` before you use a model with dropout.
 
     Args:
       base: the base model of a run's adapters, if it has moved.
       build: for a model of your own, the function, class or settings that make it, or the name of
-        this object, `"FILE.py:NAME"`. A function gets the run's `model.arguments`. No code that a
-        run's folder names is imported.
+        this object, `"FILE.py:NAME"`. A function gets the run's `model.arguments`. Code that the
+        run's folder names is never imported.
       plan: for a model of your own, the styles by which `parallelize` splits it over tp, or the
-        name of such a plan. Without a plan, and if the model has no specs, it is replicated over
-        tp.
+        name of such a plan. Without a plan, a model without specs is replicated over tp.
 
     Raises:
-      CheckpointError: the checkpoint is missing, damaged, or of another model; or the base model
-        does not match.
+      CheckpointError: the checkpoint is missing, damaged, or another model's; or the base model
+      does
+        not match.
       ConfigError: `build` does not take the recorded arguments, or fails.
       PlanError: the plan does not fit the model or the mesh.
       HFError: the base model is unreadable.
     """
     has_mesh = current_mesh() is not None
-    # The mesh is made before anything starts JAX's backend.
+    # Makes the mesh before anything else starts JAX's backend.
     mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
     checkpoint = open_checkpoint(expand(Path(path)))
     source = load_object(build, "build") if isinstance(build, str) else build
@@ -104,7 +103,7 @@ def load_run(
         return load_decoder(checkpoint, config, mesh, base)
     if base is not None:
         raise ConfigError(
-            "base names the base model of a decoder's adapters, but the run's model is no Decoder"
+            "base is for the base model of a decoder's adapters, but the run's model is no Decoder"
         )
     assert callable(source), "settings are a decoder's"
     # Without a mesh and a plan the model stays plain Flax.
@@ -132,7 +131,7 @@ def _load_own(
             return model
         return parallelize(model, plan or {}, mesh=mesh)
 
-    # Planned like the state of a run, so that plain arrays and random keys are the run's.
+    # Plans the model like the state of a run, so that it has the run's constants and random keys.
     blueprint = plan_state(config, optax.identity(), mesh, create)
     _require_fit(checkpoint, config, blueprint)
     blueprint, changed = blueprint.with_constants_of(checkpoint.info)
@@ -161,19 +160,16 @@ def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: B
                 "the model"
             )
     if problems:
-        shown = problems[:_MAX_SHOWN]
-        if len(problems) > _MAX_SHOWN:
-            shown.append(f"and {len(problems) - _MAX_SHOWN} more")
         raise CheckpointError(
             f"{checkpoint.folder} was trained with {config.build}, and build makes another model: "
-            f"{'; '.join(shown)}"
+            f"{'; '.join(first_lines(problems, _MAX_SHOWN))}"
         )
 
 
 def split_model(
     config: TrainConfig, mesh: Mesh, task: Task, batch: Shapes
 ) -> tuple[MakeModel, list[str]]:
-    """Returns a function that builds the model split over the mesh, and lines on its plan.
+    """Returns a function that builds the model, split over the mesh, and lines on the plan.
 
     Raises:
       ConfigError: the function that builds it does not take its arguments, or fails.
@@ -230,9 +226,8 @@ def _require_whole_sequences(mesh: Mesh) -> None:
     cp = mesh_sizes(mesh)[CP]
     if cp > 1:
         raise ConfigError(
-            f"mesh.cp={cp} splits sequences, and no plan names their module; bring one "
-            "(--model.plan) with "
-            '{"": ContextParallel()}'
+            f"mesh.cp={cp} splits sequences, and no plan names the module that takes them; bring a "
+            'plan (--model.plan), such as {"": ContextParallel()}'
         )
 
 

@@ -1,7 +1,4 @@
-"""Performance of devices.
-
-It covers utilization, memory in use, the slowest device or process, and profiler traces.
-"""
+"""Performance of devices: utilization, memory in use, slow devices and processes, and traces."""
 
 import math
 import statistics
@@ -26,24 +23,22 @@ from jaxtp.train.metrics import Timing
 from jaxtp.train.state import Blueprint, parameter_count
 from jaxtp.train.task import Shapes, Task
 
-SLOW = 1.25  # A device is slow from this multiple of the median on
+SLOW = 1.25  # A device is slow if it takes this multiple of the median or more
 LATE = 0.1  # A wait for data is long if it exceeds the median by this fraction of a step
-IN_A_ROW = 3  # Logged steps in a row before a slow device is reported
+IN_A_ROW = 3  # Number of logged steps in a row after which a slow device is reported
 _SIZE = 2048
 _SIZE_ON_CPU = 256
 
 
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
-    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, with N `parameters`.
+    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`, where N is `parameters`.
 
-    Every utilization uses this definition.
+    All utilizations use this definition: Kaplan et al., arXiv 2001.08361, with attention as in
+    Megatron-LM, arXiv 2104.04473, halved for causality.
 
-    A layer of Gated DeltaNet has 18 (value heads * K V), three products with its states, in place
-    of attention's term.
-
-    Embedding lookups, recomputation and unused experts do not count; a tied table counts as the
-    head's product. Frozen parameters count 4 instead of 6. Kaplan et al., arXiv 2001.08361;
-    attention as in Megatron-LM, arXiv 2104.04473, halved for causality.
+    For a layer of Gated DeltaNet, 18 (value heads * K V), three products with its states, replace
+    the term of attention. Embedding lookups, recomputation and unused experts do not count; a tied
+    table counts as the product of the head. Frozen parameters count 4 instead of 6.
     """
     rows = config.learned_positions or 0
     if not config.tie_embeddings:
@@ -68,7 +63,7 @@ def peak_flops(device: jax.Device) -> float:
 def row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, batch: Shapes) -> float:
     """Returns the FLOPs of a row of a batch: `flops_per_token`, or `row_work` for a user's loss.
 
-    NaN if the loss cannot be traced on one device. Call it without a mesh in context.
+    They are NaN if the loss cannot be traced on one device. Call it without a mesh in context.
     """
     if task.loss is None:
         length = batch["inputs"].shape[1]
@@ -83,7 +78,7 @@ def row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, batch: Shap
 
 
 def utilization(mesh: Mesh, flops_per_second: float) -> dict[str, float]:
-    """Returns `mfu` for the FLOP/s of all devices; empty if their peak is unknown."""
+    """Returns `mfu`, given the FLOP/s of all devices; empty if the devices' peak is unknown."""
     mfu = flops_per_second / mesh.size / peak_flops(mesh.devices.flat[0])
     return {"mfu": mfu} if math.isfinite(mfu) else {}
 
@@ -106,12 +101,12 @@ def memory_record(device: jax.Device) -> dict[str, int]:
 
 
 class Stragglers:
-    """Compares the devices and processes of a run.
+    """Compares the devices and the processes of a run.
 
     Args:
-      warn: takes a line for the console.
-      seconds: times the products on local devices; by default not for virtual devices, which share
-        a CPU's cores.
+      warn: prints a line on the console.
+      seconds: returns the times of equal products on local devices; by default `matmul_timer`,
+        except for virtual devices, which share the cores of a CPU.
     """
 
     def __init__(
@@ -132,7 +127,7 @@ class Stragglers:
         self._count = 0
 
     def record(self, step: int, record: dict[str, float], in_flight: object) -> dict[str, float]:
-        """Returns the record with maxima over all processes; reports who is slow.
+        """Returns the record with maxima over all processes; reports a slow device or process.
 
         Args:
           record: with `step_seconds` and `data_wait_seconds`.
@@ -181,14 +176,14 @@ class Stragglers:
             how = f"waits {late:.3g} s longer for data in each step of {step_seconds:.3g} s"
         if name != self._suspect:
             if self._count >= IN_A_ROW:
-                self._warn(f"step {step}: {self._suspect} no longer holds up the others")
+                self._warn(f"step {step}: {self._suspect} no longer holds up the run")
             self._suspect = name
             self._since = step
             self._count = 0
         self._count += bool(name)
         if self._count == IN_A_ROW:
             self._warn(
-                f"step {step}: the others wait for one: {name} {how}, since step {self._since}"
+                f"step {step}: the run waits for {name}, which {how}, since step {self._since}"
             )
         return factor
 
@@ -198,15 +193,13 @@ def _name_of(process: int) -> str:
 
 
 def gather_numbers(numbers: np.ndarray) -> np.ndarray:
-    """Returns the numbers of all processes, [processes, ...]."""
+    """Returns the numbers of all processes, `[processes, ...]`."""
     return np.asarray(multihost_utils.process_allgather(numbers)).reshape(-1, *numbers.shape)
 
 
 def matmul_timer(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
-    """Returns a function that times the same products on each device in turn.
-
-    It takes the best of three runs.
-    """
+    """Returns a function that times equal products on each device in turn: the best of three
+    runs."""
     size = _SIZE_ON_CPU if devices[0].platform == "cpu" else _SIZE
 
     @jax.jit
@@ -234,7 +227,7 @@ def matmul_timer(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
 class Profiler:
     """Traces `steps` steps from `start`, for XProf and Perfetto.
 
-    A failure, such as a full disk, does not stop the run.
+    If the trace fails, for example on a full disk, the run continues.
     """
 
     def __init__(self, folder: Path, start: int, steps: int, timing: Timing):

@@ -1,9 +1,6 @@
-"""DPO on pairs of a chosen and a rejected answer (arXiv 2305.18290).
+"""DPO on pairs of a chosen and a rejected answer (arXiv 2305.18290), as in TRL 1.16.
 
-Formulas and metrics are as in TRL 1.16.
-
-The log-probabilities of an answer's tokens are summed by the column `pairs`, so an answer may be
-anywhere in its row.
+The column `pairs` assigns tokens to answers, so an answer may be anywhere in its row.
 """
 
 from collections.abc import Mapping
@@ -31,30 +28,29 @@ from jaxtp.train.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DPO(Settings):
-    """A loss that makes the chosen answer of each pair more likely, the rejected one less likely.
+    """A loss that makes chosen answers more likely, and rejected answers less likely.
 
     Likelihoods are relative to a reference: the model without its adapters, or the scores of
-    `jaxtp score` (`data.scores`). The step divides by the number of pairs; a pair without labels in
-    both answers does not count.
+    `jaxtp score` (`data.scores`). The step divides by the number of pairs; a pair counts only if
+    both answers have labels.
     """
 
     beta: Positive = 0.1
-    """Strength of the reference: a reward is beta times the log-ratio of the model to the
-    reference."""
+    """Strength of the reference: a reward is beta times the log-ratio of model and reference."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of a margin of rewards; ipo (arXiv 2310.12036) takes log-ratios per token, towards 1 /
-    (2 beta)."""
+    """Loss of the margin between rewards; ipo (arXiv 2310.12036) moves the margin of log-ratios per
+    token towards 1 / (2 beta)."""
 
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), allowed("from 0 to below 0.5")] = 0.0
-    """Probability that the answers of a pair are swapped (conservative DPO); for sigmoid only."""
+    """Probability that the answers of a pair are swapped (conservative DPO); only for sigmoid."""
 
     length_normalized: bool = False
     """Take log-ratios per token (`sigmoid_norm` of TRL); ipo always does."""
 
     sft_weight: NonNegative = 0.0
-    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733), a mean over a
-    micro-batch's tokens."""
+    """Weight of the cross-entropy of chosen answers (RPO, arXiv 2404.19733), a mean over the tokens
+    of a micro-batch."""
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels", PAIRS)
     scores_temperature: ClassVar[float] = 1.0

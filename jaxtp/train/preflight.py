@@ -1,4 +1,4 @@
-"""Preflight: checks that all processes of a run agree, before anything is allocated."""
+"""Checks that all processes of a run agree, before anything is allocated."""
 
 import secrets
 import socket
@@ -33,10 +33,10 @@ from jaxtp.train.known_versions import versions_here
 from jaxtp.train.self_check import check_collectives
 
 MAX_SKEW = 60.0
-"""Maximum seconds by which the clocks of hosts may differ. A larger skew breaks certificates, logs
-and schedulers."""
+"""Maximum seconds by which the clocks of hosts may differ. A larger difference breaks certificates,
+logs and schedulers."""
 
-# Bytes per device of the array that measures an axis
+# Bytes per device of the array with which an axis is measured
 _GATHERED = 2**26
 _GATHERED_ON_CPU = 2**20
 _GATHERS = 5
@@ -59,10 +59,10 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     """Compares the processes; measures the axes if requested; returns lines for the summary.
 
     Args:
-      data: description, as in checkpoints.
+      data: the description of the data, as in checkpoints.
 
     Raises:
-      ConfigError: names a process that differs, and both values.
+      ConfigError: a process differs; the message names it, and both values.
     """
     if not is_multiprocess():
         return measure_axes(mesh) if config.launch.preflight_bandwidth else []
@@ -72,7 +72,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     hosts = [record["host"] for record in records]
     if not config.mesh.tp_across_hosts:
         check_hosts_of_tp(hosts, mesh)
-    # The processes are here at the same time, because they have just exchanged records.
+    # All processes are here at the same time, because they have just exchanged records.
     check_clocks(all_gather_json(time.time()), records)
     check_folder(config.run.dir)
     check_collectives(mesh)
@@ -140,7 +140,7 @@ def check_gpus(records: Sequence[Record]) -> None:
     for record in records:
         by_host[record["host"]].append(record)
     for host, group in by_host.items():
-        # Processes that see the same GPUs share them.
+        # Processes that see the same GPUs share these GPUs.
         visible = {tuple(record["visible"]) for record in group}
         driven = list(chain(*(record["driven"] for record in group)))
         total = sum(map(len, visible))
@@ -153,8 +153,8 @@ def check_gpus(records: Sequence[Record]) -> None:
             hint = f" (not {', '.join(idle)})"
         raise ConfigError(
             f"{host} has {total} visible GPUs, and its {len(group)} processes drive {len(driven)} "
-            f"of them{hint}: start {process_counts(total)} processes there, or hide the others by "
-            "CUDA_VISIBLE_DEVICES"
+            f"of them{hint}: start {process_counts(total)} processes there, or hide the idle GPUs "
+            "by CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -172,10 +172,10 @@ def check_hosts_of_tp(host_names: Sequence[str], mesh: Mesh) -> None:
             continue
         devices = min(Counter(hosts.flat).values())
         raise ConfigError(
-            f"mesh.tp={tp} spreads layers over the hosts {' and '.join(names)}, so that each waits "
-            f"for the network between them; with {devices} devices on a host tp can be "
-            f"{', '.join(map(str, divisors(devices)))}, and the other devices cp, fsdp or dp; "
-            "--mesh.tp-across-hosts allows it"
+            f"mesh.tp={tp} spreads layers over the hosts {' and '.join(names)}, so every layer "
+            f"waits for the network between them; with {devices} devices on a host tp can be "
+            f"{', '.join(map(str, divisors(devices)))}, with the other devices along cp, fsdp or "
+            "dp; --mesh.tp-across-hosts allows it"
         )
 
 

@@ -42,9 +42,9 @@ ADAPTER_RATE = 2e-4
 """Usual learning rates of AdamW for all weights of a trained model, and for adapters."""
 LION = 1 / 3  # Lion's rate relative to AdamW's (Chen et al., arXiv 2302.06675)
 LENGTH = 1024  # Tokens in a sequence, if the model supports that many
-# Files of a tokenizer without a tokenizer.json
+# Files of tokenizers that have no tokenizer.json
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
-# Maximum number of settings that a message lists. The configuration of another model differs in ten
+# Maximum number of settings that a message lists; the settings of another model differ in about ten
 _MAX_SHOWN = 2
 
 
@@ -53,7 +53,7 @@ class Pretrained(InitSource):
     """A trained model."""
 
     path: Path
-    # Folder of tokenizer and config.json, if any
+    # Folder of the tokenizer and config.json, if there is one
     files: Path | None
     # None if it is the run's model
     model: ModelConfig | None = None
@@ -67,7 +67,7 @@ class Pretrained(InitSource):
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """The text model's config.json, unchecked; empty if missing."""
+        """The text model's settings in config.json, unchecked; empty without this file."""
         if self.files is None or not (self.files / CONFIG).is_file():
             return {}
         attributes = read_attributes(self.files)
@@ -77,22 +77,21 @@ class Pretrained(InitSource):
         """Accepts any run."""
 
     def length_warning(self, config: TrainConfig) -> str | None:
-        """Compares the sequence length with config.json."""
+        """Warns if sequences are longer than the maximum in config.json."""
         max_length = self.attributes.get(MAX_POSITIONS)
         length = config.data.sequence_length
         if type(max_length) is not int or length <= max_length:
             return None
         return (
             f"sequences of {length:,} tokens, but the model was made for {max_length:,} "
-            "(max_position_embeddings in its "
-            f"config.json); jaxtp evaluate and generate go beyond {max_length:,} only with "
-            "--beyond-context"
+            f"(max_position_embeddings in its config.json); jaxtp evaluate and generate go beyond "
+            f"{max_length:,} only with --beyond-context"
         )
 
     def defaults(self, config: TrainConfig, resumed: Info | None) -> Iterator[Default]:
         """Yields dtypes, learning rate, lengths and batch size.
 
-        Frozen weights keep their files' dtype.
+        Frozen weights keep the dtype in which they are stored.
         """
         if resumed is not None:
             yield from self._resumed_defaults(config, resumed)
@@ -142,8 +141,8 @@ class Pretrained(InitSource):
         return "data.sequence_length", length, reason
 
     def changes(self, config: TrainConfig) -> list[str]:
-        """Returns model settings that differ from the source."""
-        # The source's settings need its code.
+        """Returns the model settings that differ from the source's."""
+        # The settings of a source with its own code are unknown without this code.
         if config.model.build:
             return []
         before = architecture(self.model or config.model)
@@ -151,9 +150,9 @@ class Pretrained(InitSource):
         return differences(before | {"lora": now["lora"]}, now, "model.")
 
     def open_adapters(self, config: TrainConfig) -> PeftFolder:
-        """Returns the adapters of `model.lora.from`.
+        """Opens the adapters of `model.lora.from`.
 
-        Raises `HFError` if they are unreadable, or another model's.
+        Raises `HFError` if they are unreadable, or belong to another model.
         """
         family = self.attributes.get("model_type")
         return open_peft(Path(str(config.model.lora.from_peft)), self.model or config.model, family)
@@ -161,7 +160,7 @@ class Pretrained(InitSource):
     def create_state(
         self, config: TrainConfig, blueprint: Blueprint, restored: Restored | None = None
     ) -> InitialState:
-        """Loads the weights, unless a checkpoint has all of them."""
+        """Loads the weights, unless the restored checkpoint has all of them."""
         if restored is not None and not config.model.lora.rank:
             return super().create_state(config, blueprint, restored)
         base = None
@@ -212,11 +211,11 @@ class RunSource(Pretrained):
         """Checks the folder and the order of the blocks."""
         if self.checkpoint.is_relative_to(config.run.dir):
             raise ConfigError(
-                f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; name "
-                "another folder with --run.dir, or leave --run.init-from out to resume it"
+                f"run.init_from={self.path} is the run in run.dir={config.run.dir} itself; "
+                "leave --run.init-from out to resume it, or name another folder with --run.dir"
             )
-        # Weights are matched by path: if runs stack layers differently, weights would land in the
-        # wrong layers.
+        # Weights are matched by path. If the runs stack layers differently, a path names other
+        # layers.
         has_same_blocks = _arrangement(config.model) == _arrangement(self.model)
         if not has_same_blocks and config.model.num_layers == self.model.num_layers:
             raise ConfigError(
@@ -275,7 +274,7 @@ class HFSource(Pretrained):
         if file.is_file():
             if sha256(file) != tokenizer.sha256:
                 raise ConfigError(
-                    "the data were not made by the model's tokenizer; prepare them with "
+                    "the data were not made with the model's tokenizer; prepare them with "
                     f"--tokenizer {file}"
                 )
             return
@@ -289,7 +288,7 @@ class HFSource(Pretrained):
 
 
 def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig, Pretrained]:
-    """`init_source.resolve` for a run that names a model."""
+    """Does the work of `init_source.resolve` for a run that names a trained model."""
     run = config.run.init_from
     folder = config.model.from_hf
     lora = config.model.lora
@@ -305,7 +304,7 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
         )
     else:
         assert folder is not None
-        # The folder may be gone if the run to resume has the weights and the sizes.
+        # A resumed run has the weights and the sizes, so the folder may be gone.
         if folder.exists() or lora.rank or _resumed_model(config) != config.model:
             config = _with_sizes(config, folder, read_config(folder, config.model.ignore_config))
         source = HFSource(path=folder, files=folder)
@@ -343,7 +342,7 @@ def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfi
     stored = _sizes(model)
     default = _sizes(ModelConfig())
     problems = [
-        f"model.{name}={value}, but it has {stored[name]}"
+        f"model.{name}={value}, but the model has {stored[name]}"
         for name, value in _sizes(config.model).items()
         if value not in (default[name], stored[name])
     ]
@@ -369,7 +368,9 @@ def _with_adapters(config: AnyConfig, stored: LoraConfig, explicit: Set[str]) ->
         is_requested = f"model.lora.{name}" in explicit or requested != getattr(LoraConfig(), name)
         is_equal = set(requested) == set(actual) if name == "targets" else requested == actual
         if is_requested and not is_equal:
-            problems.append(f"model.lora.{name}={_text(requested)}, but they have {_text(actual)}")
+            problems.append(
+                f"model.lora.{name}={_text(requested)}, but the adapters have {_text(actual)}"
+            )
     if problems:
         raise ConfigError(
             f"adapters in {lora.from_peft} do not match: {'; '.join(problems)}; remove these "

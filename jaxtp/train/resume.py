@@ -55,12 +55,12 @@ def restore(
     """Reads the newest undamaged checkpoint; None without checkpoints.
 
     Args:
-      data: description, as in checkpoints.
+      data: the description of the data, as in checkpoints.
       warn: reports each damaged checkpoint.
 
     Raises:
-      RunFolderError: another run's checkpoint.
-      CheckpointError: all are damaged, or the newest undamaged is unreadable.
+      RunFolderError: the checkpoint belongs to another run.
+      CheckpointError: all checkpoints are damaged, or the newest undamaged one is unreadable.
     """
     changed: list[str] = []
 
@@ -104,10 +104,10 @@ def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates
 def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) -> list[str]:
     """Compares a checkpoint with the run that resumes it.
 
-    Returns lines on changed settings; settings that change the numbers come first.
+    Returns lines on changed settings; those that change the numbers come first.
 
     Raises:
-      RunFolderError: model, data or sample order differ.
+      RunFolderError: the model, the data or the order of the samples differs.
     """
     if not is_of_run(info):
         raise RunFolderError(
@@ -116,14 +116,14 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) ->
     defaults = configuration.to_plain(type(config)())
     now = configuration.to_plain(config)
     written = {**info["config"], "model": upgrade_settings(info["config"]["model"])}
-    # With defaults for settings that are newer than the checkpoint, and without model settings that
-    # no longer exist.
+    # Adds defaults for settings that are newer than the checkpoint, and drops settings of the model
+    # that no longer exist.
     stored: dict[str, Any] = configuration.merged(
         {section: defaults.get(section) for section in written}, written
     )
     model = stored["model"]
     stored["model"] = {name: model[name] for name in model if name in now["model"]}
-    # The data may have moved. Its order is compared below.
+    # The data may have moved, and its order is compared below.
     ignored = {"source": None, ORDER: None}
     fatal = configuration.differences(info["corpus"] | ignored, {**data, **ignored}, "data: ")
     changed = []
@@ -149,7 +149,7 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) ->
 
 
 def _other_library(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    # Without a dataset, a run reads the library of the Python that runs it.
+    # Explains a difference of the default data, the library of the Python that runs the run.
     before = str(stored.get("source"))
     after = str(now.get("source"))
     is_same = stored.get("sha256") == now.get("sha256")
@@ -162,8 +162,8 @@ def _other_library(stored: Mapping[str, object], now: Mapping[str, object]) -> l
 
 
 def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Info) -> list[str]:
-    # Returns lines on allowed differences. Another order of training samples is refused, because it
-    # would repeat some samples and skip others.
+    # Returns lines on allowed differences. Refuses another order of training samples, which would
+    # repeat some samples and skip others.
     stored = info["corpus"].get(ORDER)
     versions = info.get("versions", {})
     jaxtp = f"jaxtp {versions.get('jaxtp', '(of unknown version)')}"
@@ -206,7 +206,7 @@ def _reason(part: str, stored: Mapping[str, Any], now: Mapping[str, Any], jaxtp:
 
 
 def _change(part: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    # None if the hash is the same, even if the name of the algorithm changed
+    # Returns None if the hash is the same, even if the name of the algorithm changed.
     missing = {"algorithm": "none", "sha256": ""}
     before = missing | stored.get(part, {})
     after = missing | now.get(part, {})

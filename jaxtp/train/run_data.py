@@ -12,7 +12,7 @@ from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Batches, Position, SampleBatches, token_batches
-from jaxtp.data.columns import BatchError, Layout
+from jaxtp.data.columns import BatchError, layout_of
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.samples import Data, RowSettings
@@ -37,7 +37,7 @@ class RunData:
     validation: Batches | None
     # Number of micro-batches, whose rows are the same on every mesh
     micro_batches: int
-    # jaxtp's token data
+    # jaxtp's token data, unless the batches are a user's
     tokens: Data | None = None
 
     @property
@@ -47,12 +47,12 @@ class RunData:
 
     @property
     def units_per_row(self) -> int:
-        """Tokens in a row; 1 for other data."""
+        """Number of units in a row."""
         return 1 if self.tokens is None else int(self.train.shapes["inputs"].shape[1])
 
     @property
     def description(self) -> Mapping[str, object]:
-        """JSON for checkpoints, to detect changes on resume."""
+        """A description of the data, in JSON, by which a resumed run detects changes."""
         return self.train.description if self.tokens is None else self.tokens.description
 
     @property
@@ -83,7 +83,7 @@ class RunData:
         return text
 
     def pad_short_batches(self, reads_weights: bool) -> None:
-        """Adds a column of weights, and pads short batches, if the loss reads weights."""
+        """Pads short batches, and adds a column of weights, if the loss reads weights."""
         self.train.with_weights = reads_weights
         if self.validation is not None:
             self.validation.with_weights = reads_weights
@@ -119,7 +119,7 @@ class RunData:
 
 
 def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = None) -> Data:
-    """Opens jaxtp's token data and plans its rows; raises a `ValueError` for a user's mistake."""
+    """Opens jaxtp's token data and plans its rows; raises a `UserError` for a mistake."""
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
     if not config.model.is_foreign:
@@ -145,14 +145,15 @@ def _row_settings(config: TrainConfig) -> RowSettings:
 def _wanted_scores(config: TrainConfig, loss: Loss | None) -> "Wanted":
     from jaxtp.data.scores import Wanted
 
-    # A reference is the run's initial model. A teacher is another model, unknown to the run.
+    # A loss with a reference needs scores by the run's initial model. A teacher is another model,
+    # unknown to the run.
     is_reference = attribute(loss, "reads_reference", False)
     model = (config.run.init_from or config.model.from_hf) if is_reference else None
     return Wanted(dataset=config.data.path, model=model, labels_only=is_reference)
 
 
 def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None:
-    # A reference is the model without its adapters, or log-probabilities of the labels.
+    # A loss with a reference needs log-probabilities of the labels, or a model with adapters.
     if not attribute(loss, "reads_reference", False):
         return
     from jaxtp.data.scores import free_folder
@@ -176,7 +177,7 @@ def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None
 
 
 def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> None:
-    """Raises `ConfigError` if log-probabilities are not the initial model's.
+    """Raises ConfigError if the log-probabilities in `data.scores` are not by the initial model.
 
     All processes must call it.
     """
@@ -209,7 +210,7 @@ def check_temperature(data: Data, loss: Loss | None) -> None:
 
 
 def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
-    """Opens a run's batches; raises a `ValueError` for a user's mistake."""
+    """Opens a run's batches; raises a `UserError` for a mistake."""
     size = config.data.global_batch_size
     seed = config.run.seed
     micro_batches = 1 if task.loss is None else config.train.accumulation
@@ -258,10 +259,7 @@ def check_decoder_columns(data: RunData) -> None:
 
 
 def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
-    """Returns the items of a dataset as batches.
-
-    It is None if the columns of an item differ in length, so that an item cannot be a batch.
-    """
+    """Returns the shapes of a dataset's items, if each item could be a batch of rows, or None."""
     if not isinstance(batches, SampleBatches):
         return None
     items = {name: array.update(shape=array.shape[1:]) for name, array in batches.shapes.items()}
@@ -270,7 +268,7 @@ def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
 
 
 def describe_batches_in_rows(batches: Batches, *, may_be: bool = False) -> str:
-    """Returns a sentence on a dataset whose items are, or `may_be`, batches, with advice."""
+    """Returns advice on a dataset whose items are, or `may_be`, batches."""
     shapes = batches.shapes.items()
     columns = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in shapes)
     how = "leave out its batch(), or end it with .to_iter_dataset()"
@@ -287,19 +285,12 @@ def describe_batches_in_rows(batches: Batches, *, may_be: bool = False) -> str:
     )
 
 
-def _layout(batches: Batches) -> Layout:
-    return {name: (array.shape[1:], array.dtype) for name, array in batches.shapes.items()}
-
-
 def changed_columns(data: RunData) -> str | None:
-    """Describes how columns of validation batches differ from columns of training batches.
-
-    It is None if they are equal.
-    """
+    """Describes how the columns of validation and training batches differ; None if they do not."""
     if data.validation is None:
         return None
-    training = _layout(data.train)
-    validation = _layout(data.validation)
+    training = layout_of(data.train.shapes)
+    validation = layout_of(data.validation.shapes)
     if training == validation:
         return None
     changes = [f"without {name!r}" for name in training if name not in validation]

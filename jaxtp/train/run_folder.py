@@ -30,8 +30,8 @@ NON_FINITE = "non_finite"
 CORRUPTION = "corruption"
 PROFILE = "profile"
 _REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, CORRUPTION, PROFILE, "damaged")
-"""Folders that a run makes and fills. `checkpoints` may be a link, because large runs keep them on
-another disk."""
+"""Folders that a run makes and fills. `checkpoints` is not among them, because it may be a link:
+large runs keep checkpoints on another disk."""
 LOCK = ".lock"
 _MAX_LOCK = 300  # Maximum characters of the lock file that a message shows
 _NO_FILE = (errno.ELOOP, errno.EINVAL)  # Errors of `open_directly` and `open_regular`
@@ -45,19 +45,19 @@ VERIFIED = "verified"  # Key in a checkpoint's info: the last verified step when
 
 
 class RunFolderError(UserError):
-    """A folder cannot be written, or belongs to another run."""
+    """The folder of a run cannot be written, or belongs to another run."""
 
 
 class RunFilesError(RunFolderError):
-    """A file failed during the run: full disk, lost network file system."""
+    """A file cannot be written during the run: the disk is full, or a network disk was lost."""
 
     exit_code = FILES
 
 
 def prepare(folder: Path) -> None:
-    """Creates the folder.
+    """Creates a run's folder.
 
-    Raises RunFolderError if it cannot be written, or would lead a run's reports elsewhere.
+    Raises RunFolderError if it cannot be written, or has links that would redirect reports.
     """
     for name in _REPORTS:
         if (folder / name).is_symlink():
@@ -76,9 +76,9 @@ def prepare(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Converts an OSError.
+    """Converts an OSError to a `RunFilesError`.
 
-    It becomes a `RunFolderError` if a folder, link or pipe is in the way, else a `RunFilesError`.
+    If a folder, link or pipe is in the way, it becomes a `RunFolderError`.
     """
     try:
         yield
@@ -94,7 +94,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Locks a folder against other runs until the `with` block, or the process, ends.
+    """Locks a folder against other runs, until the `with` block or the process ends.
 
     Raises:
       RunFolderError: another run has the lock, or the file system has no locks.

@@ -1,4 +1,4 @@
-"""Console output of a run: a summary, then a progress bar, or lines if there is no terminal."""
+"""Console output of a run: a summary, then a progress bar, or lines without a terminal."""
 
 import math
 import platform
@@ -44,9 +44,9 @@ _AROUND_METRICS = 60  # Characters of a bar without its text: the step, the bar 
 
 
 class Report(Display):
-    """The console of a run; silent on all processes but the first.
+    """The console of a run, on process 0.
 
-    If a pipe's reader exits, the run saves and stops, as after SIGTERM.
+    If the output is a pipe whose reader exits, the run saves and stops, as after SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class Report(Display):
         self.move(step, f"{begin}{_fitting(self._own(values, short=True), room)}{end}")
 
     def _own(self, values: Mapping[str, float], *, short: bool = False) -> list[str]:
-        # Formats the metrics of a user's loss. `short` drops a prefix (rewards/margins), unless
-        # two metrics would get the same name.
+        # Formats the metrics of a user's loss. `short` drops prefixes (rewards/margins), unless two
+        # metrics would then have the same name.
         short_names = [name.rpartition("/")[2] for name in self.own_metrics]
         texts = []
         for name, short_name in zip(self.own_metrics, short_names, strict=True):
@@ -76,7 +76,7 @@ class Report(Display):
     def log(
         self, record: dict[str, float | int], total: int, unit: str, *, is_first: bool = False
     ) -> None:
-        """Prints a logged step if there is no progress bar."""
+        """Prints a line for a logged step, unless there is a progress bar."""
         if self.has_bar:
             return
         left = ""
@@ -90,7 +90,12 @@ class Report(Display):
 
 
 def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) -> list[str]:
-    """Returns the checkpoint's location, and how to use it; pairs have no evaluation."""
+    """Returns lines on the checkpoint: its folder, and commands to use it.
+
+    Args:
+      decoder: whether the model is a `Decoder`.
+      pairs: whether the data are pairs of answers, which `jaxtp evaluate` does not take.
+    """
     if not decoder:
         from jaxtp.models.own_decoder import call_of_load
 
@@ -126,8 +131,8 @@ def summary(
     """Describes the run: versions, mesh, sizes and bytes.
 
     Args:
-      notes: further lines by name (at most 8 characters); None omits a line.
-      progress: steps done, and sequences read.
+      notes: further lines by name (at most 8 characters); None leaves a line out.
+      progress: numbers of finished steps, and of sequences read.
     """
     mesh = blueprint.mesh
     device = mesh.devices.flat[0]
@@ -274,7 +279,7 @@ def describe_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> str:
 
 
 def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
-    """Yields what computes the states of Gated DeltaNet."""
+    """Yields the implementations that compute the states of Gated DeltaNet."""
     blocks = [block for block in model.block_kinds() if block.delta_value_heads]
     for width in dict.fromkeys(block.delta_key_dim for block in blocks):
         scan, why = pick_scan(width, platform)
@@ -282,9 +287,9 @@ def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
 
 
 def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
-    """Yields how experts multiply.
+    """Yields the method of products with experts.
 
-    Warns if an accelerator multiplies every row by every expert.
+    Also yields a warning if an accelerator multiplies every row by every expert.
     """
     experts = model.most_experts
     if not experts:
@@ -293,8 +298,8 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
     yield f"{method} products of experts ({why})"
     if platform != "cpu" and multiplies_all(model, platform):
         yield (
-            f"WARNING: it multiplies every row by every expert, {experts} times the work and the "
-            "memory of rows"
+            f"WARNING: it multiplies every row by every expert, with {experts} times the work and "
+            "the memory of the rows"
         )
 
 
@@ -312,7 +317,7 @@ def describe_experts(model: ModelConfig, tp: int) -> str | None:
 
 
 def describe_matmul(model: ModelConfig) -> str | None:
-    """Lists the projections that `precision.matmul` applies to, and other projections by reason.
+    """Lists the projections that `precision.matmul` applies to, and the exceptions with reasons.
 
     It is None if `precision.matmul` is off.
     """
@@ -333,7 +338,7 @@ def describe_matmul(model: ModelConfig) -> str | None:
 
 
 def describe_context(config: TrainConfig, mesh: Sizes) -> str | None:
-    """Describes attention and Gated DeltaNet over cp; None if cp is 1."""
+    """Describes how cp splits attention and Gated DeltaNet; None if cp is 1."""
     if mesh[CP] == 1:
         return None
     share = share_of(config, mesh)
@@ -369,7 +374,7 @@ def describe_overlap(config: TrainConfig, mesh: Sizes) -> str | None:
     if model.overlap == "none":
         return None
     if tp > 1 and is_split(model.sequence_parallel, length, mesh):
-        return f"rings of tp {tp}: a part of a sequence moves while another is multiplied"
+        return f"rings of tp {tp}: a part of a sequence moves while another part is multiplied"
     why = "there is no tp"
     if tp > 1:
         parts = describe_mesh(mesh, [axis for axis in SEQUENCE if mesh[axis] > 1])
@@ -403,7 +408,7 @@ def _describe_rows(data: Data) -> str:
 
 
 def describe_steps(config: TrainConfig, data: Data, finished: int, read: int) -> str:
-    """Describes the number of steps after `finished` steps, which have read `read` rows."""
+    """Describes the number of steps of a run that has finished some, and read `read` rows."""
     batch = config.data.global_batch_size
     steps = config.train.steps
     left = max(steps - finished, 0)
@@ -449,9 +454,9 @@ def _describe_trained(blueprint: Blueprint) -> str:
 
 
 def sharding_table(blueprint: Blueprint) -> list[str]:
-    """Returns shape, sharding, and shape per device, a line for each parameter.
+    """Returns a line for each parameter: its shape, its sharding, and its shape on a device.
 
-    Equal parameters of a user's model share a line.
+    In a user's model, equal parameters share a line.
     """
     mesh = blueprint.mesh
     sizes = mesh_sizes(mesh)
@@ -461,7 +466,7 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
         shard = jax.sharding.NamedSharding(mesh, spec).shard_shape(variable.shape)
         names = []
         for axes in map(axes_of, spec):
-            # A dim that is split over axes of size 1 shows the first of them.
+            # If all axes of a dim have size 1, it shows the first of them.
             used = [axis for axis in axes if sizes[axis] > 1] or axes[:1]
             names.append(" x ".join(used) or "None")
         split = ", ".join(names) if {*names} - {"None"} else "replicated"
@@ -489,7 +494,9 @@ def _fitting(texts: Sequence[str], room: int) -> str:
 def _losses(values: Mapping[str, float]) -> str:
     loss = values["loss"]
     text = "no loss" if math.isnan(loss) else f"loss {loss:.4f}"
-    return f"{text}  balance {values['balance_loss']:.2f}" if "balance_loss" in values else text
+    if "balance_loss" in values:
+        text += f"  balance {values['balance_loss']:.2f}"
+    return text
 
 
 def _duration(seconds: float) -> str:

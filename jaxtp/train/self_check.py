@@ -40,18 +40,18 @@ from jaxtp.layers.kernels.select import (
     record_fastest,
 )
 from jaxtp.layers.sequence_parallel import Part
-from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes, platform_of
+from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions
 from jaxtp.train.validation import attention_blocks, run_uses
 
 HostArray = np.ndarray[Any, Any]
 
-EXACT = 1e-4  # Largest error of a float32 operation, relative to the largest value of its result
+EXACT = 1e-4  # Maximum error of a float32 operation, relative to the largest value of its result
 
 TOLERANCE = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
-"""Largest relative error by compute dtype. Products of float32 may run in TF32, whose mantissa has
-10 bits."""
+"""Maximum relative error of a product, by compute dtype. Products of float32 may run in TF32, whose
+mantissa has 10 bits."""
 
 _PER_DEVICE = PartitionSpec(AXES)  # One row per device
 
@@ -73,7 +73,7 @@ class Operation:
 
 @cache
 def operations(dtype: str) -> dict[str, Operation]:
-    """Returns the operations by name; the product is in `dtype`, others in float32."""
+    """Returns the operations by name: a product in `dtype`, and operations in float32."""
     random = np.random.default_rng(0)
 
     def draw(rows: int, columns: int, dtype: str = "float32") -> HostArray:
@@ -112,38 +112,31 @@ def operations(dtype: str) -> dict[str, Operation]:
     }
 
 
-def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> None:
-    """Raises NumericsError if this process's first device is wrong.
+def check_outside_of_jit(mesh: Mesh, dtype: str) -> None:
+    """Raises NumericsError if this process's first device computes something wrong, outside of jit.
 
-    Arguments are as for `check_devices`.
+    It takes the arguments of `check_devices`.
     """
-    # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and right inside
+    # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and 2 inside
     # (jax-ml/jax#40633).
     first = mesh.local_devices[0]
-    if platform_of(first) == "cpu" and not on_cpu:
-        return
     with jax.default_device(first):
         for name, case in operations(dtype).items():
             result = case.run(*map(jnp.asarray, case.arguments))
             _compare(f"{name} outside of jit", case, result, first)
 
 
-def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
-    """Checks all devices, and in a single process the collectives.
+def check_devices(mesh: Mesh, dtype: str) -> str:
+    """Checks all devices and, in a single process, the collectives; all processes must call it.
 
-    With several processes, `preflight` checks the collectives.
-
-    All processes must call it. Returns a line for the summary, if anything was checked.
+    With several processes, `preflight` checks the collectives. Returns a line for the summary.
 
     Args:
       dtype: compute dtype of the product.
-      on_cpu: check CPUs too.
 
     Raises:
       NumericsError: a device or collective is wrong.
     """
-    if platform_of(mesh.devices.flat[0]) == "cpu" and not on_cpu:
-        return []
     started = time.perf_counter()
     cases = operations(dtype)
 
@@ -164,10 +157,10 @@ def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
     if not is_multiprocess():
         check_collectives(mesh)
     seconds = time.perf_counter() - started
-    return [
+    return (
         "checked products, sums, softmax, scatter-add and collectives on every device, in "
         f"{seconds:.1f} s"
-    ]
+    )
 
 
 def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.Device) -> None:
@@ -250,15 +243,12 @@ _EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
     "all-to-all": lambda rows, index: np.split(rows, len(rows), axis=1)[index].ravel(),
     "permute": lambda rows, index: rows[index - 1],
 }
-"""For each collective, the array that the device at `index` along an axis receives from the rows of
-all devices along it."""
+"""For each collective, the array that the device at `index` of an axis receives, given the rows of
+all devices along this axis."""
 
 
 def exact_numbers(devices: int, size: int) -> HostArray:
-    """Returns a row per device, of a length that `size` divides.
-
-    Sums over any axis are exact in float32.
-    """
+    """Returns a row per device, whose length `size` divides; their sums are exact in float32."""
     return (
         np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8
         + np.arange(2 * size, dtype=np.float32) % 8
@@ -267,16 +257,16 @@ def exact_numbers(devices: int, size: int) -> HostArray:
 
 MAX_TOKENS = 1024
 TIMED_TOKENS = 4096
-"""Maximum lengths of the problem that is checked (several blocks of every kernel) and of the
-problem that is timed."""
+"""Maximum lengths of the sequences that are checked (several blocks of every kernel), and of the
+sequences that are timed."""
 
 SPAN = 16
-"""Tokens of a span. Each span may have twice the error; the total norm alone would hide a wrong
-edge of a mask."""
+"""Tokens of a span. A span may have twice the relative error of the whole; the norm of the whole
+alone would hide a wrong edge of a mask."""
 
 CHUNKS = 7
 HALO = 5
-"""Number of chunks of a sequence, and of keys before it, in the problem for context parallelism."""
+"""Number of chunks of a sequence, and of keys before it, to check context parallelism."""
 
 _RESULTS = (
     "its output",
@@ -290,7 +280,7 @@ Times = Sequence[Mapping[str, float]]
 """Seconds by kernel, for each use of attention; empty if only one kernel works."""
 
 
-def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) -> Times:
+def check_attention(config: TrainConfig, mesh: Mesh) -> Times:
     """Checks a run's attention kernels, and times alternatives.
 
     Each process's first device computes a small problem of the run's shape, forward and backward,
@@ -299,11 +289,9 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
     Raises:
       ConfigError: a kernel does not run, or gives wrong results.
     """
-    # Kernels have been wrong on one model of GPU, or with one kind of mask. If the settings name no
-    # kernel, and both cuDNN's and the fused kernel work, the run takes the faster one.
+    # Some kernels were wrong on one model of GPU, or with one kind of mask. If the settings name no
+    # kernel, and both cuDNN's and the fused kernel work, the run uses the faster one.
     device = mesh.local_devices[0]
-    if platform_of(device) == "cpu" and not on_cpu:
-        return []
     times: list[dict[str, float]] = []
     for use, heads in _uses(config, mesh):
         preferred, *alternatives = candidates(config.model.attention, use)
@@ -326,7 +314,7 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
 def select_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
     """Selects the fastest kernel for each use of attention; all processes must call it.
 
-    A kernel must work in all processes; its slowest time counts.
+    A kernel must work in all processes, and the slowest process's time counts.
 
     Args:
       times: from `check_attention`; the preferred kernel comes first.
@@ -386,9 +374,9 @@ def kernel_seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
 def relative_errors(
     run: Callable[..., Array], use: Use, num_queries: int, num_keys: int
 ) -> list[float]:
-    """Returns relative errors, in the norm, of a kernel's output and gradients.
+    """Returns the relative errors, in the norm, of a kernel's output and gradients.
 
-    Each is the larger of the total error and half of the worst span's error.
+    An error is the maximum of the total error and half of the worst span's error.
     """
     arrays, settings = problem(use, num_queries, num_keys)
     actual = jax.jit(partial(results, run, settings))(*arrays)
@@ -421,14 +409,14 @@ def _error(actual: Array, expected: Array, dy: Array) -> float:
 def problem(
     use: Use, num_queries: int, num_keys: int, max_length: int = MAX_TOKENS
 ) -> tuple[list[Array], dict[str, Any]]:
-    """Returns the arrays and the keyword arguments of a kernel.
+    """Returns the arrays and the keyword arguments of a kernel, for a small problem of two rows.
 
     The arrays are queries, keys, values, a gradient of the output, and sinks, if there are any.
 
-    Two rows differ in packing: unaligned documents, one of three tokens, and padding. The window is
-    shorter than most documents; scores are large enough for a softcap to matter, and sinks for
-    their share. With context parallelism, queries are every other chunk, and keys begin before the
-    sequence.
+    Both rows have unaligned documents, one of them of three tokens; the second row ends in padding.
+    The window is shorter than most documents. Scores are large enough for a softcap to have an
+    effect, and sinks are large enough for theirs. With context parallelism, the queries are every
+    other chunk, and keys begin before the sequence.
     """
     length = max(16, min(int(use.length or max_length), max_length))
     queries = length

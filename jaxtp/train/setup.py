@@ -1,7 +1,4 @@
-"""Starts a run.
-
-`make_run` turns a configuration into a state on its devices and the programs that step it.
-"""
+"""Starts a run: `make_run` makes the initial state on the devices, and the programs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -85,7 +82,7 @@ class Run:
     verified: int | None
     # FLOPs of a row, for `mfu`; NaN on CPUs
     row_flops: float
-    # Mean since the last record, which includes steps before the checkpoint
+    # Mean loss since the last record, which may precede the checkpoint
     mean_loss: MeanLoss
 
     @property
@@ -109,8 +106,8 @@ def make_run(
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
     Args:
-      exit_stack: closes the mesh context, the run's folder, console, signal handlers and
-        checkpoints.
+      exit_stack: closes the mesh context, the lock of the run's folder, the console, the signal
+        handlers and the checkpoints.
       startup_log: lines on the configuration.
       task: parts that replace the settings in `config`.
       verbose: also print the shape and the sharding of each parameter.
@@ -205,14 +202,14 @@ def make_run(
 
 @dataclass(frozen=True)
 class _Setup:
-    """A run that fits its mesh and memory; nothing is allocated or written."""
+    """A run that fits its mesh and memory, before anything is allocated or written."""
 
     config: TrainConfig
     task: Task
     source: InitSource
     data: RunData
     blueprint: Blueprint
-    # Lines on the loss and the plan
+    # Lines on the loss and the plan, for the summary
     lines: list[str]
     # Steps and rows so far
     before: tuple[int, int]
@@ -295,8 +292,8 @@ def _takes_items(config: TrainConfig, task: Task, batches: Batches) -> bool:
 
 
 def _note_on_items(config: TrainConfig, task: Task, batches: Batches) -> list[str]:
-    # A loss that does not fix shapes takes both items and batches of them, and one of the two gives
-    # wrong numbers without an error.
+    # A loss may take items as well as batches of items, without an error; for one of the two, its
+    # numbers are wrong.
     may_have_batches = isinstance(batches, SampleBatches) and batches.may_have_batches
     if may_have_batches and _takes_items(config, task, batches):
         return [f"note    {describe_batches_in_rows(batches, may_be=True)}"]
@@ -304,8 +301,8 @@ def _note_on_items(config: TrainConfig, task: Task, batches: Batches) -> list[st
 
 
 def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[str]:
-    # Returns a line if validation batches have other columns than training batches, and the loss
-    # takes both.
+    # Returns lines if the columns of validation and training batches differ. The loss has to take
+    # both.
     changed = changed_columns(data)
     if data.validation is None or changed is None:
         return []
@@ -353,7 +350,7 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
 
         lines += preflight(config, mesh, data.description)
     if self_check:
-        lines += check_devices(mesh, config.model.precision.compute)
+        lines.append(check_devices(mesh, config.model.precision.compute))
         if attention_times is not None:
             select_attention(config, mesh, attention_times)
     return lines
@@ -400,7 +397,7 @@ def progress(config: TrainConfig) -> tuple[int, int]:
 def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:
     """Returns the configuration with the batch size of a user's batches.
 
-    Raises ConfigError if it does not fit.
+    Raises ConfigError if this size does not fit the settings or the mesh.
     """
     size = data.global_batch_size
     if config.data.global_batch_size not in (size, DataConfig().global_batch_size):
@@ -426,7 +423,7 @@ def with_steps(
       progress: steps and rows so far.
 
     Raises:
-      ConfigError: both are set, too many epochs, or an unknown number of rows.
+      ConfigError: both are set, there would be too many steps, or the number of rows is unknown.
     """
     epochs = config.train.epochs
     steps = config.train.steps
@@ -439,7 +436,7 @@ def with_steps(
         )
     if rows is None:
         raise ConfigError(
-            f"train.epochs={epochs:,.15g}: the batches do not tell how many rows they have; set "
+            f"train.epochs={epochs:,.15g}: the batches have an unknown number of rows; set "
             "train.steps"
         )
     batch = config.data.global_batch_size
@@ -447,7 +444,7 @@ def with_steps(
     # Rounds, because in floating point 1.1 is a little more than 11/10.
     left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)
     if finished + left >= 2**31:
-        raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")
+        raise ConfigError(f"train.epochs={epochs:,.15g}: a run has fewer than {2**31:,} steps")
     reason = f"{epochs:,.15g} epochs of {rows:,} sequences"
     # The finished steps may have had another batch size.
     if finished:
@@ -463,12 +460,12 @@ def plan(
     task: Task = Task(),
     batch: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> tuple[Blueprint, list[str]]:
-    """Plans the state of a run on a mesh, which may be abstract, and returns lines on it.
+    """Plans the state of a run on a mesh, which may be abstract; also returns lines on the plan.
 
     Allocates and writes nothing.
 
     Args:
-      batch: a training batch, which a user's model needs.
+      batch: an abstract training batch, needed to split a user's model.
 
     Raises:
       ConfigError: a pattern matches no trained parameter, or the model cannot be built.

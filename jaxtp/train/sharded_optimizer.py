@@ -1,9 +1,9 @@
 """Applies any Optax transformation to a sharded model.
 
 Optax sees parameters as a flat dict by dotted path, such as `blocks.mlp.up.kernel`; masks and
-labels take this dict. A stack of layers is one array `[layers, ...]`. Arrays have their logical
-shapes, or norms, factored moments and orthogonalization would depend on the mesh, which pads some
-dims. Only `OnPaddedArrays` sees the stored arrays.
+labels get this dict. A stack of layers is one array `[layers, ...]`. Arrays have their logical
+shapes: the mesh pads some dims, and norms, factored moments and orthogonalization must not depend
+on the mesh. Only `OnPaddedArrays` sees the padded arrays.
 
 An array of the state is sharded like the parameter whose path is among its keys: dims of equal
 size, counted from the end and then from the beginning, are split over the same axes. Other arrays,
@@ -44,8 +44,8 @@ Variables = dict[str, Variable]  # Variables by dotted path
 class OptimizerState(Variable):
     """An array of an Optax state, as a checkpoint stores it.
 
-    A typed PRNG key is its data, with the metadata `key_impl`; an empty array is a zero, with
-    `empty_shape`.
+    A typed PRNG key is stored as its data, with the metadata `key_impl`. An empty array is stored
+    as a zero, with `empty_shape`.
     """
 
 
@@ -63,12 +63,11 @@ class Optimizer(nnx.Module):
     evaluate the loss themselves (`value_fn` of line searches, `obj_fn` of Sophia) are refused.
 
     Args:
-      model: only its `nnx.Param` variables are updated.
-      transformation: or an `optax.MultiSteps`.
+      model: the model whose `nnx.Param` variables are updated.
+      transformation: an Optax transformation, or an `optax.MultiSteps`.
 
     Raises:
-      ConfigError: the transformation cannot update this model; also while `__init__` is only
-        traced.
+      ConfigError: the transformation cannot update this model; a trace of `__init__` raises it too.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Optimizer(nnx.Module):
             )
         self.transformation = transformation
         self.sees_padding = isinstance(transformation, OnPaddedArrays)
-        # Signed, because schedules subtract from it
+        # Signed, because schedules subtract from the step
         self.step = OptimizerState(jnp.zeros((), jnp.int32))
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
@@ -102,14 +101,14 @@ class Optimizer(nnx.Module):
         with _explained("init"):
             self.opt_state = nnx.data(tree_map_with_path(variable, transformation.init(params)))
         if not self.sees_padding:
-            # An error of the first step is raised before anything is allocated.
+            # Raises an error of the first step before anything is allocated.
             with _explained("update"):
                 jax.eval_shape(
                     lambda: self._transform(params, params, value=jnp.zeros(()), grad=params)
                 )
 
     def update(self, model: nnx.Module, grads: nnx.State, value: Array) -> None:
-        """Applies gradients, a state like the model's parameters; `value` is the mean loss."""
+        """Updates the model's parameters, given their gradients and the mean loss, `value`."""
         variables = _parameters(model)
         params = self._optax_arrays(variables, variables)
         gradients = self._optax_arrays(named_variables(grads), variables)
@@ -233,14 +232,15 @@ def _require_same(
 
 
 def _parameters(model: nnx.Module) -> Variables:
-    # The variables themselves, not copies.
+    # Returns the variables themselves, not copies.
     return by_dotted_path(
         (path, value) for path, value in nnx.iter_graph(model) if isinstance(value, nnx.Param)
     )
 
 
 def _parameter_at(path: KeyPath, params: Variables) -> Variable | None:
-    # The innermost key: a group of `optax.multi_transform` may have the name of a parameter.
+    # Takes the innermost key, because a group of `optax.multi_transform` may have the name of a
+    # parameter.
     keys = (getattr(key, "key", None) for key in reversed(path))
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
 
@@ -270,8 +270,8 @@ def _sharding_metadata(
 
 
 def _shared_dims(shape: tuple[int, ...], owner_shape: tuple[int, ...]) -> dict[int, int]:
-    # The parameter's dim for each dim of equal size, counted from the end and then from the
-    # beginning: the factored moments [L, m] and [L, n] of [L, m, n] share all their dims.
+    # Returns the parameter's dim for each dim of equal size, counted from the end and then from the
+    # beginning. The factored moments [L, m] and [L, n] of [L, m, n] share all their dims.
     suffix = _num_equal(shape[::-1], owner_shape[::-1])
     begin = len(shape) - suffix
     offset = len(owner_shape) - len(shape)

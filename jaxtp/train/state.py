@@ -89,9 +89,9 @@ class Blueprint:
 
     graph: nnx.GraphDef[TrainState]
     abstract: nnx.State
-    # Random keys and counters of the model, which are not part of the state
+    # The model's random keys and counters, which are not part of the state
     rngs: nnx.State
-    # Arrays that are attributes of modules, not variables
+    # Arrays that are plain attributes of modules, instead of variables
     constants: nnx.State
     shardings: Any
     mesh: Mesh
@@ -109,7 +109,7 @@ class Blueprint:
 
     @property
     def abstract_model(self) -> Any:
-        """A copy without arrays."""
+        """A model of abstract arrays."""
         return nnx.merge(self.graph, self.abstract, self.rngs, self.constants, copy=True).model
 
     def merge(self, state: nnx.State, key: Array | None = None) -> TrainState:
@@ -120,10 +120,7 @@ class Blueprint:
         return nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
 
     def model_of(self, weights: nnx.State) -> nnx.Module:
-        """Returns the model with these weights, as `merge` does.
-
-        Its optimizer's state stays abstract.
-        """
+        """Returns the model with these weights."""
         state = nnx.State({**self.abstract, "model": weights})
         return self.merge(state).model
 
@@ -135,8 +132,7 @@ class Blueprint:
           weights: initial parameters, donated; the other parameters are random.
 
         Raises:
-          ConfigError: all weights are random, and the model's arrays that are not variables have
-            another seed.
+          ConfigError: all weights are random, and the constants have another seed.
         """
         names = list(by_dotted_path(nnx.to_flat_state(self.constants)))
         if weights is None and names and seed != self.seed:
@@ -158,18 +154,18 @@ class Blueprint:
             return in_thread(lowered.compile).result()(weights)
 
     def record_of_constants(self) -> dict[str, object]:
-        """Returns the seed and sums of the constants, as JSON for checkpoints.
+        """Returns the seed and sums of the constants, as JSON; empty without constants.
 
-        Checkpoints do not contain the constants themselves. Empty without constants.
+        Checkpoints have this record instead of the constants themselves.
         """
         arrays = by_dotted_path(nnx.to_flat_state(self.constants))
         sums = {name: _sums_of_constant(array) for name, array in arrays.items()}
         return {"seed": self.seed, "sums": sums} if sums else {}
 
     def with_constants_of(self, info: Mapping[str, object]) -> tuple["Blueprint", list[str]]:
-        """Returns the blueprint with a checkpoint's constants, and a line for each that differs.
+        """Returns the blueprint with a checkpoint's constants, and a line for each that changed.
 
-        They are the constants of the run that wrote the checkpoint.
+        The constants are made again, from the seed of the run that wrote the checkpoint.
 
         Args:
           info: the checkpoint's info. If it has no record, the constants have seed 0.
@@ -194,12 +190,12 @@ class Blueprint:
             ):
                 lines.append(
                     f"changed since: the values of {name}, an attribute and not a variable: the "
-                    "code that makes it changed, or JAX's random numbers did"
+                    "code that creates it has changed, or JAX's random numbers have"
                 )
         return blueprint, lines
 
     def stored(self, state: nnx.State) -> nnx.State:
-        """Returns the saved part of a state: all but weights frozen under adapters."""
+        """Returns the part of a state that is saved: all of it, except weights under adapters."""
         if not self.config.lora.rank:
             # The state also has variables that are not parameters, such as the selection bias of
             # experts.
@@ -208,7 +204,7 @@ class Blueprint:
 
     @property
     def sharded(self) -> nnx.State:
-        """`abstract` with shardings, to compile a step before a state exists."""
+        """`abstract` with its shardings, to compile a step before a state exists."""
         return jax.tree.map(lambda a, s: a.update(sharding=s), self.abstract, self.shardings)
 
 
@@ -241,8 +237,8 @@ def plan_state(
     """Traces a `TrainState` on a mesh, which may be abstract.
 
     Args:
-      seed: the seed of the model's arrays that are attributes of modules, not variables;
-        `Blueprint.create` makes the variables.
+      seed: the seed of the constants; the seed of the variables is an argument of
+        `Blueprint.create`.
 
     Raises:
       ConfigError: nothing is trained, or a Decoder has an array that is not a variable.
@@ -310,7 +306,7 @@ def _values(
 
     with jax.set_mesh(mesh):
         values = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))()
-    # As NumPy arrays they become constants of compiled programs.
+    # NumPy arrays become constants of compiled programs.
     return jax.tree.map(np.asarray, values)
 
 
@@ -325,7 +321,7 @@ def trained_parameters(blueprint: Blueprint) -> dict[str, Variable]:
 
 
 def parameter_count(blueprint: Blueprint) -> int:
-    """Returns the number of parameters, without padding and scales of kernels in 8 bits."""
+    """Returns the number of parameters, without padding and the scales of float8 kernels."""
     model = blueprint.abstract["model"]
     scales = {f"{kernel}.scale" for kernel in float8_kernels(model)}
     return logical_size(select_paths(model, lambda path: path not in scales))
@@ -351,7 +347,7 @@ def shard_bytes(state: nnx.State) -> int:
 
 
 def finite_arrays(state: nnx.State) -> dict[str, Array]:
-    """Returns the `named_arrays`, except for variables of a user's class.
+    """Returns the `named_arrays` that must be finite.
 
     Variables of a user's class, such as masks, may be infinite.
     """

@@ -57,8 +57,8 @@ class Scalars:
     """
 
     names: tuple[str, ...] = field(metadata={"static": True})
-    # A float32 for each name, then the maximum of the flags: it has no name that a metric may have
-    # too
+    # A float32 for each name, then the maximum of the flags, which has no name: a user's metric
+    # might have the same one
     values: Array
 
     @classmethod
@@ -71,7 +71,7 @@ class Scalars:
 
     @property
     def flag(self) -> int:
-        """The maximum of the flags, or 0; waits for the step."""
+        """The maximum of the flags, or 0 without flags; waits for the step."""
         flags = np.asarray(self.values)[len(self.names) :]
         return int(flags.max(initial=0))
 
@@ -83,34 +83,30 @@ Norm = Callable[[Sequence[Variable]], Array]
 NORM = "norm"  # Name in profiles of the sum of squares over devices
 
 Choices = list[tuple[Array, Array] | None] | None
-"""For each kind of block the router's choices and their margin, if they are recorded."""
+"""The router's choices and their margin for each kind of block, if they are recorded."""
 
 Experts = tuple[Array | None, ...] | None
-"""For each kind of block the experts to use for each token, `[B, layers, T, k]`, instead of the
-router's choices."""
+"""Experts that replace the router's choices, `[B, layers, T, k]`, for each kind of block."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """The output of a training step besides the state; parts that were not requested are None."""
+    """The output of a training step besides the state; None for parts that were not requested."""
 
     scalars: Scalars
     checksums: Array | None = None
     """The gradients' `device_checksums`, after reduction and before clipping, in the order of
     `trained_parameters`."""
     choices: Choices = None
-    """For each kind of block, the router's choices `[B, layers, T, k]` and their margin
-    `[B, layers, T]`, tokens in device order; None without experts."""
+    """For each kind of block, the router's choices `[B, layers, T, k]` and their margins
+    `[B, layers, T]`, with tokens in device order; None for blocks without experts."""
     grads: nnx.State | None = None
     """The gradients, in the parameters' shardings."""
 
 
 class Replay(NamedTuple):
-    """Settings of `jaxtp check`.
-
-    A step records the choices of its routers, or takes the choices from another mesh.
-    """
+    """Settings of `jaxtp check`: record a step's routing, or replay the routing of another mesh."""
 
     record: bool = False
     experts: Experts = None
@@ -119,7 +115,7 @@ class Replay(NamedTuple):
 class _MicroBatch(NamedTuple):
     batch: Batch
     experts: Experts
-    # [B], indices in the whole batch, from which the keys of dropout are derived
+    # [B], indices in the whole batch, which determine the keys of dropout
     rows: Array
 
 
@@ -139,19 +135,17 @@ def make_train_step(
     with_grads: bool = False,
     task: Task = Task(),
 ) -> Wrapped:
-    """Returns the jitted training step `state, batch -> state, StepOutput`.
+    """Returns the jitted training step `state, batch -> state, StepOutput`; donates the state.
 
-    It donates the state.
-
-    It takes `stop`, the flags of all devices (`stopping.py`), and `experts`, which replace the
-    routers' choices, by keyword: as columns of the batch they would hide a user's columns of these
-    names.
+    The keyword arguments are `stop`, the flags of all devices (`stopping.py`), and `experts`, which
+    replace the routers' choices. They are not columns of the batch, where a user's columns may have
+    the same names.
 
     The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the
     global L2 norm before clipping; `learning_rate`, if known; `param_norm` after the update;
     `skipped`, the number of non-finite steps in a row; norms such as `grad_norm/blocks.mlp.*` for
     each of `metrics.norm_groups`; the balance of experts; and the metrics of a user's loss. The
-    state stays as it is if `loss` or `grad_norm` is not finite, or `loss_tokens` is 0; if only
+    state is unchanged if `loss` or `grad_norm` is not finite, or if `loss_tokens` is 0. If only
     `param_norm` is not finite, the update overflowed.
 
     Args:
@@ -208,9 +202,9 @@ def make_train_step(
 
 
 def on_leaves(step: Wrapped, blueprint: Blueprint, tree: PyTreeDef) -> Wrapped:
-    """Returns a training step from and to the leaves of a state.
+    """Returns a training step that takes and returns the leaves of a state.
 
-    Flattening a state takes as long as a tiny step.
+    Flattening a state in each step would take as long as a tiny step itself.
     """
     step_of_state = inspect.unwrap(step)
 
@@ -254,11 +248,11 @@ def loss_and_grads(
 ) -> tuple[LossTerms, Choices, nnx.State]:
     """Returns a batch's loss terms, the routers' choices, and the gradient of the mean loss.
 
-    Choices are returned if `replay` asks for them.
+    The choices are None unless `replay` records them.
 
-    The mean is over the batch's valid tokens (`count`, or a user's weight), not over means of
-    micro-batches. With accumulation, each replica sums its own gradients of jaxtp's layers, and one
-    reduction follows (`layers/parameter.py`).
+    The mean is over the batch's valid tokens (`count`, or a user's weight); it is not a mean of the
+    micro-batches' means. With accumulation, each replica sums its own gradients of jaxtp's layers,
+    and one reduction follows (`layers/parameter.py`).
 
     Args:
       model: a `Decoder`, unless `loss` is given. A user's loss may change variables that are not
@@ -286,7 +280,7 @@ def loss_and_grads(
             _, outcome = objective(params, micro, index)
             return outcome.terms
 
-        # Zeros for a decoder are known without a trace.
+        # A decoder knows its terms without a trace.
         no_terms = model.no_terms() if loss is None else _no_terms(terms_of, inputs, accumulation)
         terms, choices = _sum_over_micro_batches(add, inputs, accumulation, no_terms)
         grads = jax.tree.map(jax.freeze, sums)
@@ -311,7 +305,7 @@ class _Objective:
     def differentiate(
         self, params: nnx.State, micro: _MicroBatch, index: Array
     ) -> tuple[_Outcome, Callable[..., nnx.State]]:
-        """Returns the outcome, and a function for the gradients, which adds to `refs`, if any."""
+        """Returns the outcome, and a function that returns the gradients or adds them to `refs`."""
         total, backward, outcome = jax.vjp(
             partial(self, micro=micro, index=index), params, has_aux=True
         )
@@ -370,7 +364,7 @@ def _divisor(count: Array) -> Array:
 
 
 def _no_gradients(params: nnx.State, precision: Precision) -> nnx.State:
-    # Summing in a 16-bit parameter's own dtype would lose digits.
+    # Sums in the dtype of a 16-bit parameter would lose digits.
     def zeros(param: Array) -> jax.Ref:
         return jax.new_ref(jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)))
 
@@ -380,8 +374,8 @@ def _no_gradients(params: nnx.State, precision: Precision) -> nnx.State:
 def _add_gradients(
     gradients: Callable[[nnx.State], object], sums: nnx.State, params: nnx.State
 ) -> None:
-    # JAX adds a gradient only to a sum of its own dtype. Any other leaf than a mutable array, such
-    # as the parameter itself, asks it to return the gradient, which is added here.
+    # JAX adds a gradient only to a sum of the same dtype. For a leaf that is not a mutable array,
+    # such as the parameter itself, JAX returns the gradient, which is added here.
     def place(total: jax.Ref, param: Array) -> object:
         return total if total.dtype == param.dtype else param
 
@@ -393,7 +387,7 @@ def _add_gradients(
 
 
 def _no_terms(terms_of: Callable[[Any, Array], LossTerms], inputs: object, count: int) -> LossTerms:
-    # Zeros like the terms of a micro-batch.
+    # Returns zeros like the terms of a micro-batch.
     micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
     terms = jax.eval_shape(terms_of, micro, jnp.zeros((), jnp.int32))
     return jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
@@ -416,13 +410,18 @@ def _sum_over_micro_batches(
 def _skip_if_useless(
     new: nnx.State, old: nnx.State, finite: Array, has_weight: Array, max_skipped: int
 ) -> tuple[nnx.State, Array]:
-    # Also returns the number of non-finite steps in a row; too many of them freeze the state. A
-    # step without weight has no gradient, and would move the parameters by old momentum and by
-    # decay; it does not count. Loss and gradient norm are known before the update, so XLA updates
-    # in place. Selecting by the new parameters' norm would keep both states in memory (Llama 3 70B
-    # over tp 8: 176 instead of 150 GB). With finite gradients only an absurd learning rate makes a
-    # non-finite update; the loop ends such a run before it saves. The frozen state is for the host,
-    # which reads one step behind and still finds it untouched.
+    # Returns the old state if the step is useless, and the number of non-finite steps in a row.
+    #
+    # A step without weight has no gradient, but momentum and decay would still move the parameters.
+    # It does not count as non-finite.
+    #
+    # The loss and the gradient norm are known before the update, so XLA updates in place. Selecting
+    # by the norm of the new parameters would keep both states in memory (Llama 3 70B over tp 8: 176
+    # instead of 150 GB). With finite gradients, only an absurd learning rate makes a non-finite
+    # update, and the loop ends such a run before it saves.
+    #
+    # After too many non-finite steps, no further step changes the state: the host reads results one
+    # step late, and saves the state that it then finds.
     before = jnp.asarray(old["skipped"][...])
     halted = before > max_skipped
     counted = jnp.where(finite, 0, before + 1)
@@ -433,7 +432,7 @@ def _skip_if_useless(
 
 
 def _norms(name: str, state: nnx.State, groups: tuple[str, ...], norm: Norm) -> dict[str, Array]:
-    # Also `name/group` for each pattern of paths; in float32.
+    # Returns the norm of all variables, and a norm `name/group` for each pattern; in float32.
     variables = named_variables(state)
     parts = {name: [*variables.values()]}
     for group in groups:
@@ -447,7 +446,8 @@ def _norm(variables: Sequence[Variable]) -> Array:
 
 
 def _norm_by_one_sum(variables: Sequence[Variable]) -> Array:
-    # One all-reduce. The compiler would sum each array of a model without stacks by itself.
+    # One all-reduce for all arrays. In a model without stacks of layers, the compiler would reduce
+    # each array by itself.
     specs = tuple(map(spec_of, variables))
 
     def squares(*shards: Array) -> Array:
@@ -469,8 +469,8 @@ def _checksums(state: nnx.State) -> Array:
 def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None) -> Wrapped:
     """Returns a jitted `state, batch, number of the batch -> terms`, summed over the batch.
 
-    With the training step's micro-batches it needs no more memory than the training step. A user's
-    model is as after `nnx.Module.eval()`.
+    It computes the training step's micro-batches, so it needs no more memory than the training
+    step. A user's model is in the mode of `nnx.Module.eval()`.
     """
     accumulation = config.train.accumulation
 
@@ -517,9 +517,9 @@ def trace_step(
     """Traces the training step on its mesh, which may be abstract.
 
     Args:
-      batch: the abstract batch, by default rows of tokens.
-      step: from `make_train_step`, if already made.
-      state: what the step takes; the abstract state if None.
+      step: the result of `make_train_step`, if already made.
+      state: the step's first argument; by default the abstract state.
+      batch: the abstract batch; by default rows of tokens.
     """
     data = config.data
     mesh = blueprint.mesh
@@ -538,15 +538,15 @@ def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str
     """Returns the compiler options of the step."""
     options: dict[str, bool | str] = {}
     if platform in ("cuda", "rocm"):
-        # Verification needs bitwise reproducible programs, and a user may want them. On CPUs they
-        # are (tested). XLA of jax 0.10.2 and 0.12 compiles the step with this for an H100, but no
-        # GPU has run it. Not tried: whether cuDNN's attention respects it, and whether NCCL always
-        # sums in the same order; otherwise copies differ by rounding, which is reported although no
-        # device is at fault.
+        # Verification needs bitwise reproducible programs, and a user may want them. Programs for
+        # CPUs are reproducible (tested). XLA of jax 0.10.2 and 0.12 compiles the step with this
+        # option for an H100, but no GPU has run it. It is unknown whether cuDNN's attention
+        # respects the option, and whether NCCL always sums in the same order. If not, copies differ
+        # by rounding, and verification blames devices that are not at fault.
         if config.train.excludes_nondeterministic:
             options["xla_gpu_exclude_nondeterministic_ops"] = True
-        # Else XLA times Triton's tiles, 100 times slower than cuBLAS, and Triton's products add to
-        # no ring's sum.
+        # Otherwise XLA also times Triton's tiles, which are 100 times slower than cuBLAS, and
+        # Triton's products cannot add to the sum of a ring.
         if config.model.precision.matmul == "float8" or config.model.overlap == "ring":
             options["xla_gpu_enable_triton_gemm"] = False
     return options
@@ -569,7 +569,7 @@ def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
 
 
 def _split_rows(array: Array, steps: int) -> Array:
-    # [B, ...] -> [steps, B / steps, ...]: each device splits its own rows, so nothing moves.
+    # [B, ...] -> [steps, B / steps, ...]. Each device splits its own rows, so no row moves.
     devices = batch_parts(mesh_sizes(jax.sharding.get_abstract_mesh()))
     row_shape = array.shape[1:]
     micro = array.reshape(devices, steps, -1, *row_shape).swapaxes(0, 1)

@@ -1,7 +1,7 @@
 """Early end of a run: a signal to one process stops all, and a watchdog ends a stuck process.
 
-Each process passes a flag per device to the step, which returns their maximum. So all processes
-stop after the same step, without an extra exchange.
+Each process passes a flag for each device to the step, which returns the maximum of all flags. So
+all processes stop after the same step, without an extra exchange.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def abstract_flags(mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 class Stopping:
-    """Agrees with all processes on stopping."""
+    """Agrees with all processes on the step after which the run stops."""
 
     def __init__(self, interrupt: Interrupt, mesh: Mesh):
         def flags(number: int) -> dict[str, Array]:
@@ -54,7 +54,7 @@ class Stopping:
         return self._flags[self._interrupt.received is not None]
 
     def read(self, flag: int) -> None:
-        """Takes the flags' maximum, a result of the step."""
+        """Takes the maximum of the flags, which is a result of the step."""
         self._process = flag
 
     @property
@@ -71,9 +71,10 @@ class Watchdog:
     """Reports, or ends, a process in which no step finishes.
 
     Args:
-      seconds: time without `feed` before it prints the stacks of all Python threads, once per
-        stall; 0 never.
-      abort_seconds: time before it ends the process with exit code `TEMPORARY`; 0 never.
+      seconds: time without `feed` after which it prints the stacks of all Python threads, once per
+        stall; 0 is never.
+      abort_seconds: time without `feed` after which it ends the process with exit code `TEMPORARY`;
+        0 is never.
     """
 
     def __init__(self, seconds: float, abort_seconds: float = 0.0):
@@ -85,7 +86,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def feed(self) -> None:
-        """Reports progress, which restarts the time."""
+        """Reports progress, and restarts the time."""
         self._fed = time.monotonic()
         if self._watches and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()
@@ -114,5 +115,5 @@ def _show(message: str) -> None:
     # The terminal may be closed.
     with contextlib.suppress(OSError):
         os.write(STDERR, f"{message}\n".encode())
-    # Holds the interpreter lock. `dump_traceback_later` does not, and sometimes crashes.
+    # This holds the interpreter lock; `dump_traceback_later` does not, and sometimes crashes.
     faulthandler.dump_traceback(STDERR, all_threads=True)

@@ -7,6 +7,7 @@ A part is a plain function or value. `load_task` reads the parts that settings n
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, cast
 
 import optax
@@ -30,19 +31,19 @@ Shapes = Mapping[str, ShapeDtypeStruct]
 """A global batch of abstract arrays."""
 
 Metrics = Mapping[str, Array | tuple[Array, Array]]
-"""Sums over the rows of a batch, which the step divides by the loss's weight; or pairs of a sum and
-its weight."""
+"""By name, a sum over the rows of a batch, which the step divides by the loss's weight; or a pair
+of a sum and its own weight."""
 
 Loss = Callable[[Any, Any, Array], tuple[Array, Array] | tuple[Array, Array, Metrics]]
-"""Takes a model, a batch and a random key; returns a sum over the batch's rows, and the weight that
-divides the sum.
+"""Takes a model, a batch and a random key; returns a sum over the batch's rows, and the weight by
+which the step divides it.
 
-The loss must not return a mean: the step divides the sum over all micro-batches by their summed
-weight. So a token has the same weight in every micro-batch, on every mesh."""
+The loss must not return a mean. The step divides the sum over all micro-batches by their total
+weight, so a token has the same weight in every micro-batch, on every mesh."""
 
 Callback = Callable[[Any, Any], object]
-"""Takes the `Trainer` and its `Step`. Every process calls it after each step, because its work may
-need all devices."""
+"""Takes the `Trainer` and its `Step`. Every process calls it after each step, because it may use
+all devices."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,12 @@ class Task:
     """The parts of a run that you bring. A part that is None comes from the settings."""
 
     model: Callable[..., nnx.Module] | ModelConfig | None = None
-    """A function that returns a Flax NNX model, or its class; a parameter `rngs` gets
+    """A function that returns a Flax NNX model, or a model's class; a parameter `rngs` gets
     `nnx.Rngs(run.seed)`. Or the settings of jaxtp's decoder, or of a subclass."""
 
     loss: Loss | None = None
-    """By default the cross-entropy of the decoder's next token. A dataclass of settings may be one:
-    `DPO(beta=0.2)`."""
+    """By default the cross-entropy of the decoder's next token. It may be a callable dataclass of
+    settings, such as `DPO(beta=0.2)`."""
 
     batches: object = None
     """A function of the step that returns a dict of all rows in NumPy, a dataset with `__len__` and
@@ -69,13 +70,13 @@ class Task:
         | OptimizerConfig
         | None
     ) = None
-    """An Optax transformation, or a function that returns one; a parameter `steps` gets the updates
-    in the whole run. It sees the parameters as a dict by dotted path, `{"blocks.0.mlp.kernel":
-    ...}` (see `jaxtp.by_path`)."""
+    """An Optax transformation, or a function that returns one; a parameter `steps` gets the number
+    of updates in the whole run. The transformation sees the parameters as a dict by dotted path,
+    `{"blocks.0.mlp.kernel": ...}` (see `jaxtp.by_path`)."""
 
     plan: Mapping[str, Any] | None = None
-    """Styles by pattern of module paths, for `parallelize`. By default the model's specs, or else
-    `propose_plan`'s."""
+    """Styles by pattern of module paths, for `parallelize`. By default the model's specs, or the
+    plan of `propose_plan` if it has none."""
 
     validation: object = None
     """Batches to evaluate on, as `batches`."""
@@ -88,7 +89,7 @@ class Task:
         return self.model is not None and not isinstance(self.model, ModelConfig)
 
     def settings(self) -> dict[str, object]:
-        """Returns the settings among the parts, by dotted name."""
+        """Returns the parts that are settings, by section."""
         model = _recorded(self.model) if isinstance(self.model, ModelConfig) else None
         parts = {"model": model, "optimizer": self.optimizer}
         return {
@@ -133,7 +134,7 @@ that keep an effect."""
 def with_references(
     config: TrainConfig, task: Task, explicit: Set[str] = frozenset()
 ) -> TrainConfig:
-    """Returns the configuration with the names of a task's parts, for other commands.
+    """Returns the configuration with the names of a task's parts, which other commands can load.
 
     Raises:
       ConfigError: an explicit setting names a part that the task has too.
@@ -158,17 +159,16 @@ def with_references(
 
 
 def load_task(config: TrainConfig, task: Task = Task()) -> Task:
-    """Returns a task with all parts: its own parts, and parts that settings name.
+    """Returns the task with all parts: its own, and the parts that settings name.
 
-    If the model is a Decoder, the part becomes its settings.
+    A function that makes a Decoder is replaced by the Decoder's settings.
 
     Raises:
       ConfigError: a name that cannot be imported, or settings without effect.
     """
     parts: dict[str, Any] = {}
     for part, setting in _REFERENCES.items():
-        section, _, name = setting.partition(".")
-        reference = getattr(getattr(config, section), name)
+        reference = attrgetter(setting)(config)
         is_settings = part == "model" and not config.model.is_foreign
         if reference is not None and getattr(task, part) is None and not is_settings:
             parts[part] = load_object(reference, f"--{setting}".replace("_", "-"))
@@ -194,7 +194,7 @@ def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
     name = settings.loss or repr(loss)
     arguments = settings.loss_arguments
     defaults = recordable_arguments(loss)
-    # The loss is an instance of a dataclass, whose fields are the defaults.
+    # If the loss is an instance of a dataclass, its fields are the defaults.
     if defaults is not None:
         loss = type(loss)
         arguments = {**defaults, **arguments}
@@ -209,16 +209,13 @@ def _with_arguments(loss: Callable[..., object], settings: LoopConfig) -> Loss:
 
 
 def recordable_arguments(loss: object) -> dict[str, object] | None:
-    """Returns the fields of a loss that is a dataclass.
-
-    It is None if the loss cannot be made from these fields, read from a file.
-    """
+    """Returns the fields of a loss that is a dataclass, if a file can hold them; otherwise None."""
     if not is_dataclass(loss) or isinstance(loss, type):
         return None
     try:
         arguments = to_plain(loss)
         return arguments if validate(type(loss), arguments, source="") == loss else None
-    # Pydantic cannot read a field, or there are arrays.
+    # Pydantic cannot read a field, or a field is an array.
     except Exception:
         return None
 
@@ -252,8 +249,7 @@ def check(config: TrainConfig, task: Task) -> None:
         _check_function("callback", callback, ("trainer", "step"))
     if task.loss is None and config.train.loss_arguments:
         raise ConfigError(
-            f"{LOSS_ARGUMENTS}={dict(config.train.loss_arguments)} need a loss: name it by "
-            "--train.loss"
+            f"{LOSS_ARGUMENTS}={dict(config.train.loss_arguments)} need a loss: set --train.loss"
         )
     if task.plan is not None and not isinstance(task.plan, Mapping):
         raise ConfigError(
@@ -294,8 +290,8 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
     matmul = config.model.precision.matmul
     if task.has_own_model and matmul != "compute":
         yield (
-            f"model.precision.matmul={matmul}: it is for projections of jaxtp's decoder, and the "
-            "model is your own"
+            f"model.precision.matmul={matmul}: it applies to projections of jaxtp's decoder, and "
+            "the model is your own"
         )
     if config.model.is_foreign:
         used = {"build", "arguments"}
@@ -324,8 +320,7 @@ def is_replaced(config: TrainConfig, name: str) -> bool:
     section, _, key = name.partition(".")
     for part, (replaced_section, _, used) in _REPLACED.items():
         if section == replaced_section and key not in used:
-            _, _, reference = _REFERENCES[part].partition(".")
-            return bool(getattr(getattr(config, section), reference))
+            return bool(attrgetter(_REFERENCES[part])(config))
     return False
 
 
@@ -335,7 +330,7 @@ def transformation(
     """Returns the task's Optax transformation, if it has one.
 
     Args:
-      steps: updates in the whole run, for a function with this parameter.
+      steps: number of updates in the whole run, for a function with this parameter.
 
     Raises:
       ConfigError: the optimizer is not an Optax transformation, or the function fails.

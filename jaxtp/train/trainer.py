@@ -55,7 +55,8 @@ if TYPE_CHECKING:
 
 
 _ERRORS_OF_RUNS = UserError, NumericsError, OSError, jax.errors.JaxRuntimeError
-"""Errors of a trainer's methods, which a callback may call; other errors are the callback's own."""
+"""Errors that the methods of a trainer raise, also inside a callback; any other error is the
+callback's own."""
 
 
 Evaluation = Callable[[], dict[str, float]]
@@ -63,7 +64,7 @@ Evaluation = Callable[[], dict[str, float]]
 
 
 class Step:
-    """A step of a run; the devices may still compute it."""
+    """A step of a run, which the devices may still be computing."""
 
     def __init__(self, index: int, trainer: "Trainer"):
         self.index = index
@@ -72,15 +73,16 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the step; waits for it.
+        """Metrics of the step; waits until it is finished.
 
-        They are `loss`, `grad_norm`, a loss's own, and `eval_loss` if it was evaluated.
+        They are `loss`, `grad_norm`, the metrics that a user's loss returns, and `eval_loss` after
+        an evaluation.
         """
         return self._trainer.metrics_of(self.index)
 
 
 class NotStartedError(ConfigError, AttributeError):
-    """A trainer is used before it has started; `hasattr` is then false."""
+    """A trainer is used before its `with` block; `hasattr` is then false."""
 
 
 _OF_A_RUN = {"config", "mesh", "done", "step", "model"}
@@ -90,22 +92,22 @@ _OF_A_RUN = {"config", "mesh", "done", "step", "model"}
 class Trainer:
     """Trains a task in a folder, and resumes it from there.
 
-    `with Trainer(...) as trainer: for step in trainer: ...` runs all steps; each turn may read
-    `step.metrics`, and call `log`, `evaluate`, `save` or `stop`. All processes of a run must do the
-    same.
+    `with Trainer(...) as trainer: for step in trainer: ...` runs all steps. The body of the loop
+    may read `step.metrics`, and call `log`, `evaluate`, `save` or `stop`. All processes of a run
+    must make the same calls.
 
     Args:
       task: the parts that replace settings.
       mesh: devices along each axis, such as `fsdp=2,tp=4`.
-      folder: of the run (`run.dir`).
-      steps: updates in the whole run (`train.steps`).
+      folder: the run's folder (`run.dir`).
+      steps: number of updates in the whole run (`train.steps`).
       settings: other settings by dotted name, as on the command line: `{"checkpoint.every": 100}`;
         or a `TrainConfig`.
       verbose: also print the shape and the sharding of each parameter.
 
     Raises:
-      ConfigError: settings that are unknown, invalid, or without effect; other errors come at the
-        start of the `with` block (`setup.make_run`).
+      ConfigError: a setting is unknown, invalid, or without effect. The start of the `with` block
+        raises all other errors (`setup.make_run`).
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Trainer:
             text = f"folder={str(folder)!r}, {text}"
         return f"<Trainer {text}>"
 
-    # Type checkers would accept any name.
+    # Hidden from type checkers, which would otherwise accept any attribute.
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> object:
@@ -165,7 +167,7 @@ class Trainer:
     def of(
         cls, config: TrainConfig, startup_log: Sequence[str], *, verbose: bool = False
     ) -> "Trainer":
-        """Returns the trainer of resolved settings; `startup_log` says how they were chosen."""
+        """Returns a trainer for resolved settings; `startup_log` says how they were chosen."""
         trainer = cls(settings=config, verbose=verbose)
         trainer._startup_log = startup_log
         return trainer
@@ -223,9 +225,9 @@ class Trainer:
 
             self._verifier = verify.Verifier(config, run.blueprint, run.checkpoints, run.verified)
         self._in_flight: tuple[int, Batch, StepOutput] | None = None
-        # A finished step, with its training and evaluation metrics
+        # The last finished step, with its training and evaluation metrics
         self._last: tuple[int, dict[str, float]] = 0, {}
-        # Number of steps in a row without weight
+        # Number of steps in a row whose loss had the weight 0
         self._without_weight = 0
         self._saved_at = run.step if run.checkpoints.steps() else None
         self._first = run.step + 1
@@ -271,7 +273,7 @@ class Trainer:
             raise
 
     def _report_failure(self, error: BaseException) -> None:
-        # Reports before it closes objects that may wait for the other processes.
+        # Before anything is closed, because closing may wait for the other processes.
         if isinstance(error, jax.errors.JaxRuntimeError):
             note = describe_out_of_memory(error, self.config.launch.allocator)
             if note:
@@ -307,13 +309,13 @@ class Trainer:
         return self._run.blueprint.merge(self._run.state).model
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Returns the metrics of the last step; waits for it."""
+        """Returns the metrics of the last step; waits until it is finished."""
         self._finish_step()
         last, values = self._last
         if step != last:
             raise ConfigError(
-                f"the metrics of step {step} are gone; step {last} is the last. Read them in "
-                "its turn"
+                f"the metrics of step {step} are gone, because step {last} followed; read them "
+                "before the next step"
             )
         return values
 
@@ -321,8 +323,8 @@ class Trainer:
         """Writes values of the current step to `metrics.jsonl` and the trackers, from process 0.
 
         Raises:
-          ConfigError: a name that the run uses itself, a value that is not a number, or the `with`
-            block has ended.
+          ConfigError: the run logs a metric of that name itself, a value is not a number, or the
+            `with` block has ended.
         """
         self._require_open()
         self._trackers.write({"step": self._run.step, **logged_numbers(values, "trainer.log has")})
@@ -333,27 +335,22 @@ class Trainer:
 
     @contextmanager
     def paused(self, cause: str) -> Iterator[None]:
-        """Waits for the last step.
-
-        The time of the block counts as lost to `cause`, not as the next step's.
-        """
+        """Waits for the last step, then counts the time of the block as lost to `cause`."""
         self._finish_step()
         with self._phase(f"{cause} at step {self._run.step}", cause):
             yield
 
     def stop(self, reason: str) -> None:
-        """Saves and ends the run, after this step.
+        """Saves and ends the run after this step.
 
-        With several processes one call suffices, and the run ends after the next step.
+        With several processes, a call in one of them suffices, and the run ends after the next
+        step.
         """
         self._require_open()
         self._run.interrupt.received = self._stop_reason = reason
 
     def save(self) -> Path:
-        """Saves a checkpoint of the current step, if there is none.
-
-        Returns its folder, complete.
-        """
+        """Saves a checkpoint of the current step, unless there is one; returns its folder."""
         self._save()
         self._run.checkpoints.wait()
         return self._run.checkpoints.folder / str(self._run.step)
@@ -364,8 +361,8 @@ class Trainer:
         try:
             if run.step >= total:
                 self._report.line(
-                    f"already at step {run.step}, and train.steps={total}: raise it, or "
-                    "train.epochs if you give epochs"
+                    f"already at step {run.step}, and train.steps={total}: to train on, raise "
+                    "train.steps, or train.epochs"
                 )
                 self._evaluate(log=False)
                 self.done = True
@@ -421,7 +418,9 @@ class Trainer:
             yield step
             self._require_open()
             if run.step < total:
-                self._between_steps()
+                self._require_weight()
+                if _is_due(run.step, self.config.checkpoint.every):
+                    self._save()
                 if self._stopping.reason is not None:
                     self._stop_early(self._stopping.reason)
                     return
@@ -436,7 +435,7 @@ class Trainer:
         self.save()
         text = f"stopped by {reason} at step {self.step} and saved; the same command resumes it"
         if reason == self._stop_reason:
-            text = f"stopped at step {self.step}: {reason}; and saved"
+            text = f"stopped and saved at step {self.step}: {reason}"
         self._report.end()
         self._report.line(text)
 
@@ -449,8 +448,8 @@ class Trainer:
         try:
             return next(batches)
         except BatchError as error:
-            # No step is lost to bad data. Processes may fail at different steps, unless the data
-            # ends for all of them.
+            # Saves, so that bad data costs no step. But with several processes it may be bad for
+            # one of them only, and a save needs all; data ends for all of them at the same step.
             if self._run.step >= self._first and (
                 isinstance(error, EndOfDataError) or not is_multiprocess()
             ):
@@ -463,13 +462,13 @@ class Trainer:
 
     @contextmanager
     def _phase(self, name: str, cause: str) -> Iterator[None]:
-        # A phase between steps, whose time is lost to `cause`
+        # Work between steps, whose time is lost to `cause`
         self._enter_phase(name)
         with self._timing.lost_to(cause):
             yield
 
     def _require_sound_start(self) -> None:
-        # Otherwise the first step would be blamed.
+        # Without this check, the first step would be blamed for a non-finite initial state.
         run = self._run
         advice = "begin with other weights"
         if run.step:
@@ -484,8 +483,8 @@ class Trainer:
             run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, error, advice)
 
     def _evaluate_during(self, block: ExitStack) -> None:
-        # The evaluation runs in a thread, and is reported even if the block fails. On GPUs it runs
-        # alone, because XLA times kernels while it compiles.
+        # Evaluates in a thread during the block, and reports the result even if the block fails. On
+        # GPUs the evaluation comes first, because XLA times kernels while it compiles the step.
         begin = self._announce_evaluation()
         if is_multiprocess() or self._platform != "cpu":
             self._evaluate(lambda: in_thread(begin()).result())
@@ -494,15 +493,15 @@ class Trainer:
             evaluation = in_thread(begin())
 
         def finish(kind: type[BaseException] | None, *_: object) -> None:
-            # A second Ctrl-C does not wait.
+            # A second Ctrl-C does not wait for the evaluation.
             if kind is None or issubclass(kind, Exception):
                 self._evaluate(evaluation.result)
 
         block.push(finish)
 
     def _announce_evaluation(self) -> Callable[[], Evaluation]:
-        # Returns a function that begins the first evaluation, which takes as long as a compilation
-        # and some steps.
+        # Announces the first evaluation, because it takes as long as a compilation and some steps.
+        # Returns a function that begins it.
         total = self._run.data.validation_count(self.config.eval.batches)
         if total == 0:
             return self._begin_evaluation
@@ -521,7 +520,7 @@ class Trainer:
     def _compile(self) -> TrainStep:
         run = self._run
         with ExitStack() as block:
-            # A resumed run has the baseline in its log.
+            # The log of a resumed run has this evaluation already.
             if run.step == 0:
                 self._evaluate_during(block)
             self._report.line("compiling the training step")
@@ -553,7 +552,7 @@ class Trainer:
         # Computes the next step once, and restores the state.
         self._finish_step()
         run = self._run
-        step = self._run.step + 1
+        step = run.step + 1
         assert self._verifier is not None
 
         def compute(state: nnx.State) -> tuple[nnx.State, StepOutput]:
@@ -570,13 +569,8 @@ class Trainer:
                 verifier.finish(step, self._run.state, checksums)
             self._report.line(
                 f"step {step}: verified; copies agree on all devices, and so do two "
-                "computations of it"
+                "computations of the step"
             )
-
-    def _between_steps(self) -> None:
-        self._require_weight()
-        if _is_due(self._run.step, self.config.checkpoint.every):
-            self._save()
 
     def _evaluate_if_due(self, total: int) -> None:
         step = self._run.step
@@ -619,7 +613,7 @@ class Trainer:
     def _log(self, step: int, values: dict[str, float]) -> None:
         run = self._run
         total = self.config.train.steps
-        unit = self._run.data.unit
+        unit = run.data.unit
         per_step = run.data.global_batch_size * run.data.units_per_row
         rate = per_step / self._timing.step_seconds
         self._report.step(step, values, f"{rate:,.0f} {unit}/s")
@@ -636,7 +630,8 @@ class Trainer:
             self._trackers.write(record)
             self._report.log(record, total, unit, is_first=step == self._first)
         elif step == self._first:
-            # The step is shown, but not logged: the log must equal an uninterrupted run's.
+            # The first step is shown, but not logged: the log must equal the log of an
+            # uninterrupted run.
             speed = {f"{unit}_per_second": rate, "step_seconds": self._timing.step_seconds}
             self._report.log({"step": step, **values, **speed}, total, unit, is_first=True)
 
@@ -679,7 +674,7 @@ class Trainer:
         run = self._run
         allowed = self.config.train.skips_allowed
         text = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-        # A bad state makes every step fail.
+        # If the state is not finite, every step fails.
         if skipped == 1:
             run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, text)
         if skipped > allowed:
@@ -698,10 +693,10 @@ class Trainer:
             return (evaluation or self._begin_evaluation())()
 
     def _begin_evaluation(self, show: Callable[[int], object] | None = None) -> Evaluation:
-        # Traces in this thread, whose settings of JAX apply. `show` gets the number of finished
-        # batches.
+        # Traces in the calling thread, because JAX's context is local to a thread. `show` gets the
+        # number of finished batches.
         run = self._run
-        state = self._run.state
+        state = run.state
         batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
         first = next(batches, None)
         if first is None:
@@ -778,7 +773,7 @@ class Trainer:
 
 def _no_task(argument: object) -> str:
     if isinstance(argument, TrainConfig):
-        return "the first argument of Trainer is a jaxtp.Task; a TrainConfig is given by settings="
+        return "the first argument of Trainer is a jaxtp.Task; pass a TrainConfig as settings="
     name = getattr(argument, "__name__", None)
     form = f"jaxtp.Task(model={name or 'MODEL'}, loss=..., batches=..., optimizer=...)"
     return f"Trainer takes a jaxtp.Task, not {name or describe_value(argument)}: {form}"

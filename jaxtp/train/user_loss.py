@@ -61,7 +61,7 @@ _RESERVED_GROUPS = (
     "rows_per_second",
 )
 """Prefixes of names."""
-_FORM = "should return (sum, weight) or (sum, weight, metrics), sums over the rows of the batch"
+_FORM = "should return (sum, weight) or (sum, weight, metrics), with sums over the batch's rows"
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
 _ORIGINS = {
@@ -85,9 +85,9 @@ def attribute(loss: Loss | None, name: str, default: T) -> T:
 
 
 def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
-    """Returns rows for a loss on a decoder, without data.
+    """Returns an example of a decoder's batch, for use without data.
 
-    The loss makes them, or they are abstract ids, labels and segments.
+    The loss makes it (`example_batch`), or it has abstract ids, labels and segments.
     """
     shape = (rows, config.data.sequence_length)
     make: Callable[[int, int, TrainConfig], Mapping[str, Example]] | None = attribute(
@@ -100,26 +100,20 @@ def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str
 
 
 def check_names(metrics: Iterable[object], who: str) -> None:
-    """Raises ConfigError if a metric has the name of a metric that a run logs itself.
-
-    One of the two metrics would be lost.
-    """
+    """Raises ConfigError if a metric has the name of a metric that a run logs itself."""
     for name in metrics:
         if not isinstance(name, str):
-            raise ConfigError(f"{who} a metric named {name!r}; a name is a string")
+            raise ConfigError(f"{who} a metric named {name!r}; a name must be a string")
         if name in _RESERVED or name.startswith(_RESERVED_GROUPS):
             raise ConfigError(
-                f"{who} a metric named {name!r}; give it a name that a run does not use itself"
+                f"{who} a metric named {name!r}, which a run logs itself; give it another name"
             )
 
 
 def logged_numbers(metrics: object, who: str) -> dict[str, float]:
-    """Returns the metrics that a user logs.
-
-    Raises ConfigError if they are not a dict of numbers by name.
-    """
+    """Returns a user's metrics as floats; raises ConfigError unless they are numbers by name."""
     if not isinstance(metrics, Mapping):
-        raise ConfigError(f"{who} {describe_value(metrics)}; it takes a dict of numbers by name")
+        raise ConfigError(f"{who} {describe_value(metrics)}; metrics are a dict of numbers by name")
     check_names(metrics, who)
     return {name: _number(name, value, who) for name, value in metrics.items()}
 
@@ -181,22 +175,24 @@ def _scalar(name: str, value: object) -> Array:
 def _describe(value: object) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"an array {value.dtype}{list(value.shape)}"
-    return f"{len(value)} values" if isinstance(value, tuple) else f"a {type(value).__name__}"
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
 class Traits:
     """Facts about a loss, from its trace."""
 
-    # Whether it reads the weights of rows (`WEIGHTS`)
+    # Whether the loss reads the weights of rows (`WEIGHTS`)
     reads_weights: bool
-    # Variables of the model that it changes, by dotted path
+    # Dotted paths of the model's variables that the loss changes
     changes: tuple[str, ...]
     metrics: tuple[str, ...]
-    # Whether results depend on the random key
+    # Whether the results depend on the random key
     is_random: bool
-    # A warning about its dtypes
-    warning: str | None = None
+    # A warning about the dtypes of the results
+    warning: str | None
 
 
 def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
@@ -216,13 +212,13 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
     weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
     reads_weights = False
     if WEIGHTS not in batch:
-        # A loss may pass the batch's keys to a function that does not know this key.
+        # A loss may pass all columns to a function that does not take this one.
         with contextlib.suppress(UserError), user_code("the loss"):
             reads_weights = _trace(loss, model, batch, weights).reads(1)
     shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in batch.items())
     with user_code(f"the loss, on a batch of {shapes},", UserError):
         trace = _trace(loss, model, batch, *([weights] if reads_weights else []))
-    # The user's own column, which may have another meaning
+    # The user's own column may have another meaning.
     if WEIGHTS in batch:
         reads_weights = trace.reads(1 + sorted(batch).index(WEIGHTS))
     return Traits(
@@ -238,8 +234,8 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
 class _Trace:
     """A loss as a jaxpr.
 
-    Its inputs are the random key, weights of rows, if any, the batch's columns, variables and
-    parameters. Its outputs are terms, variables and parameters.
+    Its inputs are the random key, the weights of rows (if the loss gets them), the batch's columns,
+    variables and parameters. Its outputs are the terms, variables and parameters.
     """
 
     jaxpr: Any
@@ -329,7 +325,8 @@ def _changes(trace: _Trace) -> tuple[str, ...]:
 
 
 def _warning(results: tuple[object, ...]) -> str | None:
-    # A sum or a weight in 16 bits: bfloat16 has three digits, and no odd number above 256.
+    # Returns a warning if the sum or the weight has 16 bits: bfloat16 has three digits, and no odd
+    # number above 256.
     narrow = []
     for name, result in zip(("sum", "weight"), results, strict=False):
         dtype = getattr(result, "dtype", None)
@@ -339,24 +336,21 @@ def _warning(results: tuple[object, ...]) -> str | None:
         return None
     return (
         f"WARNING: the loss returns {' and '.join(narrow)}, which has too few digits for a sum "
-        "over a batch; convert what it sums to float32 before, as by "
+        "over a batch; convert the terms to float32 before the sum, as in "
         "losses.astype(jnp.float32).sum()"
     )
 
 
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:
-    """Returns the variables of a model that are neither params nor random keys.
-
-    Variables that `like` lacks are left out.
-    """
+    """Returns the variables at the paths of `like` that are neither parameters nor random keys."""
     variables = dict(nnx.to_flat_state(nnx.state(model, STATEFUL)))
     paths = [path for path, _ in nnx.to_flat_state(like)]
     return nnx.from_flat_state([(path, variables[path]) for path in paths if path in variables])
 
 
 def _depends(jaxpr: Any, outputs: list[Any], variable: Any) -> bool:
-    # Whether the outputs depend on a variable of the jaxpr. Literals, which have a `val`, are
-    # not variables.
+    # Whether the outputs depend on a variable of the jaxpr. Literals have a `val`; variables do
+    # not.
     needed = {var for var in outputs if not hasattr(var, "val")}
     for equation in reversed(jaxpr.eqns):
         if not needed.isdisjoint(equation.outvars):
@@ -365,7 +359,7 @@ def _depends(jaxpr: Any, outputs: list[Any], variable: Any) -> bool:
 
 
 Producers = dict[Any, tuple[Any, int]]
-"""The equation and the number of the result that makes each variable of a jaxpr."""
+"""For each variable of a jaxpr, the equation that computes it, and its place in the results."""
 
 
 def _producers(jaxpr: Any) -> Producers:
@@ -376,7 +370,8 @@ def _producers(jaxpr: Any) -> Producers:
 
 
 def _origin(var: object, producers: Producers) -> Any:
-    # Returns the variable that `var` equals: calls and scans may return an input unchanged.
+    # Follows `var` to the variable whose value it has: calls and scans may return an input
+    # unchanged.
     while not hasattr(var, "val") and var in producers:
         equation, index = producers[var]
         params = equation.params
@@ -385,7 +380,7 @@ def _origin(var: object, producers: Producers) -> Any:
         if inner is None or hasattr(inner, "val") or inner not in body.invars:
             return var
         place = body.invars.index(inner)
-        # A scan's parameters differ between versions of JAX; ranks do not.
+        # Compares ranks, because the parameters of a scan differ between versions of JAX.
         if equation.primitive.name == "scan":
             sliced = _change_rank(equation.invars, body.invars)
             stacked = _change_rank(equation.outvars, body.outvars)
@@ -407,15 +402,17 @@ def require_sums(
     batch: Mapping[str, Array],
     accumulation: int,
 ) -> str | None:
-    """Checks a loss on one row for each device, and on a batch that has each of these rows twice.
+    """Checks that a loss is a sum over rows: twice the rows have to give twice the sum.
 
-    Call it under the mesh in context.
+    Reads one row on each device. Call it with the run's mesh in context.
 
-    Returns a warning if the loss depends on the rows together.
+    Returns:
+      A warning if the loss is not a sum over rows.
 
     Raises:
-      ConfigError: a mean instead of a sum, a weight that does not count rows, or a loss that
-        accumulation changes.
+      ConfigError: the loss returns a mean instead of a sum, or a weight that does not count rows;
+      or
+        accumulation would change the loss.
     """
     devices = batch_parts(mesh_sizes(blueprint.mesh))
 
@@ -436,7 +433,7 @@ def require_sums(
     try:
         once, twice = jax.device_get(jax.jit(run)(dict(batch), key))
         jaxpr = jax.make_jaxpr(lambda key: terms(batch, 1, key))(key).jaxpr
-    # The loss may need batches of one size.
+    # The loss may only take batches of the run's size.
     except Exception:
         return None
     random_key = jaxpr.invars[0]
@@ -450,7 +447,7 @@ def require_sums(
         raise ConfigError(
             f"{warning}. Micro-batches change it: use --train.accumulation 1, or sum over rows"
         )
-    return warning and f"WARNING: {warning}. If it should be one, look for a mistake in shapes"
+    return warning and f"WARNING: {warning}. If it should be a sum, look for a mistake in shapes"
 
 
 Numbers = dict[str, tuple[float, float]]  # The loss and each metric, with their weights
@@ -464,7 +461,7 @@ def _numbers(terms: LossTerms) -> Numbers:
 
 
 def _compare(once: Numbers, twice: Numbers, *, loss_is_random: bool) -> str | None:
-    # Compares sums over rows with sums over the same rows, each twice.
+    # Compares sums over some rows with sums over each of these rows twice. Returns a warning.
     warning = None
     for name, (a, n) in once.items():
         b, m = twice[name]

@@ -1,7 +1,7 @@
 """Memory and work of a user's loss on a device, from a trace of one micro-batch.
 
-State, gradients and batch are exact. Activations are the residuals of the trace: XLA keeps fewer
-where it recomputes them in a fusion, and needs workspace on top.
+State, gradients and batch are exact. Activations are the residuals of the trace: XLA keeps fewer,
+because it recomputes some of them in fusions, but also needs workspace.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ def trace_step(
     parameters = shard_bytes(sharded["model"])
     trained = nnx.filter_state(sharded["model"], nnx.Param)
     gradients = shard_bytes(trained)
-    # With accumulation, also the sums over micro-batches
+    # With accumulation, there are also the sums over micro-batches.
     if config.train.accumulation > 1:
         sum_dtype = config.model.precision.sum_dtype
         sums = jax.tree.map(lambda array: array.update(dtype=sum_dtype(array.dtype)), trained)
@@ -94,7 +94,7 @@ def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
 
 
 def row_work(config: TrainConfig, task: Task, batch: Shapes) -> tuple[float, float]:
-    """Returns a row's FLOPs in products, forward and backward, and the bytes of its residuals.
+    """Returns the FLOPs of a row's products, forward and backward, and the bytes of its residuals.
 
     The model is on one device, not split. Recomputation does not count.
     """

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -39,7 +40,10 @@ from jaxtp.mesh import (
 )
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import TrainConfig
+
+_Switch = tuple[str, bool, str]
+"""A setting, whether it has an effect, and the setting that gives it one."""
 
 
 def check(
@@ -114,7 +118,7 @@ def check_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> None:
 
 
 def kernel_problems(config: TrainConfig, mesh: Sizes, platform: str | None = None) -> Iterator[str]:
-    """Yields why a requested kernel cannot compute this run."""
+    """Yields the reasons why requested kernels cannot compute this run."""
     model = config.model
     uses = run_uses(config, mesh, platform)
     yield from dict.fromkeys(chain(*(unsupported(model.attention, use) for use in uses)))
@@ -138,7 +142,7 @@ def multiplies_all(model: ModelConfig, platform: str) -> bool:
 
 
 def run_uses(config: TrainConfig, mesh: Sizes, platform: str | None) -> list[Use]:
-    """Returns how each kind of block uses attention."""
+    """Returns the use of attention by each kind of block."""
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
     dtype = config.model.precision.compute
     return [block.use_on(share, dtype) for block in attention_blocks(config.model)]
@@ -150,7 +154,7 @@ def attention_blocks(model: ModelConfig) -> list[BlockConfig]:
 
 
 def share_of(config: TrainConfig, mesh: Sizes) -> LocalShape:
-    """Returns the per-device shape of one row of the batch."""
+    """Returns the shape of one row of the batch on a device."""
     return LocalShape(
         sizes=mesh, rows=1, length=config.data.sequence_length, context=config.mesh.context
     )
@@ -168,7 +172,7 @@ def violations_on(config: TrainConfig, mesh: Sizes, devices: int | None = None) 
 
 
 def batch_violations(config: TrainConfig, mesh: Sizes, *, have_own_rows: bool) -> Iterator[str]:
-    """Yields `batch_problems`, with the nearest values that work on as many devices or fewer."""
+    """Yields `batch_problems`, with the nearest values that work on at most as many devices."""
     find = partial(batch_problems, have_own_rows=have_own_rows)
     return _explained(find, config, mesh, math.prod(mesh.values()))
 
@@ -196,7 +200,7 @@ def _explained(
 
 def problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields each conflict of settings and mesh; ignores `config.mesh`."""
-    # The other settings of a user's model have no effect.
+    # With a user's model, the decoder's settings have no effect.
     if config.model.is_foreign:
         yield from _general_problems(config, mesh)
         return
@@ -224,7 +228,15 @@ def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
             f"data.path={config.data.path} and data.mixture exclude each other: leave one of "
             "them out"
         )
-    yield from map(Problem, _without_switch(config))
+    has_project = not {"wandb", "aim"}.isdisjoint(config.metrics.trackers)
+    is_wsd = config.optimizer.schedule == "wsd"
+    switches = (
+        ("data.long_documents", config.data.packed, "data.packing=documents"),
+        ("optimizer.decay_fraction", is_wsd, "optimizer.schedule=wsd"),
+        ("profile.steps", config.profile.start > 0, "profile.start"),
+        ("metrics.project", has_project, "wandb or aim in metrics.trackers"),
+    )
+    yield from map(Problem, _without_switch(config, switches))
     if config.profile.start > config.train.steps:
         yield Problem(
             f"profile.start={config.profile.start} is after the last step, "
@@ -232,24 +244,13 @@ def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
         )
 
 
-def _without_switch(config: TrainConfig) -> Iterator[str]:
-    # Settings that have no effect while another setting is off
-    trackers = config.metrics.trackers
-    for name, is_used, switch in (
-        ("data.long_documents", config.data.packed, "data.packing=documents"),
-        ("optimizer.decay_fraction", config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
-        ("profile.steps", config.profile.start > 0, "profile.start"),
-        (
-            "metrics.project",
-            "wandb" in trackers or "aim" in trackers,
-            "wandb or aim in metrics.trackers",
-        ),
-    ):
-        section, _, key = name.partition(".")
-        value = getattr(getattr(config, section), key)
-        default = getattr(getattr(TrainConfig(), section), key)
-        if not is_used and value != default:
-            yield f"{name}={value} has no effect without {switch}; set that, or leave {name} out"
+def _without_switch(config: TrainConfig, switches: Iterable[_Switch]) -> Iterator[str]:
+    # Yields settings that have no effect while another setting is off.
+    for name, is_used, switch in switches:
+        setting = attrgetter(name)
+        value = setting(config)
+        if not is_used and value != setting(TrainConfig()):
+            yield f"{name}={value} has no effect without {switch}; set it, or leave {name} out"
 
 
 def batch_problems(
@@ -309,29 +310,24 @@ def context_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     if config.model.overlap == "ring" and config.model.sequence_parallel is False:
         yield (
-            "model.overlap=ring overlaps what sequence parallelism moves, and "
-            "model.sequence_parallel is false: leave "
-            "that out, or set model.overlap=none"
+            "model.overlap=ring overlaps the communication of sequence parallelism, but "
+            "model.sequence_parallel is false: leave model.sequence_parallel out, or set "
+            "model.overlap=none"
         )
     if config.optimizer.name == "adafactor" and config.optimizer.first_moment != "param":
         yield (
             f"optimizer.first_moment={config.optimizer.first_moment} has no effect on adafactor, "
-            "which has no first moment; leave that out, or set optimizer.name to adamw, lion or "
-            "muon"
+            "which has no first moment; leave it out, or set optimizer.name to adamw, lion or muon"
         )
     yield from _experts_without_effect(config)
-    biased = any(block.selection_bias for block in config.model.block_kinds())
-    for name, used, switch in (
-        ("balance_loss", config.model.most_experts, "model.num_experts"),
-        ("router_z_loss", config.model.most_experts, "model.num_experts"),
-        ("selection_bias_rate", biased, "model.selection_bias"),
-    ):
-        value = getattr(config.train, name)
-        if not used and value != getattr(LoopConfig(), name):
-            yield (
-                f"train.{name}={value} has no effect while {switch} is off; set that, or leave "
-                f"train.{name} out"
-            )
+    has_experts = config.model.most_experts > 0
+    has_bias = any(block.selection_bias for block in config.model.block_kinds())
+    switches = (
+        ("train.balance_loss", has_experts, "model.num_experts"),
+        ("train.router_z_loss", has_experts, "model.num_experts"),
+        ("train.selection_bias_rate", has_bias, "model.selection_bias"),
+    )
+    yield from _without_switch(config, switches)
     dtypes = {
         f"model.precision.{name}": dtype for name, dtype in vars(config.model.precision).items()
     }

@@ -7,9 +7,9 @@ Every `train.verify_every` steps, checksums of each device's shards are compared
    reduction and before clipping, are compared first, because clipping spreads one wrong gradient to
    all results.
 
-Checksums of every step's gradients tell in which step copies first differed. Programs must be
-bitwise reproducible (`step.compiler_options`). With dp 1, nothing reveals a gradient that was wrong
-once, between verifications. Cost: `scripts/results/verify_cost.txt`.
+Checksums of every step's gradients show in which step copies first differed. Programs must be
+bitwise reproducible (`step.compiler_options`). With dp 1, a gradient that is wrong once, between
+two verifications, goes unnoticed. Cost: `scripts/results/verify_cost.txt`.
 
 The errors for non-finite losses, gradients and updates are here too.
 """
@@ -56,11 +56,11 @@ Compute = Callable[[nnx.State], tuple[nnx.State, StepOutput]]
 """A step on a batch, as from `make_train_step(with_checksums=True)`."""
 
 HostShards = dict[str, list[tuple[jax.Device, np.ndarray]]]
-"""This process's shards of each array, in host memory."""
+"""Copies of this process's shards of each array, in host memory."""
 
 _BEFORE_SUM = (
-    "All copies of some shard differ, or there is only one, so the fault may precede the reduction "
-    "of these gradients: then it is on one of the devices that contribute to them. "
+    "All copies of some shard differ, or it has only one copy, so the fault may precede the "
+    "reduction of these gradients: then it is on one of the devices that contribute to them. "
 )
 _BATCH = "batch."
 
@@ -72,10 +72,10 @@ class CorruptionError(NumericsError):
 class Verifier:
     """Verifies steps, and records checksums of gradients in between.
 
-    All processes must call each method that raises, at the same step; all raise the same error.
+    All processes must call the methods that may raise, at the same step; all raise the same error.
 
     Args:
-      checkpoints: for recovery hints in errors.
+      checkpoints: errors say from which of them to resume.
       verified: the last verified step, if any.
     """
 
@@ -100,17 +100,16 @@ class Verifier:
         self._before: HostShards = {}
         self._first: HostShards = {}
         self._tables: list[Array] = []
-        """Checksums of state and batch, of both after their return from the host, of gradients, and
-        of the result."""
+        """Checksums of the state and the batch, before and after the way to the host and back; of
+        the gradients; and of the result."""
 
     def due(self, step: int) -> bool:
         """Returns whether to verify a step."""
         return step % self._every == 0
 
     def begin(self, step: int, state: nnx.State, batch: Batch, compute: Compute) -> nnx.State:
-        """Compares copies, computes the step once, and returns the state before it.
-
-        Donates `state`.
+        """Compares copies, computes the step once, and returns the state before it; donates
+        `state`.
 
         Raises:
           CorruptionError: copies differ.
@@ -119,15 +118,15 @@ class Verifier:
         before = checksums(arrays)
         if places := minority_devices(np.asarray(before), replica_groups_by_name(arrays)):
             raise self._unequal_copies(step, places, to_host(arrays))
-        # The step donates the state, so it goes to the host and back; the first result stays there
-        # as evidence.
+        # The step donates the state, so a copy on the host restores it. The first result also goes
+        # to the host, as evidence.
         self._before = to_host(arrays)
         first, output = compute(state)
         assert output.checksums is not None
         results = named_arrays(first)
         after = checksums(results)
         self._first = to_host(results)
-        # Makes room for the state
+        # Makes room for the restored state
         for array in results.values():
             array.delete()
         donated = named_arrays(state)
@@ -138,7 +137,7 @@ class Verifier:
         return state
 
     def finish(self, step: int, state: nnx.State, gradients: Array) -> None:
-        """Compares the step's second result and gradient checksums with the first.
+        """Compares the step's second result, and its gradient checksums, with the first.
 
         Raises:
           CorruptionError: results or copies differ.
@@ -191,7 +190,7 @@ class Verifier:
     def _unequal_copies(
         self, step: int, places: MeshPositions, before: HostShards
     ) -> CorruptionError:
-        # Names the gradients that made copies of the state differ, if they did.
+        # If unequal gradients made the copies of the state differ, the error names their step.
         for earlier, table in self._history.items():
             wrong = minority_devices(table, self._gradients)
             if wrong:
@@ -295,7 +294,7 @@ def to_devices(shards: Sequence[tuple[jax.Device, np.ndarray]], like: Array) -> 
 
 def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> str | None:
     # Writes a file for each device of this process; returns the error, if any. NumPy stores
-    # bfloat16 as raw bytes, two for each number.
+    # bfloat16 as raw bytes, two per number.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if jax.process_index() == 0:
@@ -316,9 +315,9 @@ def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> st
 def nonfinite_gradient(
     run: Run, description: str, step: int, batch: Batch, info: dict[str, object]
 ) -> NonFiniteError:
-    """Saves the unchanged state and the batch; returns the error, which begins with `description`.
+    """Saves the unchanged state and the batch, and returns the error.
 
-    Replaces the files of an earlier failure.
+    Replaces the files of an earlier failure. The message begins with `description`.
     """
     remedy = "leave such steps out with --train.non-finite skip"
     if run.config.train.non_finite == "skip":
@@ -333,9 +332,9 @@ def nonfinite_gradient(
     except (UserError, OSError) as error:
         saved = f"could not be saved for inspection ({error})"
     return NonFiniteError(
-        f"{description}: not finite. The weights do not contain it; they and the batch {saved}. "
-        f"{_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, a bad "
-        f"sample), or {remedy}"
+        f"{description}: not finite. The update was not applied; the weights and the batch "
+        f"{saved}. {_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, "
+        f"a bad sample), or {remedy}"
     )
 
 
@@ -346,7 +345,7 @@ def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFinite
     counts = Sums(named_arrays(run.state)).not_finite()
     where = f": {describe_not_finite(counts)}" if counts else ""
     return NonFiniteError(
-        f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it "
+        f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the new weights "
         f"{weights:g}: the update is not finite{where}. These weights are not saved. "
         f"{_resume_hint(run.checkpoints)}. Lower the learning rate{rate}"
     )

@@ -46,7 +46,7 @@ def test_a_summary_says_whether_rings_do_anything():
     nothing = "model.overlap=ring does nothing here: "
     for overlap, tp, said in (
         ("none", 4, None),
-        ("ring", 4, "rings of tp 4: a part of a sequence moves while another is multiplied"),
+        ("ring", 4, "rings of tp 4: a part of a sequence moves while another part is multiplied"),
         ("ring", 1, f"{nothing}there is no tp"),
         ("ring", 3, f"{nothing}tp 3 does not divide sequences of 128, which tp leaves whole"),
     ):
@@ -226,7 +226,7 @@ SINGLE_VIOLATIONS = [
     },
     {
         "change": {"model.overlap": "ring", "model.sequence_parallel": False},
-        "says": "model.overlap=ring overlaps what sequence parallelism",
+        "says": "model.overlap=ring overlaps the communication",
     },
     {
         "change": {"model.overlap": "ring", "model.precision": MXFP8},

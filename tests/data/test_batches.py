@@ -422,7 +422,7 @@ WRONG = {
     "numbers": (lambda step: {"x": 1}, "these are samples"),
     "text": (lambda step: {"t": ["a", "b"]}, "column 't' is text"),
     "ragged": (lambda step: {"t": [[1], [1, 2]]}, "column 't'.*pad its rows"),
-    "beyond 32 bits": (lambda step: {"x": [2**40]}, "1099511627776, which int32 does not hold"),
+    "beyond 32 bits": (lambda step: {"x": [2**40]}, "1099511627776, which does not fit into int32"),
     "a bare array": (lambda step: np.zeros(B), "gives a ndarray; it must give a dict"),
     "nothing": (lambda step: {}, "gives no columns"),
     "an error": (
@@ -454,7 +454,7 @@ WRONG = {
     "a path": ("data.jsonl", "is a str"),
     "fewer rows than asked": (
         lambda step, rows: {"x": np.zeros(3)},
-        "returned 3 rows, and was called with 8",
+        "returned 3 rows, but was called with 8",
     ),
     "datasets for streams": ([Dataset(), Dataset()], "dataset of samples"),
 }

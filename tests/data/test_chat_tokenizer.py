@@ -66,7 +66,7 @@ def test_the_template_alone_makes_special_tokens_and_no_text_is_lost(name, conte
 
 def test_what_is_no_text_is_refused():
     for text in ("\ufdd0", "a\ufdd3b", "\ud800"):
-        with pytest.raises(ChatError, match="which is no character"):
+        with pytest.raises(ChatError, match="which is not a character"):
             SpecialTokens(["<s>"]).escape({"role": "user", "content": text})
 
 

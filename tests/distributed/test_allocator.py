@@ -1,6 +1,4 @@
-"""The allocator of a GPU's memory: what JAX's plugin for CUDA would be given, and what is said
-of its limit.
-"""
+"""The allocator of GPU memory: options for JAX's CUDA plugin, and advice on its limits."""
 
 import os
 import re
@@ -28,8 +26,7 @@ GB = 10**9
 def options_after(tmp_path, monkeypatch):
     """Chooses an allocator on a machine with a GPU.
 
-    Returns what JAX passes to the plugin for CUDA when the backend starts, as its plugin's
-    `initialize` has it do.
+    Returns the options that JAX passes to its CUDA plugin when the backend starts.
     """
     from jax._src import xla_bridge  # the plugin itself registers by it
 
@@ -52,19 +49,19 @@ def options_after(tmp_path, monkeypatch):
     jax.config.update(OPTIONS, before)
 
 
-def test_the_default_leaves_what_the_variables_say(options_after, monkeypatch):
+def test_default_allocator_leaves_environment_unchanged(options_after, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "vmm")
     assert options_after("default")["allocator"] == "vmm"
 
 
-def test_cuda_async_reaches_the_plugin_with_a_pool_of_its_own(options_after, monkeypatch):
+def test_cuda_async_sets_allocator_and_pool_size(options_after, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     options = options_after("cuda_async", {})
     assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.85)
     assert type(options["memory_fraction"]) is float  # as text the plugin refuses it
 
 
-def test_variables_and_other_options_stay(options_after, monkeypatch):
+def test_existing_variables_and_options_are_kept(options_after, monkeypatch):
     for variable in (FRACTION, "XLA_CLIENT_MEM_FRACTION"):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "0.8")
@@ -76,14 +73,14 @@ def test_variables_and_other_options_stay(options_after, monkeypatch):
         assert (options["allocator"], options["use_tfrt_gpu_client"]) == ("cuda_async", "true")
 
 
-def test_without_a_gpu_nothing_changes(tmp_path):
-    """A TPU's backend ends at an option that it does not know."""
+def test_no_options_are_set_without_a_gpu(tmp_path):
+    """The backend of a TPU ends at an unknown option."""
     before = getattr(jax.config, OPTIONS)
     choose_allocator("cuda_async", {}, [tmp_path / "nvidiactl"])
     assert getattr(jax.config, OPTIONS) == before
 
 
-def test_platform_is_refused_where_jax_takes_its_default_for_it(options_after, monkeypatch):
+def test_platform_is_refused_for_jax_versions_that_ignore_it(options_after, monkeypatch):
     for version in ((0, 10, 1), (0, 10, 2)):
         monkeypatch.setattr(jax, "__version_info__", version)
         with pytest.raises(
@@ -108,7 +105,7 @@ ADVICE = [
         "cuda_async",
         101,
         0.85,
-        f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to 0.9 at most, .*{SMALLER_STEP}",
+        f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to at most 0.9, .*{SMALLER_STEP}",
     ),
     (
         "cuda_async",
@@ -119,7 +116,7 @@ ADVICE = [
 ]
 
 
-def test_what_a_peak_means_for_an_allocator():
+def test_advice_depends_on_allocator_and_peak():
     for allocator, peak, fraction, said in ADVICE:
         assert re.search(said, str(advice(allocator, peak * GB, 100 * GB, fraction))), (
             allocator,
@@ -127,7 +124,7 @@ def test_what_a_peak_means_for_an_allocator():
         )
 
 
-def test_a_step_may_outgrow_the_pool_of_cuda_async_but_not_what_stays_outside():
+def test_cuda_async_step_may_exceed_the_pool_up_to_the_reserve():
     assert most_bytes("default", 75, 0.75) == 75
     assert most_bytes("cuda_async", 75, 0.75) == pytest.approx(90)
     assert most_bytes("cuda_async", 95, 0.95) == 95
@@ -138,7 +135,7 @@ def test_a_step_may_outgrow_the_pool_of_cuda_async_but_not_what_stays_outside():
     )
 
 
-def test_an_error_for_lack_of_memory_says_what_may_help():
+def test_out_of_memory_error_suggests_remedies():
     error = jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15354000000 bytes."
     )

@@ -1,6 +1,4 @@
-"""The files for clusters: when Slurm's script, with stubs for its commands, queues a job again,
-and what others say.
-"""
+"""The files for clusters: Slurm's script with stubs for Slurm's commands, and others."""
 
 import os
 import re
@@ -38,8 +36,8 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("does", ENDINGS)
-def test_slurm_queues_again_what_failed_and_was_no_mistake(tmp_path, does):
-    """An srun that does what it is given, and an scontrol that says what it was asked."""
+def test_slurm_requeues_failures_except_user_errors(tmp_path, does):
+    """`srun` runs its command, and `scontrol` prints its arguments."""
     failures, code, said = ENDINGS[does]
     (tmp_path / "slurm-7.failures").write_text("exit code 1\n" * failures)
     for name, ends in (("srun", does), ("scontrol", "")):
@@ -64,19 +62,19 @@ def test_slurm_queues_again_what_failed_and_was_no_mistake(tmp_path, does):
 
 
 def mesh_of(arguments):
-    """Returns the mesh of flags that train takes, with paths from the project's root."""
+    """Returns the mesh in flags of `jaxtp train`, with paths relative to the project's root."""
     config, _ = TRAIN.load([word.replace("configs/", f"{ROOT}/configs/") for word in arguments])
     return config.mesh
 
 
-def test_the_script_for_slurm_fits_its_own_example():
+def test_slurm_script_matches_its_example():
     (signalled,) = re.findall(r"^#SBATCH --signal=B:(\w+)@180$", SBATCH, re.MULTILINE)
     assert f"trap stop {signalled}" in SBATCH
     (command,) = re.findall(r"^# sbatch scripts/cluster/slurm.sbatch (.*)", SBATCH, re.MULTILINE)
     assert mesh_of(command.split()).fsdp == 2
 
 
-def test_the_jobset_fits_the_command():
+def test_jobset_runs_a_valid_command():
     jobset = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
     (hosts,) = jobset["spec"]["replicatedJobs"]
     job = hosts["template"]["spec"]
@@ -111,7 +109,7 @@ TYPES = {
 
 
 def check_fields(value, allowed, place="jobset"):
-    """Compares a part of a file with the fields that are allowed there, and their types."""
+    """Compares a part of a file with the allowed fields and their types."""
     if isinstance(allowed, list):
         assert isinstance(value, list), place
         for index, each in enumerate(value):
@@ -131,7 +129,7 @@ def check_fields(value, allowed, place="jobset"):
         assert value in allowed.split(" | "), f"{place}: {value}"
 
 
-def test_the_jobset_has_fields_and_types_of_its_definition():
+def test_jobset_conforms_to_its_definition():
     allowed = read_table(__file__, "jobset_crd")
     text = (CLUSTER / "jobset.yaml").read_text()
     check_fields(yaml.safe_load(text), allowed)
@@ -148,8 +146,8 @@ def test_the_jobset_has_fields_and_types_of_its_definition():
             check_fields(yaml.safe_load(text.replace(right, wrong)), allowed)
 
 
-def test_the_settings_for_gpus_are_variables_and_flags_that_there_are():
-    """Docker and Kubernetes take such a file as it is: no quotes, nothing after a value."""
+def test_gpu_settings_name_existing_variables_and_flags():
+    """Docker and Kubernetes take such a file literally: no quotes, and nothing after a value."""
     lines = (CLUSTER / "gpu.env").read_text().splitlines()
     settings = [line for line in lines if line and not line.startswith("# ")]
     assert all(re.fullmatch(r"#?[A-Z_]+=[^\s'\"#]+", line) for line in settings if line.strip("#"))
@@ -160,9 +158,9 @@ def test_the_settings_for_gpus_are_variables_and_flags_that_there_are():
     assert hasattr(jax.config, "jax_optimization_level")
 
 
-def test_python_and_drivers_for_gpus_are_named():
-    """jax has left Python 3.11; its installation page names the least driver of each version of
-    CUDA.
+def test_guide_names_python_and_driver_versions():
+    """JAX no longer supports Python 3.11; its installation page names the minimum driver for each
+    version of CUDA.
     """
     assert re.search(r"^FROM python:3\.1[2-9]", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
     readme = (ROOT / "README.md").read_text()
@@ -174,7 +172,7 @@ def test_python_and_drivers_for_gpus_are_named():
         assert said in readme
 
 
-def test_the_image_is_made_of_what_is_there():
+def test_image_copies_existing_files():
     lines = (CLUSTER / "Dockerfile").read_text().splitlines()
     ignored = (ROOT / ".dockerignore").read_text()
     for line in lines:

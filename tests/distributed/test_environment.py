@@ -20,7 +20,7 @@ from jaxtp.train.__main__ import main as training
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
-def test_libraries_of_cuda_are_not_looked_for_without_a_gpu(tmp_path):
+def test_cuda_library_check_is_skipped_without_a_gpu(tmp_path):
     devices = [tmp_path / name for name in ("nvidia0", "nvidiactl", "dxg")]
 
     def accepted(**environment):
@@ -35,7 +35,7 @@ def test_libraries_of_cuda_are_not_looked_for_without_a_gpu(tmp_path):
         device.unlink()
 
 
-def test_the_gpus_that_may_be_used_are_those_that_a_variable_lists():
+def test_visible_gpus_follow_cuda_visible_devices():
     counts = {"": 0, "1": 1, "0,1,2": 3, "GPU-8932f937, GPU-1": 2, "0,-1,2": 1, "0,1,2,3,4": 4}
     assert len(launch.names_of_gpus(4, {})) == 4
     assert {
@@ -53,9 +53,7 @@ CACHE = (
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """The folder of compiled programs, in a cache of its own; JAX's configuration says nothing
-    of one.
-    """
+    """The folder of programs, in a temporary cache; JAX's configuration names no folder."""
     before = {name: getattr(jax.config, name) for name in CACHE}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)
@@ -66,7 +64,7 @@ def kept(tmp_path, monkeypatch):
     compilation_cache.reset_cache()
 
 
-def test_programs_for_gpus_are_kept_and_damage_to_them_is_compiled_anew(kept, capsys):
+def test_gpu_programs_are_cached_and_damaged_entries_recompiled(kept, capsys):
     compute = lambda: np.asarray(jax.jit(lambda x: 3 * x + 1)(np.arange(4.0, dtype=np.float32)))
     launch.enable_compilation_cache("gpu")
     np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
@@ -79,9 +77,7 @@ def test_programs_for_gpus_are_kept_and_damage_to_them_is_compiled_anew(kept, ca
     assert capsys.readouterr().err == ""
 
 
-def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_has_a_setting(
-    kept, monkeypatch
-):
+def test_cache_stays_off_on_cpus_in_several_processes_and_if_configured(kept, monkeypatch):
     for asked, platform, processes in ((None, "cpu", 1), (None, "gpu", 2), ("own", "gpu", 1)):
         jax.config.update("jax_compilation_cache_dir", asked)
         monkeypatch.setattr(jax, "process_count", lambda processes=processes: processes)
@@ -91,15 +87,15 @@ def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_ha
         assert not kept.exists()
 
 
-def test_an_empty_folder_turns_the_cache_off(kept):
+def test_empty_cache_folder_turns_the_cache_off(kept):
     jax.config.update("jax_compilation_cache_dir", "")
     launch.enable_compilation_cache("gpu")
     assert not jax.config.jax_enable_compilation_cache
     assert not kept.exists()
 
 
-def test_a_folder_of_programs_that_cannot_be_used_is_one_line(kept, capsys):
-    """A file in its place, and a folder that is open to others."""
+def test_unusable_cache_folder_prints_one_line(kept, capsys):
+    """A file is in the folder's place, or others can write to the folder."""
     for make in (
         kept.parent.touch,
         lambda: (kept.parent.unlink(), kept.mkdir(parents=True), kept.chmod(0o777)),
@@ -112,7 +108,7 @@ def test_a_folder_of_programs_that_cannot_be_used_is_one_line(kept, capsys):
         assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_the_programs_that_were_used_last_are_kept(tmp_path):
+def test_cache_evicts_least_recently_used_programs(tmp_path):
     (tmp_path / "gone").symlink_to("nowhere")  # as if another process had just deleted it
     for age, name in itertools.product(range(4), "ab"):
         (tmp_path / f"{name}{age}").write_bytes(b"x" * 10)
@@ -129,10 +125,8 @@ def test_the_programs_that_were_used_last_are_kept(tmp_path):
         (loading, generate.main, ["--model=.", "--prompt=a"]),
     ],
 )
-def test_commands_that_compute_keep_their_programs(module, main, flags, monkeypatch):
-    """Each is stopped by a mistake, which comes after its devices are known and before anything
-    is compiled.
-    """
+def test_computing_commands_enable_the_cache(module, main, flags, monkeypatch):
+    """A mistake stops each command after its devices are known, and before anything is compiled."""
     asked = []
     monkeypatch.setattr(module, "enable_compilation_cache", asked.append)
     source = SimpleNamespace(

@@ -1,5 +1,5 @@
-"""A short version of scripts/process_failures.py: one process of four ends, twice, and
-the run goes on with two.
+"""A short version of scripts/process_failures.py: one process of four ends, twice, and two
+processes resume.
 """
 
 import runpy
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parent.parent.parent / "scripts/process_failures.py"
 
 
 @pytest.mark.slow
-def test_the_others_of_a_process_that_ends_end_too_and_the_run_goes_on(capsys):
+def test_all_processes_end_after_one_fails_and_the_run_resumes(capsys):
     script = runpy.run_path(str(SCRIPT))
     assert script["main"](["--kind", "killed", "failing", "--rounds", "1", "--steps", "30"]) == 0
     lines = capsys.readouterr().out.splitlines()

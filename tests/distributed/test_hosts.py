@@ -1,6 +1,4 @@
-"""Which device is on which host, whatever the order in which a scheduler dealt out the
-processes.
-"""
+"""The order of devices by host, whatever the order of processes from a scheduler."""
 
 from dataclasses import dataclass
 
@@ -15,7 +13,7 @@ from jaxtp.distributed.devices import by_host
 
 @dataclass(frozen=True)
 class Device:
-    """What JAX's own function asks of a device."""
+    """The attributes of a device that JAX's own function reads."""
 
     id: int
     process_index: int
@@ -32,7 +30,7 @@ def devices(processes, each):
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.randoms())
-def test_devices_of_a_host_are_neighbours(num_hosts, of_host, each, chance):
+def test_devices_of_a_host_are_neighbors_in_the_mesh(num_hosts, of_host, each, chance):
     hosts = [f"n{index}" for index in range(num_hosts)] * of_host
     chance.shuffle(hosts)
     there = devices(len(hosts), each)
@@ -58,8 +56,8 @@ def test_devices_of_a_host_are_neighbours(num_hosts, of_host, each, chance):
         ((1, 1, 2, 4), (2, 1, 2, 1)),
     ],
 )
-def test_a_mesh_is_the_hybrid_one_of_jax(inside, across):
-    """With a process on each host, which is all that JAX's knows."""
+def test_mesh_equals_hybrid_mesh_of_jax(inside, across):
+    """There is one process on each host, the only case that JAX's function knows."""
     there = devices(int(np.prod(across)), int(np.prod(inside)))
     expected = mesh_utils.create_hybrid_device_mesh(inside, across, there, process_is_granule=True)
     ordered = by_host(there, [f"n{process}" for process in range(len(there))])

@@ -1,4 +1,4 @@
-"""Joining: from the variables that launchers set, as recorded, and from bad ones."""
+"""Joining from the variables that launchers set, as recorded, and from invalid variables."""
 
 import os
 import re
@@ -31,7 +31,7 @@ ENDLESS = "9" * 5000
 
 @pytest.fixture
 def alone(monkeypatch):
-    """Nobody looks for the names of these hosts."""
+    """Nothing looks up the names of these hosts."""
     monkeypatch.setattr(joining.Wait, "reach", lambda self: None)
 
 
@@ -45,13 +45,13 @@ def joined(alone, monkeypatch):
     return calls
 
 
-def test_an_ordinary_environment_is_one_process(joined):
+def test_environment_without_launcher_is_one_process(joined):
     for environment in ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_JOB_ID": "1"}):
         join_processes(environment, gpus=8)
     assert not joined
 
 
-def test_a_process_finds_its_place_and_its_gpus(joined):
+def test_process_finds_its_id_and_gpus(joined):
     nameless = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_NODELIST"}
     rows = [*LAUNCHERS["places"], {"environment": nameless, "gpus": 0, "place": [None, 2, 1, None]}]
     for row in rows:
@@ -67,19 +67,19 @@ def test_a_process_finds_its_place_and_its_gpus(joined):
         assert settings["initialization_timeout"] > joining.JOIN_SECONDS
 
 
-def test_processes_that_would_each_run_alone_are_refused():
+def test_processes_of_unsupported_launchers_are_refused():
     rows = [row | {"says": [*row["says"], *JAX_NAMES]} for row in LAUNCHERS["alone"]]
     assert_errors(
         rows, lambda row: raised_by(require_joinable, row["environment"], kind=LaunchError)
     )
 
 
-def test_one_process_and_processes_that_are_joined_are_accepted():
+def test_single_and_joined_processes_are_accepted():
     for environment in (*LAUNCHERS["accepted"], RECORDED["torchrun"] | {"WORLD_SIZE": ENDLESS}):
         require_joinable(environment)
 
 
-def test_the_mesh_of_a_run_is_refused_where_another_launcher_started_it(monkeypatch):
+def test_run_mesh_is_refused_under_unsupported_launcher(monkeypatch):
     for name, value in RECORDED["mpich"].items():
         monkeypatch.setenv(name, value)
     sizes = {"dp": 1, "fsdp": 1, "cp": 1, "tp": len(jax.devices())}
@@ -91,7 +91,7 @@ def test_the_mesh_of_a_run_is_refused_where_another_launcher_started_it(monkeypa
 
 
 @pytest.mark.journey
-def test_a_training_under_another_launcher_is_one_error_and_its_help_is_printed(tmp_path):
+def test_train_under_unsupported_launcher_fails_but_prints_help(tmp_path):
     command = [sys.executable, "-m", "jaxtp", "train"]
     settings = {
         "env": os.environ | RECORDED["torchrun"],
@@ -108,7 +108,7 @@ def test_a_training_under_another_launcher_is_one_error_and_its_help_is_printed(
     assert helped.returncode == 0, helped.stderr
 
 
-def test_the_processes_do_not_meet_through_a_proxy():
+def test_processes_bypass_the_proxy():
     for before, after in (
         ({}, None),
         ({"HTTP_PROXY": "http://proxy"}, None),
@@ -125,13 +125,13 @@ def test_the_processes_do_not_meet_through_a_proxy():
         assert environment.get("no_grpc_proxy") == after
 
 
-def test_every_gpu_of_a_host_is_driven_by_one_process():
+def test_each_gpu_of_a_host_belongs_to_one_process():
     for tasks in (1, 2, 4, 8):
         driven = [gpu for index in range(tasks) for gpu in gpus_of_process({}, tasks, index, 8)]
         assert sorted(driven) == list(range(8))
 
 
-def test_variables_that_cannot_be_are_errors(joined):
+def test_invalid_variables_are_errors(joined):
     endless = [
         {"environment": BY_HAND | {"JAX_PROCESS_ID": ENDLESS}, "says": ["ID=999", "number"]},
         {"environment": BY_HAND | {"JAX_COORDINATOR_ADDRESS": f"h:{ENDLESS}"}, "says": "HOST:PORT"},
@@ -159,14 +159,14 @@ LISTENS = [
 ]
 
 
-def test_process_0_listens_on_loopback_where_all_meet_there_or_at_an_address_that_is_set(joined):
+def test_process_0_listens_on_loopback_or_at_the_bind_address(joined):
     for bind, host, bound in LISTENS:
         join_processes(at(host), gpus=0, bind=bind)
         address, settings = joined.pop()
         assert (address, settings["coordinator_bind_address"]) == (f"{host}:1", bound)
 
 
-def test_an_address_at_which_the_others_do_not_look_is_an_error(joined):
+def test_bind_address_must_match_the_loopback_address(joined):
     for bind, environment in (
         ("10.0.0.7", at("localhost")),
         ("::1", at("127.0.0.1")),
@@ -179,7 +179,7 @@ def test_an_address_at_which_the_others_do_not_look_is_an_error(joined):
     assert not joined
 
 
-def test_an_address_that_is_not_of_this_host_is_an_error(joined):
+def test_bind_address_must_belong_to_this_host(joined):
     with pytest.raises(
         LaunchError, match=r"^192\.0\.2\.77:61445: this host cannot listen there \("
     ):
@@ -189,8 +189,8 @@ def test_an_address_that_is_not_of_this_host_is_an_error(joined):
     assert not joined
 
 
-def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
-    """And that it does not reach a node: at once, since JAX would not say it."""
+def test_long_wait_prints_one_line(monkeypatch, capsys):
+    """An unreachable address is also reported at once, because JAX would not report it."""
     said = []
 
     def wait_for_others(*_, **__):
@@ -211,7 +211,7 @@ def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     )
 
 
-def test_who_waits_in_vain_for_a_scheduler_names_the_node(monkeypatch, capsys):
+def test_timeout_under_a_scheduler_names_the_node(monkeypatch, capsys):
     ended = threading.Event()
     end = Mock(side_effect=lambda code: ended.set())
     monkeypatch.setattr(joining.os, "_exit", end)
@@ -221,12 +221,13 @@ def test_who_waits_in_vain_for_a_scheduler_names_the_node(monkeypatch, capsys):
     end.assert_called_once_with(2)
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(
-        "error: process 1 of 2 at no-such-host.invalid:61445: not all came within 1 s: the host has"
+        "error: process 1 of 2 at no-such-host.invalid:61445: not all processes joined within 1 s: "
+        "the host has"
     )
     assert "JAX_COORDINATOR_ADDRESS=HOST:PORT names another" in last
 
 
-def test_an_error_of_jax_while_joining_is_one_message(alone, monkeypatch):
+def test_jax_error_while_joining_is_one_message(alone, monkeypatch):
     monkeypatch.setattr(joining, "rendezvous", lambda *_: None)
     for error, message in (
         (
@@ -244,10 +245,10 @@ def test_an_error_of_jax_while_joining_is_one_message(alone, monkeypatch):
 
 
 @pytest.mark.journey
-def test_a_process_that_waits_in_vain_ends_with_one_line():
-    """JAX itself would abort the process. Each of two processes waits for another."""
+def test_process_that_times_out_ends_with_one_line():
+    """JAX itself would abort the process. Each of two processes waits for the other."""
     messages = {
-        "0": "process 1 of 2 did not come within 3 s: does it run",
+        "0": "process 1 of 2 did not join within 3 s: is it running",
         "1": "process 1 of 2 at {}: nothing answers there after",
     }
     for process, message in messages.items():
@@ -266,11 +267,11 @@ def test_a_process_that_waits_in_vain_ends_with_one_line():
 
 
 class MeetingError(Exception):
-    """Ends a command at the meeting of its processes."""
+    """Ends a command when its processes meet."""
 
 
-def test_the_address_to_listen_at_is_read_before_the_processes_meet(monkeypatch, tmp_path, capsys):
-    """A mistake is reported later, to all."""
+def test_bind_address_is_read_before_joining(monkeypatch, tmp_path, capsys):
+    """A mistake in the flags is reported later, to all processes."""
     meet = Mock(side_effect=MeetingError)
     monkeypatch.setattr(joining, "join_processes", meet)
     monkeypatch.setenv("JAX_NUM_PROCESSES", "2")

@@ -1,6 +1,4 @@
-"""The processes that people start by hand: all of them, one that is missing, ids and counts that
-cannot be.
-"""
+"""Processes that are started by hand: all of them, a missing one, and invalid ids and counts."""
 
 import os
 import re
@@ -26,7 +24,7 @@ def come(port, process, count, seconds, token=TOKEN, host="127.0.0.1"):
 
 
 def say_hello(port, token=TOKEN, **hello):
-    """What a process says that then goes away; returns whether it is admitted."""
+    """Sends the hello of a process that then goes away; returns whether it is admitted."""
     link = connect(socket.create_connection(("127.0.0.1", port), timeout=1), token, hello, 5.0)
     if link:
         link.close()
@@ -44,7 +42,7 @@ def in_a_thread(action, *arguments):
 
 
 def reached(send):
-    """Sends something to the process that listens, as soon as it does."""
+    """Sends something to the listening process as soon as it listens."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         try:
@@ -60,12 +58,12 @@ def send_bytes(port, data):
 
 
 def meeting(places, seconds=20, strangers=(), gone=None):
-    """What becomes of processes, each with its (id, count) and its token, if it has another: None,
-    or its error.
+    """Returns the error of each process, or None.
 
     Args:
-      strangers: bytes that others send first.
-      gone: what a process says before that goes away.
+      places: the (id, count) of each process, and its token if it has another one.
+      strangers: bytes that unrelated connections send first.
+      gone: the hello of a process that goes away before.
     """
     port = free_port()
     ends = {}
@@ -90,21 +88,21 @@ def meeting(places, seconds=20, strangers=(), gone=None):
     return [ends[index] for index in range(len(places))]
 
 
-def test_processes_meet():
+def test_processes_meet_at_the_rendezvous():
     for count in (1, 2, 5):
         assert meeting([(process, count) for process in range(count)]) == [None] * count
 
 
-def test_one_that_is_missing_is_named_to_all():
+def test_missing_process_is_named_to_all():
     first, other = meeting([(0, 4), (2, 4)], seconds=1)
     assert first == other
     assert first.startswith(
-        "process 1, 3 of 4 did not come within 1 s: does it run, with the address 127.0.0.1:"
+        "process 1, 3 of 4 did not join within 1 s: is it running, with the address 127.0.0.1:"
     )
     assert "and JAX_PROCESS_ID=1? (JAXTP_JOIN_SECONDS" in first
 
 
-def test_ids_and_counts_that_cannot_be_end_all_at_once():
+def test_invalid_ids_and_counts_end_all_processes_at_once():
     here = f"{socket.gethostname()}, pid {os.getpid()}"
     twice = (
         f"two processes have the id 1, one on {here} and one on {here}: set JAX_PROCESS_ID to "
@@ -116,24 +114,24 @@ def test_ids_and_counts_that_cannot_be_end_all_at_once():
 
 
 @pytest.mark.journey
-def test_a_second_process_0_on_its_host_cannot_listen():
+def test_second_process_0_on_a_host_cannot_listen():
     ends = meeting([(0, 3), (0, 3), (1, 3)], seconds=2)
     assert sum("this host cannot listen there (Address already in use)" in end for end in ends) == 1
 
 
-def test_a_process_that_went_away_may_come_again():
+def test_restarted_process_may_reconnect():
     gone = {"process": 1, "count": 3, "host": "a"}
     assert meeting([(0, 3), (1, 3), (2, 3)], gone=gone) == [None] * 3
 
 
-def test_the_words_of_another_process_stay_on_one_line():
+def test_text_from_another_process_stays_on_one_line():
     (error,) = meeting([(0, 2)], gone={"process": 1, "count": 3, "host": "a\nerror: \x1b[31mb"})
     assert (
         error == r"process 1 (on a\nerror: \x1b[31mb) expects 3 processes, but process 0 expects 2"
     )
 
 
-def test_strangers_are_left_alone():
+def test_unrelated_connections_are_dropped():
     strangers = [
         b"",
         b"GET / HTTP/1.0\r\n\r\n",
@@ -153,9 +151,9 @@ def test_strangers_are_left_alone():
     assert meeting([(0, 2), (1, 2)], strangers=strangers) == [None] * 2
 
 
-def test_silent_strangers_hold_up_nobody():
-    """Half of them say a byte; they are heard beside the others: one after the other they would
-    take minutes.
+def test_silent_connections_delay_no_process():
+    """Half of them send a byte. All are read in parallel: one after the other, they would take
+    minutes.
     """
     port = free_port()
     processes = [in_a_thread(come, port, 0, 2, 20)]
@@ -171,16 +169,16 @@ def test_silent_strangers_hold_up_nobody():
     assert not any(process.is_alive() for process in processes)
 
 
-def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
+def test_unanswered_address_is_reported_before_the_timeout(monkeypatch, capsys):
     monkeypatch.setattr(joining, "LONG_WAIT", 0.1)
     with pytest.raises(
-        LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"
+        LaunchError, match="nothing answers there after 1 s: process 0 must run on that host"
     ):
         come(free_port(), 1, 2, 1)
     assert "still waiting for all to start, up to 1 s" in capsys.readouterr().err
 
 
-def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(monkeypatch, capsys):
+def test_unreachable_address_is_reported_at_once_and_in_the_error(monkeypatch, capsys):
     said = []
     monkeypatch.setattr(
         joining.time,
@@ -203,13 +201,13 @@ def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(monke
         assert {*later} == {""}, "it is said once"
 
 
-def test_without_the_token_nobody_is_believed(capsys):
-    """Neither a process by process 0, nor the reverse; both say so, and a line that is not
-    signed ends nobody.
+def test_peers_without_the_token_are_rejected(capsys):
+    """Process 0 rejects a process, and a process rejects process 0; both report it. An unsigned
+    line ends no process.
     """
     first, other = meeting([(0, 2, "token 0"), (1, 2, "token 1")], seconds=2)
     dropped = (
-        r"did not come within 2 s.*; dropped \d+ connections that did not prove the "
+        r"did not join within 2 s.*; dropped \d+ connections that did not prove the "
         r"token of "
         r"this run \(the same "
     )
@@ -221,7 +219,7 @@ def test_without_the_token_nobody_is_believed(capsys):
     assert capsys.readouterr().err.count("does not prove the token of this run") == 1
 
 
-def test_the_token_is_never_sent():
+def test_token_is_never_sent():
     sent = []
     server = socket.create_server(("127.0.0.1", 0))
 

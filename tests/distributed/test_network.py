@@ -1,6 +1,4 @@
-"""Two hosts with names and addresses of their own, by Linux's namespaces: where a machine lets
-us make them.
-"""
+"""Two hosts with their own names and addresses, by Linux's namespaces, if possible."""
 
 import os
 import signal
@@ -56,7 +54,7 @@ def cable():
 
 @pytest.fixture
 def start(tmp_path, cable):
-    """Starts a process of a run of two on one of the hosts."""
+    """Starts one of the two processes of a run on its host."""
     processes = []
 
     def start(process, *flags):
@@ -110,7 +108,7 @@ def start(tmp_path, cable):
         process.wait()
 
 
-def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start, tmp_path):
+def test_hosts_are_distinguished_and_the_coordinator_may_start_late(start, tmp_path):
     flags = [*mesh(1, 2, 2), "--train.steps=3", "--launch.preflight-bandwidth"]
     first = start(0, *flags)
     wait_until(lambda: "still waiting for all to start" in start.said(0))
@@ -125,13 +123,13 @@ def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start
     assert len(records(tmp_path / "run")) == 3
 
 
-def test_layers_over_both_hosts_are_refused_by_name(start):
+def test_tp_across_hosts_is_refused_and_names_the_hosts(start):
     processes = [start(process, *mesh(1, 1, 4)) for process in range(2)]
     assert [process.wait(180) for process in processes] == [2, 2]
     assert f"mesh.tp=4 spreads layers over the hosts {HOSTS[0]} and {HOSTS[1]}" in start.said(0)
 
 
-def test_when_the_cable_is_cut_both_end(start):
+def test_both_hosts_end_after_the_network_fails(start):
     processes = [start(process, *mesh(1, 2, 2), "--train.steps=1000000") for process in range(2)]
     wait_until(lambda: "step 5/" in start.said(0))
     ip("-n", HOSTS[0], "link", "set", "v0", "down")

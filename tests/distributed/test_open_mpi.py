@@ -63,7 +63,7 @@ def mpirun(tmp_path):
         os.kill(left, signal.SIGKILL)
 
 
-def test_four_processes_equal_one_and_a_signal_to_mpirun_saves(tmp_path, arguments, mpirun):
+def test_four_processes_equal_one_and_signal_to_mpirun_saves(tmp_path, arguments, mpirun):
     one = tmp_path / "one"
     four = tmp_path / "four"
     log = tmp_path / "log"

@@ -1,5 +1,5 @@
-"""What a process learns of the others: one ends, hangs, fails or leaves, and what it says before
-it ends itself.
+"""Processes that watch each other: one ends, hangs, fails or leaves; messages and exit codes of the
+others.
 """
 
 import json
@@ -24,11 +24,11 @@ from jaxtp.distributed.links import Link
 # Of `SystemExit`, which Python itself ignores in a thread.
 pytestmark = pytest.mark.filterwarnings("ignore:Exception in thread peers")
 NAMES = ["n0", "n1", "n2"]
-LOST = {"process": 2, "how": "has ended without a word", "grace": 0.0}
+LOST = {"process": 2, "how": "has ended without a message", "grace": 0.0}
 
 
 class Process:
-    """One process of three, with quick heartbeats, and the other ends of its connections."""
+    """One process of three, with frequent heartbeats, and the other ends of its connections."""
 
     def __init__(self, me, **settings):
         self.codes = []
@@ -49,7 +49,7 @@ class Process:
 
 
 def watch_ends():
-    """Waits for the end of the threads that watch the others."""
+    """Waits for the end of the watching threads."""
     for thread in threading.enumerate():
         if thread.name == "peers":
             thread.join(10)
@@ -57,7 +57,7 @@ def watch_ends():
 
 
 def codes_at_the_end(process):
-    """Returns the exit codes with which a process was to end."""
+    """Returns the exit codes with which a process would end."""
     watch_ends()
     return process.codes
 
@@ -83,7 +83,7 @@ def start(monkeypatch):
 
 
 def message(link):
-    """Returns what comes first besides heartbeats; None after five seconds."""
+    """Returns the next message that is not a heartbeat; None after five seconds."""
     until = time.monotonic() + 5
     while time.monotonic() < until:
         if found := link.receive(0.5):
@@ -91,29 +91,30 @@ def message(link):
     return None
 
 
-def test_a_process_that_ends_is_named_to_all(start, capsys):
+def test_ended_process_is_named_to_all(start, capsys):
     process = start(0)
     process.others[2].close()
     assert message(process.others[1]) == LOST | {"code": TEMPORARY}
     assert codes_at_the_end(process) == [TEMPORARY]
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "error: process 2 (on n2) has ended without a word; process 0 (on n0) cannot continue with"
+        "error: process 2 (on n2) has ended without a message; process 0 (on n0) cannot continue"
     )
     assert line.endswith("step 7 and ends (exit code 75)")
 
 
-def test_a_loss_that_process_0_reports_ends_the_others_too(start, capsys):
+def test_failure_reported_by_process_0_ends_all_processes(start, capsys):
     process = start(1)
     process.others[0].send(LOST)
     assert codes_at_the_end(process) == [TEMPORARY]
     assert (
-        "process 2 (on n2) has ended without a word; process 1 (on n1)" in capsys.readouterr().err
+        "process 2 (on n2) has ended without a message; process 1 (on n1)"
+        in capsys.readouterr().err
     )
 
 
 @swept("me", [0, 1], 1)
-def test_a_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
+def test_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
     monkeypatch.setattr(peers, "SILENCE", 1.0)
     process = start(me)
     silent = {0: 2, 1: 0}[me]
@@ -130,7 +131,7 @@ def test_a_process_without_heartbeats_is_lost(me, start, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, TEMPORARY)])
-def test_the_failure_of_another_decides_the_exit_code(said, code, start, capsys):
+def test_failure_of_a_peer_determines_the_exit_code(said, code, start, capsys):
     process = start(0)
     why = "TokenError: a\nerror: \x1b[31mb " + "ü" * 1000
     process.others[1].send({"process": 1, "failure": why, "code": said})
@@ -146,7 +147,7 @@ def test_the_failure_of_another_decides_the_exit_code(said, code, start, capsys)
     assert error.count("\n") == 1
 
 
-def test_after_the_failure_of_another_a_process_may_still_end_by_itself(start, capsys):
+def test_process_may_exit_by_itself_after_a_peer_fails(start, capsys):
     process = start(0, grace=60)
     failure = {"failure": "TokenError: token 9", "code": MISTAKE}
     process.others[1].send(failure | {"process": 1})
@@ -158,7 +159,7 @@ def test_after_the_failure_of_another_a_process_may_still_end_by_itself(start, c
     assert capsys.readouterr().err == ""
 
 
-def test_processes_that_leave_at_their_end_are_not_lost(start):
+def test_processes_that_leave_are_not_lost(start):
     process = start(0)
     for other, link in process.others.items():
         link.send({"process": other, "failure": None, "code": 0})
@@ -167,15 +168,15 @@ def test_processes_that_leave_at_their_end_are_not_lost(start):
 
 
 @pytest.mark.parametrize("data", [b"\n", b"\xff\n", b"[" * 4000 + b"\n", b"[1]\n", b"x" * 70000])
-def test_invalid_data_counts_as_the_end_of_its_sender(data, start):
+def test_invalid_data_counts_as_a_lost_process(data, start):
     process = start(0)
     process.sockets[1].setblocking(True)
     process.sockets[1].sendall(data)
     assert codes_at_the_end(process) == [TEMPORARY]
 
 
-def test_heartbeats_come_by_the_clock(start):
-    """A heartbeat that was answered at once would be answered without end."""
+def test_heartbeats_are_regular(start):
+    """If each heartbeat were answered at once, two processes would never stop answering."""
     process = start(0, beat=0.5)
     link = process.others[1]
     began = time.monotonic()
@@ -188,8 +189,8 @@ def test_heartbeats_come_by_the_clock(start):
     assert process.codes == []
 
 
-def test_a_failure_like_that_of_another_is_announced_and_any_other_is_its_consequence(start):
-    """Gloo and NCCL fail where a process has ended."""
+def test_only_an_equal_failure_is_announced_after_a_peer_fails(start):
+    """Gloo and NCCL fail if another process has ended."""
     for failure, grace, codes in (
         ("NonFiniteError: step 3", 0.5, [TEMPORARY]),
         ("FloatingPointError: step 3", 60, []),
@@ -201,10 +202,8 @@ def test_a_failure_like_that_of_another_is_announced_and_any_other_is_its_conseq
         assert process.codes == codes
 
 
-def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
-    """Every process sees the devices of all, and raises the same; what exchanges values would
-    fail.
-    """
+def test_unequal_numbers_of_devices_are_an_error(monkeypatch):
+    """Every process sees all devices, and raises the same error without an exchange of values."""
     devices = [SimpleNamespace(process_index=process) for process in (0, 0, 1, 1, 2)]
     monkeypatch.setattr(agreement, "is_multiprocess", lambda: True)
     monkeypatch.setattr(peers.jax, "devices", lambda: devices)
@@ -213,8 +212,10 @@ def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
 
 
 @pytest.mark.parametrize("bind", [None, "127.0.0.1"])
-def test_strangers_are_counted_and_one_host_listens_on_loopback(bind, monkeypatch, capsys):
-    """Linux answers on all of 127.0.0.0/8, so that 127.0.0.2 stands for another interface."""
+def test_rejected_connections_are_counted_and_one_host_listens_on_loopback(
+    bind, monkeypatch, capsys
+):
+    """Linux answers on all of 127.0.0.0/8, so 127.0.0.2 represents another interface."""
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     monkeypatch.setattr(peers.jax, "process_index", lambda: 1)
     exchanged = queue.Queue()
@@ -256,7 +257,7 @@ def test_strangers_are_counted_and_one_host_listens_on_loopback(bind, monkeypatc
 
 FAILED = "process {} (on {{host}}) failed: RuntimeError: the disk is gone"
 ENDINGS = {
-    "killed": ([TEMPORARY, -9, TEMPORARY], "process 1 (on {host}) has ended without a word"),
+    "killed": ([TEMPORARY, -9, TEMPORARY], "process 1 (on {host}) has ended without a message"),
     "stopped": (
         [TEMPORARY, None, TEMPORARY],
         "process 1 (on {host}) has sent no heartbeat for 4 s",
@@ -264,14 +265,14 @@ ENDINGS = {
     "1": ([TEMPORARY, 1, TEMPORARY], FAILED.format(1)),
     "0": ([1, TEMPORARY, TEMPORARY], FAILED.format(0)),
     "mistake": ([2, 2, 2], "program: error: a mistake of all"),
-    "flags": ([2, 2, 2], "process 1 (on {host}) cannot continue: its command line is refused"),
+    "flags": ([2, 2, 2], "process 1 (on {host}) cannot continue: its command line is invalid"),
     "none": ([0, 0, 0], ""),
 }
 
 
 @pytest.mark.journey
 def test_three_processes(tmp_path):
-    """One program imports JAX, and forks three processes for each ending."""
+    """One program imports JAX, and forks three processes for each case."""
     command = [
         sys.executable,
         str(Path(__file__).parent.parent / "three_processes.py"),

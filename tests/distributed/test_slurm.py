@@ -1,4 +1,4 @@
-"""The script for Slurm, with Slurm itself: two nodes on this machine."""
+"""The script for Slurm, with Slurm itself and two nodes on this machine."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def flags(folder, text, axes):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, text):
-    """The losses of a run of one process, by step."""
+    """The losses of an uninterrupted run in one process, by step."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     assert train(flags(folder, text, (1, 2, 1))) == 0
     return records(folder)
@@ -69,10 +69,10 @@ class Job:
     """A job of the script.
 
     Args:
-      cluster: where it runs.
+      cluster: the cluster on which it runs.
       folder: the folder in which `sbatch` is called.
       arguments: flags of `jaxtp train`.
-      options: those of `sbatch`, which win over the script's.
+      options: options of `sbatch`, which override the script's.
     """
 
     def __init__(self, cluster, folder, arguments, *options):
@@ -91,7 +91,7 @@ class Job:
         self.number = cluster("sbatch", "--parsable", place, *options, str(SBATCH), *arguments)
 
     def pace(self, seconds):
-        """Sets the least time of a step."""
+        """Sets the minimum time of a step."""
         (self.folder / "pace").write_text(str(seconds))
 
     @property
@@ -110,7 +110,7 @@ class Job:
         )
 
     def wait_for_steps(self, more=3):
-        """Waits for steps that are new."""
+        """Waits for new steps."""
         metrics = self.run / "metrics.jsonl"
         last = max(records(self.run)) if metrics.exists() else 0
         reached = lambda: metrics.exists() and f'"step": {last + more},' in metrics.read_text()
@@ -133,7 +133,7 @@ def same_curve(folder, undisturbed, steps):
     assert losses == pytest.approx({step: undisturbed[step] for step in losses}, rel=1e-4)
 
 
-def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(
+def test_time_limit_saves_and_resumed_curve_equals_uninterrupted_run(
     cluster, tmp_path, text, undisturbed
 ):
     arguments = flags(tmp_path / "run", text, (1, 2, 1))
@@ -159,9 +159,7 @@ def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(
     same_curve(job.run, undisturbed, STEPS)
 
 
-def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_checkpoint(
-    cluster, tmp_path, text
-):
+def test_lost_tasks_are_named_and_scancel_leaves_a_complete_checkpoint(cluster, tmp_path, text):
     job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 1)))
     job.wait_for_steps(7)
     (task,) = cluster.tasks(SLURM_JOB_ID=job.number, SLURM_PROCID="1")
@@ -169,7 +167,7 @@ def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_chec
     job.wait_for_line("queued again after exit code")
     assert "no settings at scripts/cluster/gpu.env: sbatch is for the folder that has it" in job.log
     assert (
-        "error: process 1 (on n2) has ended without a word; process 0 (on n1) cannot continue with"
+        "error: process 1 (on n2) has ended without a message; process 0 (on n1) cannot continue"
         in job.log
     )
     assert "srun: error: n2: task 1: Killed" in job.log
@@ -199,9 +197,7 @@ def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_chec
     assert run_command(["checkpoint", "verify", str(job.run)]) == 0
 
 
-def test_two_tasks_a_node_train_and_scancel_saves_where_a_step_is_quick(
-    cluster, tmp_path, text, undisturbed
-):
+def test_two_tasks_per_node_train_and_scancel_saves(cluster, tmp_path, text, undisturbed):
     job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 2)), "--ntasks-per-node=2")
     job.wait_for_steps()
     assert "hosts   4 processes of 1 device: 2 x cpu on n1, 2 x cpu on n2" in job.log
@@ -216,7 +212,7 @@ def test_two_tasks_a_node_train_and_scancel_saves_where_a_step_is_quick(
 
 @pytest.fixture
 def shared(tmp_path):
-    """What the guide's example finds in /shared: a clone, conversations, and the model, here a
+    """The files of the guide's example in /shared: a clone, conversations, and the model, here a
     tiny one.
     """
     (tmp_path / "jaxtp").symlink_to(ROOT)
@@ -243,7 +239,7 @@ def shared(tmp_path):
     return tmp_path, [f"--model.{name.replace('_', '-')}={value}" for name, value in size.items()]
 
 
-def test_the_example_of_two_nodes_in_the_guide(cluster, shared):
+def test_two_node_example_of_the_guide(cluster, shared):
     folder, sizes = shared
     example = (
         (ROOT / "jaxtp/distributed/README.md")

@@ -1,4 +1,4 @@
-"""`jaxtp launch`: several processes that end well, fail, hang and are asked to end."""
+"""`jaxtp launch`: several processes that succeed, fail, hang, or get a signal to end."""
 
 import fcntl
 import re
@@ -38,7 +38,7 @@ def runs(pid):
 
 
 def wait_for_end(logs):
-    """Waits until the processes have ended whose ids are in logs."""
+    """Waits until the processes whose ids are in the logs have ended."""
     processes = [int(log.read_text()) for log in logs]
     wait_until(lambda: not any(map(runs, processes)))
 
@@ -49,7 +49,7 @@ def logs_of(folder, count):
 
 def launched(folder, count, code, *flags, shell=()):
     """Starts `jaxtp launch`, and waits until each process has written a line to its log; returns
-    it and the logs.
+    both.
     """
     command = [
         *shell,
@@ -72,7 +72,7 @@ def launched(folder, count, code, *flags, shell=()):
     return process, logs
 
 
-def test_processes_that_end_well_are_0_and_each_has_a_log(tmp_path, capsys):
+def test_successful_processes_return_0_and_write_logs(tmp_path, capsys):
     code = "print(me, os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_NUM_CPU_DEVICES'])"
     assert supervise(group(tmp_path, 3, code, devices=4)) == 0
     assert [log.read_text() for log in logs_of(tmp_path / "logs", 3)] == [
@@ -84,8 +84,8 @@ def test_processes_that_end_well_are_0_and_each_has_a_log(tmp_path, capsys):
     assert capsys.readouterr() == ("0 3 4\n", logs)
 
 
-def test_when_one_dies_all_end_and_its_last_words_are_shown(tmp_path, monkeypatch, capsys):
-    """Those that ignore being asked to end are killed, with what they have started."""
+def test_all_end_after_one_fails_and_its_last_lines_are_shown(tmp_path, monkeypatch, capsys):
+    """Processes that ignore SIGTERM are killed, with their children."""
     monkeypatch.setattr(supervisor, "GRACE", 0.5)
     child = (
         "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; "
@@ -103,7 +103,7 @@ def test_when_one_dies_all_end_and_its_last_words_are_shown(tmp_path, monkeypatc
     wait_for_end(logs_of(tmp_path / "logs", 3)[::2])
 
 
-def test_processes_are_started_again_as_often_as_asked(tmp_path, capsys):
+def test_processes_restart_at_most_the_requested_number_of_times(tmp_path, capsys):
     count = tmp_path / "count"
     code = (
         f"open({str(count)!r}, "
@@ -118,8 +118,8 @@ def test_processes_are_started_again_as_often_as_asked(tmp_path, capsys):
     assert "restarts all processes (restart 1 of 1)" in capsys.readouterr().err
 
 
-def test_the_log_of_a_dead_process_is_kept(tmp_path, capsys):
-    """Also by another start; the last lines that are shown are those of the last start."""
+def test_log_of_a_failed_process_is_kept(tmp_path, capsys):
+    """Another start keeps it too, and the last lines that are shown are those of the last start."""
     log = tmp_path / "logs/process-1.log"
     for words in ("first", "second"):
         assert (
@@ -139,14 +139,14 @@ def test_the_log_of_a_dead_process_is_kept(tmp_path, capsys):
     assert starts == ["first\n", "first\n", "second\n", "second\n"]
 
 
-def test_a_mistake_is_not_tried_again(tmp_path, capsys):
+def test_user_error_is_not_retried(tmp_path, capsys):
     assert supervise(group(tmp_path, 1, "print(me); sys.exit(2)"), restarts=3) == 2
     # one process needs to meet nobody
     assert (tmp_path / "logs/process-0.log").read_text() == "none\n"
     assert "restarts" not in capsys.readouterr().err
 
 
-def test_a_signal_reaches_all_and_ends_it(tmp_path):
+def test_signal_reaches_all_processes_and_ends_the_launch(tmp_path):
     code = (
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(me == '1'))\nprint('up', "
         "flush=True)\ntime.sleep(600)"
@@ -159,7 +159,7 @@ def test_a_signal_reaches_all_and_ends_it(tmp_path):
     assert "restarts" not in error
 
 
-def test_lines_of_gloo_are_not_shown(tmp_path, capsys):
+def test_gloo_log_lines_are_hidden(tmp_path, capsys):
     noise = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number is : 1"
     code = (
         f"print('{noise}'); print('words of', me); print('{noise}', flush=True); "
@@ -173,12 +173,12 @@ def test_lines_of_gloo_are_not_shown(tmp_path, capsys):
 
 
 def with_gpus(monkeypatch, *counts):
-    """Sets the numbers of GPUs that are there at each look."""
+    """Sets the number of GPUs that each look finds."""
     monkeypatch.setattr(supervisor, "gpus_present", Mock(side_effect=counts))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def test_gpus_are_divided_and_those_that_cannot_be_are_an_error(monkeypatch, tmp_path):
+def test_gpus_are_divided_evenly_or_an_error(monkeypatch, tmp_path):
     with_gpus(monkeypatch, 8, 8, 8)
     for count in (3, 16):
         with pytest.raises(
@@ -190,7 +190,7 @@ def test_gpus_are_divided_and_those_that_cannot_be_are_an_error(monkeypatch, tmp
     assert shares == ["4,5", "6,7"]
 
 
-def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tmp_path, capsys):
+def test_restart_uses_fewer_processes_if_gpus_disappear(monkeypatch, tmp_path, capsys):
     with_gpus(monkeypatch, 8, 6, 8, 0)
     code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"  # noqa: E501
     assert supervise(group(tmp_path, 4, code), restarts=1) == 0
@@ -200,7 +200,7 @@ def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tm
     assert "no GPU is left: no restart" in capsys.readouterr().err
 
 
-def test_two_starts_do_not_write_the_same_logs(tmp_path):
+def test_two_launches_cannot_share_a_log_folder(tmp_path):
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -208,7 +208,7 @@ def test_two_starts_do_not_write_the_same_logs(tmp_path):
             supervise(group(tmp_path, 1, ""))
 
 
-def test_processes_end_with_the_one_that_started_them(tmp_path):
+def test_processes_end_with_their_launcher(tmp_path):
     for number in (signal.SIGKILL, signal.SIGQUIT):
         folder = tmp_path / number.name
         process, logs = launched(folder, 2, "print(os.getpid(), flush=True); time.sleep(600)")
@@ -217,8 +217,8 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
         wait_for_end(logs)
 
 
-def test_a_hang_up_that_was_ignored_stays_ignored(tmp_path):
-    """As under nohup."""
+def test_ignored_sighup_stays_ignored(tmp_path):
+    """Under nohup, SIGHUP is ignored."""
     ignoring = ("sh", "-c", 'trap "" HUP; exec "$@"', "sh")
     process, _ = launched(tmp_path, 1, "print('up', flush=True); time.sleep(1)", shell=ignoring)
     process.send_signal(signal.SIGHUP)
@@ -226,7 +226,7 @@ def test_a_hang_up_that_was_ignored_stays_ignored(tmp_path):
     assert process.returncode == 0
 
 
-def test_mistaken_flags_are_one_error(capsys):
+def test_invalid_flags_are_one_error(capsys):
     error_of = lambda row: f"{main(row['flags'].split())} {capsys.readouterr().err}"
     rows = read_table(__file__, "mistaken_launches")
     assert_errors([row | {"says": ["2 ", row["says"]]} for row in rows], error_of)
@@ -247,10 +247,8 @@ except ConnectionRefusedError:
 
 
 @pytest.mark.journey
-def test_the_processes_of_a_machine_meet_on_loopback_alone_and_not_through_a_proxy(
-    tmp_path, monkeypatch
-):
-    """Linux answers on all of 127.0.0.0/8, so that 127.0.0.2 stands for another interface."""
+def test_local_processes_meet_on_loopback_and_bypass_the_proxy(tmp_path, monkeypatch):
+    """Linux answers on all of 127.0.0.0/8, so 127.0.0.2 represents another interface."""
     for name in ("http_proxy", "https_proxy", "grpc_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     monkeypatch.setenv("JAXTP_JOIN_SECONDS", "60")
@@ -259,7 +257,7 @@ def test_the_processes_of_a_machine_meet_on_loopback_alone_and_not_through_a_pro
         assert log.read_text().endswith("refused 2 64\n")
 
 
-def test_processes_that_cannot_divide_the_mesh_are_refused(monkeypatch):
+def test_processes_must_divide_the_mesh(monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr("jaxtp.distributed.devices.host_names", lambda: ["here"])
     monkeypatch.setattr(jax, "process_count", lambda: 3)
@@ -270,7 +268,7 @@ def test_processes_that_cannot_divide_the_mesh_are_refused(monkeypatch):
 
 
 @pytest.mark.journey
-def test_without_gpus_the_processes_divide_the_mesh_and_equal_one_process(tmp_path, capfd):
+def test_cpu_processes_divide_the_mesh_and_equal_one_process(tmp_path, capfd):
     run = [*SMALL, "--mesh=fsdp=2,tp=2", "--train.steps=4", "--run.dir"]
     launch = [f"--logs={tmp_path}", "--", "jaxtp", "train"]
     assert main(["--processes=2", *launch, *run, str(tmp_path / "two")]) == 0
@@ -279,7 +277,7 @@ def test_without_gpus_the_processes_divide_the_mesh_and_equal_one_process(tmp_pa
     assert records(tmp_path / "two") == pytest.approx(records(tmp_path / "one"), rel=1e-5)
 
 
-def test_no_file_is_written_through_a_link(tmp_path):
+def test_logs_are_not_written_through_links(tmp_path):
     for name in (".lock", "process-0.log", "process-1.log"):
         folder = tmp_path / name
         (folder / "logs").mkdir(parents=True)

@@ -37,7 +37,7 @@ RIGHT = kernels.KERNELS["blockwise"]
 def check(dtype="float32", length=50, **model):
     model = replace(MODEL, precision=Precision(compute=dtype), **model)
     run = TrainConfig(model=model, data=DataConfig(sequence_length=length))
-    check_attention(run, jaxtp.make_mesh(tp=2), on_cpu=True)
+    check_attention(run, jaxtp.make_mesh(tp=2))
 
 
 @swept("dtype", ["float32", "bfloat16"], "bfloat16")
@@ -151,11 +151,6 @@ def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
         check()
 
 
-def test_cpus_are_not_checked_by_default(monkeypatch):
-    monkeypatch.setitem(kernels.KERNELS, "blockwise", planted(MISTAKES["nothing but nan"]))
-    check_attention(TrainConfig(model=MODEL), jaxtp.make_mesh())
-
-
 @pytest.fixture
 def times(monkeypatch):
     """Two kernels that are timed, and what they take."""
@@ -186,7 +181,7 @@ def run_of_length(length, **loop):
 
 
 def chosen(run):
-    select_attention(run, MESH, check_attention(run, MESH, on_cpu=True))
+    select_attention(run, MESH, check_attention(run, MESH))
     return describe_kernels(run, mesh_sizes(MESH), "cpu")
 
 

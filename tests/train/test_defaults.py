@@ -302,7 +302,9 @@ def test_a_run_that_begins_with_a_run_needs_another_folder_and_the_same_tokens(t
     source = pretrained.RunSource(
         path=tmp_path, files=None, checkpoint=tmp_path / "1", info=info, model=ModelConfig()
     )
-    with pytest.raises(ConfigError, match=r"is the run in run.dir=.* itself; name another folder"):
+    with pytest.raises(
+        ConfigError, match=r"is the run in run.dir=.* itself; leave --run.init-from"
+    ):
         source.check(TrainConfig(run=run))
     source.check_tokenizer(TokenizerInfo("huggingface", "0123", 256, None))
     with pytest.raises(ConfigError, match=r"with tokenizer 0123, but .* with tokenizer bytes"):

@@ -24,14 +24,7 @@ from jaxtp.train.self_check import (
 
 @swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_right_devices_pass(dtype):
-    (line,) = check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), dtype, on_cpu=True)
-    assert "every device" in line
-
-
-def test_cpus_are_not_checked_by_default(monkeypatch):
-    monkeypatch.setattr(self_check, "operations", None)
-    assert check_devices(jaxtp.make_mesh(), "float32") == []
-    check_outside_of_jit(jaxtp.make_mesh(), "float32")
+    assert "every device" in check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), dtype)
 
 
 def planted(monkeypatch, name, run):
@@ -54,11 +47,11 @@ def test_a_wrong_operation_is_named(monkeypatch, name, run):
     with pytest.raises(
         NumericsError, match=rf"device 0 of process 0 \(cpu\) computes {name} outside of jit wrong"
     ):
-        check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)
+        check_outside_of_jit(jaxtp.make_mesh(), "float32")
     with pytest.raises(
         NumericsError, match=rf"device 0 of process 0 \(cpu\) computes {name} wrong"
     ):
-        check_devices(jaxtp.make_mesh(), "float32", on_cpu=True)
+        check_devices(jaxtp.make_mesh(), "float32")
 
 
 def test_a_wrong_operation_is_explained_by_a_version_that_is_known_to_be_bad(monkeypatch):
@@ -69,7 +62,7 @@ def test_a_wrong_operation_is_explained_by_a_version_that_is_known_to_be_bad(mon
     with pytest.raises(
         NumericsError, match=r"(?s)outside of jit wrong: .*\nWARNING jax 0\.11\.1, .*40633"
     ):
-        check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)
+        check_outside_of_jit(jaxtp.make_mesh(), "float32")
 
 
 def test_the_one_device_that_is_wrong_is_named(monkeypatch):
@@ -81,7 +74,7 @@ def test_the_one_device_that_is_wrong_is_named(monkeypatch):
         NumericsError,
         match=r"device 2 of process 0 .* a sum over a long axis wrong: .* off by 1.0e-02",
     ):
-        check_devices(jaxtp.make_mesh(tp=4), "float32", on_cpu=True)
+        check_devices(jaxtp.make_mesh(tp=4), "float32")
 
 
 FAULTS = {
@@ -115,9 +108,12 @@ def test_the_numbers_that_collectives_sum_are_exact_for_a_thousand_devices():
 
 
 @pytest.mark.parametrize("checked", ["check_devices", "check_outside_of_jit"])
-@pytest.mark.parametrize(("flags", "code"), [([], 3), (["--launch.no-self-check"], 2)])
-def test_a_run_checks_its_devices_unless_told_not_to(
-    checked, flags, code, command, monkeypatch, capsys
+@pytest.mark.parametrize(
+    ("platform", "flags", "code"),
+    [("cuda", [], 3), ("cuda", ["--launch.no-self-check"], 2), ("cpu", [], 2)],
+)
+def test_a_run_checks_its_gpus_unless_self_check_is_off(
+    checked, platform, flags, code, command, monkeypatch, capsys
 ):
     def wrong(mesh, dtype):
         raise NumericsError("device 0 is wrong")
@@ -125,7 +121,7 @@ def test_a_run_checks_its_devices_unless_told_not_to(
     def reached(*_):
         raise ConfigError("the folder is locked next")
 
-    monkeypatch.setattr(setup, "platform_of", lambda device: "cuda")
+    monkeypatch.setattr(setup, "platform_of", lambda device: platform)
     monkeypatch.setattr(self_check, checked, wrong)
     monkeypatch.setattr(setup.run_folder, "locked", reached)
     assert main([*command, *flags]) == code

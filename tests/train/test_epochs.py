@@ -61,7 +61,7 @@ def test_a_flag_or_a_file_replaces_what_the_file_below_it_says(tmp_path, text):
     assert resolved(*epochs, "--train.steps=9")[0].train.steps == 9
     with pytest.raises(ConfigError, match=r"train.steps=7 and train.epochs=2 exclude each other"):
         resolved(*text, "--train.epochs=2", "--train.steps=7")
-    with pytest.raises(ConfigError, match="a run has less than 2,147,483,648 steps"):
+    with pytest.raises(ConfigError, match="a run has fewer than 2,147,483,648 steps"):
         resolved(*text, "--train.epochs=1e12")
 
 

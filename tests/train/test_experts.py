@@ -155,7 +155,9 @@ def test_the_summary_says_how_experts_are_divided_and_what_multiplies_with_them(
     assert (
         products("cpu", "auto") == "xla products of experts (pallas runs only on cuda, not on cpu)"
     )
-    assert "WARNING: it multiplies every row by every expert, 6 times" in products("cuda", "xla")
+    assert "WARNING: it multiplies every row by every expert, with 6 times" in products(
+        "cuda", "xla"
+    )
 
 
 DENSE = replace(MODEL, num_experts=0, selection_bias=False)
@@ -166,7 +168,7 @@ WITHOUT_EFFECT = {"balance_loss": DENSE, "router_z_loss": DENSE, "selection_bias
 def test_what_would_have_no_effect_is_refused():
     for given, model in WITHOUT_EFFECT.items():
         run = replace(RUN, model=model, train=LoopConfig(steps=10, **{given: 0.5}))
-        with pytest.raises(ConfigError, match=f"train.{given}=0.5 has no effect while model"):
+        with pytest.raises(ConfigError, match=f"train.{given}=0.5 has no effect without model"):
             check(run, ONE_DEVICE.sizes)
         check(replace(run, train=LoopConfig(steps=10)), ONE_DEVICE.sizes)
 

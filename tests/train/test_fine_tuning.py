@@ -308,15 +308,15 @@ def test_adapters_are_trained_further(
 
 
 OF_ADAPTERS = {
-    "--model.lora.rank=7": "model.lora.rank=7, but they have 2",
-    "--model.lora.alpha=16": "model.lora.alpha=16.0, but they have 4.0",
-    "--model.lora.targets q_proj": "targets=q_proj, but they have q_proj down_proj",
+    "--model.lora.rank=7": "model.lora.rank=7, but the adapters have 2",
+    "--model.lora.alpha=16": "model.lora.alpha=16.0, but the adapters have 4.0",
+    "--model.lora.targets q_proj": "targets=q_proj, but the adapters have q_proj down_proj",
     "--model.lora.from={adapters}x": "no such folder; did you mean {adapters}?",
     "--model.from-hf={narrow}": "q_proj.lora_A.weight is 2x16, and this model needs 2x8",
     "--model.precision.compute=float16": "cannot train in float16 (model.precision.compute)",
 }
 OF_MODELS = {
-    "--model.d-model=64": "does not match: model.d_model=64, but it has 16",
+    "--model.d-model=64": "does not match: model.d_model=64, but the model has 16",
     "--run.init-from={run}": "--run.init-from and --model.from-hf are conflicting weight sources",
     "--model.from-hf=nowhere": "nowhere: no such folder",
     "--model.from-hf=meta-llama/Llama-3.1-8B": "`hf download meta-llama/Llama-3.1-8B --local-dir "
@@ -349,7 +349,7 @@ def test_a_recipe_of_another_model_is_one_short_line(command, model, capsys):
     recipe = Path(__file__).parents[2] / "configs/chat_qwen3_8b.yaml"
     assert main([f"--config={recipe}", f"--model.from-hf={model}"]) == 2
     error = capsys.readouterr().err
-    assert "model.vocab_size=151936, but it has 256, and 8 more; remove these" in error
+    assert "model.vocab_size=151936, but the model has 256, and 8 more; remove these" in error
     assert "jaxtp estimate --model.from-hf DIR --write FILE.yaml" in error
     assert len(error) - len(str(model)) < 250
 

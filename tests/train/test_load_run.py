@@ -112,7 +112,7 @@ MISTAKES = {
     ),
     "a base": (
         {"build": WithFeatures, "base": "base"},
-        "base names the base model of a decoder's adapters",
+        "base is for the base model of a decoder's adapters",
     ),
 }
 
@@ -127,7 +127,7 @@ def test_a_model_that_cannot_be_loaded_is_one_error(trained, name):
 def test_over_cp_a_model_is_loaded_only_with_a_plan(trained):
     with (
         use_mesh(cp=2),
-        pytest.raises(UserError, match="no plan names their module"),
+        pytest.raises(UserError, match="no plan names the module that takes them"),
     ):
         jaxtp.load_run(trained[0], build=WithFeatures)
 

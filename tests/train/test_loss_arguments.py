@@ -245,7 +245,7 @@ def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
 
 
 def test_arguments_need_a_loss_and_are_given_once():
-    with pytest.raises(ConfigError, match=r"need a loss: name it by --train\.loss"):
+    with pytest.raises(ConfigError, match=r"need a loss: set --train\.loss"):
         load_task(replace_nested(TrainConfig(), {"train.loss_arguments": {"beta": 1}}))
     with pytest.raises(
         ConfigError, match=r"train.loss_arguments.scale is set, and the task has a loss"

@@ -41,12 +41,12 @@ def test_a_slow_device_is_named_since_when_and_until_it_is_not(others):
         kept = watch.record(step, dict(RECORD), ())
         assert kept["slowest_device"] == pytest.approx(1.5 if step > 10 else 1.2, rel=1e-6)
     assert lines == [
-        "step 40: the others wait for one: device 1 of process 2 (on n2) takes 1.50 times the "
+        "step 40: the run waits for device 1 of process 2 (on n2), which takes 1.50 times the "
         "median for the same products, since step 20"
     ]
     others[1, 1, 0] = 1.0
     watch.record(60, dict(RECORD), ())
-    assert lines[1:] == ["step 60: device 1 of process 2 (on n2) no longer holds up the others"]
+    assert lines[1:] == ["step 60: device 1 of process 2 (on n2) no longer holds up the run"]
 
 
 def test_a_process_that_waits_for_data_is_named(others):
@@ -56,7 +56,7 @@ def test_a_process_that_waits_for_data_is_named(others):
     for step in (1, 2, 3, 4):
         assert watch.record(step, dict(RECORD), ())["data_wait_seconds"] == pytest.approx(0.4)
     assert lines == [
-        "step 3: the others wait for one: process 1 (on n1) waits 0.39 s longer for data in each "
+        "step 3: the run waits for process 1 (on n1), which waits 0.39 s longer for data in each "
         "step of 1 s, since step 1"
     ]
 

@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     (run / "non_finite").mkdir(parents=True)
     assert main([*command, *EXPLODE, "--checkpoint.every=1"]) == WRONG
     error = capsys.readouterr().err
-    assert "not finite. The weights do not contain it" in error
+    assert "not finite. The update was not applied" in error
     assert "the checkpoint at step 1" in error
     assert "--train.non-finite skip" in error
     (batch,) = (run / "non_finite").glob("[0-9]*/batch_0.npz")
@@ -174,7 +174,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
 def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys):
     assert main([*command, *OVERFLOW, "--train.non-finite=skip"]) == WRONG
     error = capsys.readouterr().err
-    assert "norm of the weights after it inf: the update is not finite" in error
+    assert "norm of the new weights inf: the update is not finite" in error
     assert "there is no checkpoint yet" in error
     assert not Checkpoints(tmp_path / "run/checkpoints").steps()
     assert not (tmp_path / "run/non_finite").exists()

@@ -304,7 +304,7 @@ MISTAKES = {
         {"plan": {"sideways": jaxtp.Colwise()}, "mesh": "tp=2"},
         "'sideways' matches no module",
     ),
-    "cp": ({"mesh": "cp=2"}, "no plan names their module"),
+    "cp": ({"mesh": "cp=2"}, "no plan names the module that takes them"),
     "the end": ({"batches": finite(), "steps": 5}, "ended after 3 batches"),
     "rows": ({"batches": lambda step, rows=4: batches(step)}, "rename it"),
     "a size": ({"settings": EIGHT}, "the batches have 32 rows"),
@@ -594,7 +594,7 @@ def one_result(model, batch):
 UNUSABLE = [
     ("data.batches", f"{__file__}:without_rows", "its first batch has no rows"),
     ("data.validation_batches", f"{__file__}:without_rows", "its first batch has no rows"),
-    ("data.batches", f"{__file__}:rows_without", "returned 0 rows, and was called with 1"),
+    ("data.batches", f"{__file__}:rows_without", "returned 0 rows, but was called with 1"),
     (
         "train.callbacks",
         f"{__file__}:one_argument",

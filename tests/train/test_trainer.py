@@ -38,7 +38,7 @@ def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
         optimizer=worse,
         settings=settings,
     )
-    assert "stopped at step 4: enough; and saved" in capsys.readouterr().out
+    assert "stopped and saved at step 4: enough" in capsys.readouterr().out
     evaluated = records(tmp_path, "eval_loss")
     assert min(evaluated, key=evaluated.get) == 0
     assert checkpoints_in(tmp_path) == [2, 4], "2 is the best saved one"
@@ -89,7 +89,7 @@ def test_columns_and_metrics_may_have_any_name_that_a_run_does_not_log_itself(tm
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     logged = set().union(*map(json.loads, lines))
     for name in logged - {*COLUMNS} - {f"eval_{name}" for name in COLUMNS}:
-        with pytest.raises(UserError, match="a run does not use itself"):
+        with pytest.raises(UserError, match="which a run logs itself"):
             check_names([name], "the loss returns")
 
 
@@ -113,7 +113,7 @@ NOT_TO_LOG = [
     ({"fine": 1, "mine": np.ones(3)}, r"'mine' that is an array float64\[3\]"),
     ({"mine": jnp.ones(1)}, r"'mine' that is an array float32\[1\]; .* shape \(\)"),
     ({"mine": [1.0]}, "'mine' that is a list"),
-    (1.0, "1.0; it takes a dict"),
+    (1.0, "1.0; metrics are a dict"),
 ]
 
 
@@ -199,12 +199,14 @@ def test_what_is_no_task_and_no_mesh_is_refused(tmp_path):
     tasks = [
         (Net, r"not Net: jaxtp.Task\(model=Net, loss=..., batches=..., optimizer=...\)$"),
         (3, r"^Trainer takes a jaxtp.Task, not 3: jaxtp.Task\(model=MODEL, loss=..."),
-        (TrainConfig(), "a TrainConfig is given by settings="),
+        (TrainConfig(), "pass a TrainConfig as settings="),
     ]
     for task, message in tasks:
         with pytest.raises(ConfigError, match=message):
             jaxtp.Trainer(task)
-    with pytest.raises(ConfigError, match=r'makes its own, of given sizes: mesh="fsdp=2,tp=2"$'):
+    with pytest.raises(
+        ConfigError, match=r'makes its own mesh, of given sizes: mesh="fsdp=2,tp=2"$'
+    ):
         train(tmp_path, mesh=jaxtp.make_mesh(fsdp=2, tp=2))
 
 

@@ -26,13 +26,11 @@ from jaxtp.data.prepare.readers import (
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
-# Up to this many documents the number held out is exact; with more, hashes alone come close to the
-# share
+# With up to this many documents, the number of held-out documents is exact; with more, hashes alone
+# come close to the share.
 FEW = 1000
-
-
 MANY_PROBLEMS = 100_000
-"""After this many unreadable rows `threshold` reads no more, if the command will end at the first
+"""Number of unreadable rows after which `threshold` stops reading, if the command ends at the first
 of them."""
 
 
@@ -92,7 +90,7 @@ def batches(
 
 
 def _entry(turns: tuple[Turn, ...]) -> Entry:
-    """Hashes prompt lengths too: another division into prompt and text is another document."""
+    """Returns an entry; also hashes prompt lengths, so that a prompt differs from a text."""
     digest = hashlib.sha256()
     sizes = []
     for turn in turns:
@@ -119,8 +117,9 @@ def split_of(digest: bytes, held_out: float) -> str:
 def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) -> float:
     """Returns the `fraction` below which a document is held out.
 
-    With many documents it is `--held-out`. With few, it is the threshold that holds out the number
-    of documents nearest to the share; at least one document remains for training.
+    With many documents it is `--held-out`. With few documents, it is the threshold for which the
+    number of held-out documents is nearest to the share; at least one document remains for
+    training.
     """
     if not config.held_out:
         return 0.0

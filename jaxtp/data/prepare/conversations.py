@@ -1,9 +1,10 @@
 """Converts conversations to documents.
 
-A document is an assistant answer, with everything before it as its prompt.
+A document is an answer of the assistant; everything before it is its prompt.
 
-A template may render an earlier answer differently from the last. A document per answer trains on
-exactly the inference input, but repeats the beginning of a conversation.
+A template may render an earlier answer differently from the last one. With one document per answer,
+training sees exactly the input of inference, but reads the beginning of a conversation several
+times.
 """
 
 import datetime
@@ -63,7 +64,7 @@ class Conversations:
         self.fields = replace(config.fields, turns=self.of_row)
         self._text, name = template_of(config)
         self._special_tokens = _special_tokens(config, tokenizer)
-        self._template = ChatTemplate(self._text, name, self._special_tokens, config.date)
+        self.template = ChatTemplate(self._text, name, self._special_tokens, config.date)
         self._dtype = tokenizer.info.dtype
         self._rendered = rendered_tokenizer(tokenizer)
         self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
@@ -77,7 +78,7 @@ class Conversations:
                 tokenizer.info = replace(tokenizer.info, eos_id=ends[-1])
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
-        """Like `turns`, of a row's conversation."""
+        """Returns the `turns` of a row's conversation."""
         return self.turns(_messages(row, self._config.fields))
 
     def turns(self, messages: object) -> tuple[Turn, ...]:
@@ -94,23 +95,11 @@ class Conversations:
         encoded = self._rendered.encode_batch(pairs)
         return [[prompt.astype(self._dtype), text.astype(self._dtype)] for prompt, text in encoded]
 
-    @property
-    def day(self) -> str | None:
-        """The day that the template reads as today.
-
-        None if the template does not read the day, or the dataset has none yet.
-        """
-        return self._template.day
-
-    def set_day(self, day: str | None) -> None:
-        """Sets the day on which the dataset was begun, which a resumed command keeps."""
-        self._template.day = day
-
     def save(self, folder: Path) -> None:
-        """Writes the template, its special tokens and its day, for `generate --chat`."""
+        """Writes the template, its special tokens and its day, for `jaxtp generate --chat`."""
         described = dict(self._special_tokens)
-        if self.day is not None:
-            described[TEMPLATE_DAY] = self.day
+        if self.template.day is not None:
+            described[TEMPLATE_DAY] = self.template.day
         write_atomically(folder / TEMPLATE, self._text.encode())
         write_atomically(
             folder / TOKENIZER_CONFIG, (json.dumps(described, indent=1) + "\n").encode()
@@ -128,8 +117,8 @@ class Conversations:
         return tuple(limited)
 
     def _turn(self, messages: list[Message], index: int) -> Turn:
-        before = self._template.render(messages[:index])
-        whole = self._template.render(messages[: index + 1], answer=False)
+        before = self.template.render(messages[:index])
+        whole = self.template.render(messages[: index + 1], answer=False)
         if not whole.startswith(before):
             raise ChatError(
                 f"message {index + 1}: the template starts this answer differently from its "
@@ -155,17 +144,15 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 
 
 def first_day(config: PrepareConfig) -> str | None:
-    """Returns the day for a new dataset's template; None without a day.
-
-    The default is today.
-    """
+    """Returns the day that a new dataset's template writes, by default today; None if it has
+    none."""
     if config.messages is None or not writes_day(template_of(config)[0]):
         return None
     return config.date or datetime.date.today().isoformat()
 
 
 def template_checksum(config: PrepareConfig) -> str:
-    """Returns a hash of template and special tokens, to detect changes."""
+    """Returns a hash of the template and the special tokens, to detect changes."""
     tokens = special_tokens(tokenizer_file(config.tokenizer).parent) if config.tokenizer else {}
     return hashlib.sha256(json.dumps([template_of(config)[0], tokens]).encode()).hexdigest()
 
@@ -195,7 +182,7 @@ def _messages(row: Row, fields: Fields) -> object:
         if not isinstance(history, list) or not all(
             isinstance(turn, list) and len(turn) == 2 for turn in history
         ):
-            raise ChatError(f"'history' is no list of pairs of texts, but {shorten(history)}")
+            raise ChatError(f"'history' is not a list of pairs of texts, but {shorten(history)}")
         turns = [*history, [question, messages]]
         conversation: list[Message] = []
         for question, answer in turns:

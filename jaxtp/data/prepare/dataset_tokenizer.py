@@ -23,7 +23,7 @@ _END_TOKEN = "<|endoftext|>"
 
 
 def named_tokenizer(config: PrepareConfig) -> Tokenizer | None:
-    """Returns the configured tokenizer; None to train it."""
+    """Returns the configured tokenizer; None if it is yet to be trained."""
     if config.train_bpe is not None:
         return None
     if config.tokenizer is None:
@@ -52,7 +52,7 @@ def open_tokenizer(job: Job, state: State) -> Tokenizer:
 
 
 def describe(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields how documents start and end; nothing for bytes."""
+    """Yields descriptions of the tokens that start and end documents; none for bytes."""
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokens = [f"{tokenizer.spelling(token)} ({token})" for token in tokenizer.info.prefix]
         if tokens:
@@ -65,7 +65,7 @@ def describe(tokenizer: Tokenizer) -> Iterator[str]:
 def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
     eos: str | int | None = config.eos or _END_TOKEN
     if config.eos is None and config.tokenizer is not None and not config.no_eos:
-        # None: search for a well-known name
+        # If it is None, the tokenizer searches for a well-known name.
         eos = end_token(tokenizer_file(config.tokenizer).parent)
     special = config.special_tokens
     tokenizer = IsolatedTokenizer(
@@ -99,7 +99,7 @@ def _train_bpe(job: Job) -> bytes:
 
 
 def _sampled_texts(job: Job) -> Iterator[str]:
-    """Yields training texts; compressed files count by size on disk, so their sample is larger."""
+    """Yields training texts. Files count by their size on disk, so packed ones yield more text."""
     config = job.config
     share = config.bpe_sample / max(1, sum(source.size for source in job.sources))
     chosen = 0

@@ -1,7 +1,7 @@
 """Converts preference data to pairs of documents: a chosen and a rejected answer to a prompt.
 
-A row has texts, or lists of messages for the chat template. If it has no prompt, `chosen` and
-`rejected` start with it: the prompt is every message but the last, or the beginning that the texts
+A row has texts, or lists of messages for the chat template. In a row without a prompt, `chosen` and
+`rejected` start with the prompt: all messages except the last, or the beginning that the texts
 share.
 """
 
@@ -20,8 +20,8 @@ _EMPTY_ANSWER = "empty answer"
 _EQUAL_ANSWERS = "equal answers"
 """Kinds of problems, as `dataset.json` counts them."""
 _ANSWER = "\n\nAssistant:"
-"""Starts each answer in the texts of Anthropic's HH; the last one that both texts have starts the
-pair's answers."""
+"""The start of each answer in the texts of Anthropic's HH. The answers of a pair begin at the last
+mark that both texts share."""
 
 
 def fields_of_texts(config: PrepareConfig) -> Fields:
@@ -107,9 +107,9 @@ def _texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
 
 
 def _shared(chosen: str, rejected: str) -> int:
-    """Returns where the answers start.
+    """Returns the position at which the answers start.
 
-    Without HH's mark, the answers start after the last whole word or line that both texts share.
+    Without HH's mark, this is after the last whole word or line that both texts share.
     """
     prompt = chosen[: _num_shared(chosen, rejected)]
     mark = prompt.rfind(_ANSWER)
@@ -134,7 +134,7 @@ def _different(chosen: Turn, rejected: Turn) -> tuple[Turn, Turn]:
 
 
 def _has(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:
-    """Returns whether a conversation has the prompt's messages in a row."""
+    """Returns whether a conversation has the prompt's messages, one after the other."""
     texts = [(message["role"], message["content"].strip()) for message in messages]
     prompt_texts = [(message["role"], message["content"].strip()) for message in prompt]
     return any(texts[i : i + len(prompt)] == prompt_texts for i in range(len(texts)))

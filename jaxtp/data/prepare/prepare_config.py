@@ -60,11 +60,11 @@ class PrepareConfig:
     file named here holds a list of objects, or an object in each line."""
 
     out: OptionalFolder = None
-    """Folder for the dataset; after an interruption the same command resumes in it."""
+    """Folder for the dataset; after an interruption, the same command resumes."""
 
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
     """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default
-    every byte is a token."""
+    each byte is a token."""
 
     train_bpe: Annotated[
         int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")
@@ -76,86 +76,86 @@ class PrepareConfig:
     """Approximate bytes of text for --train-bpe, chosen by a hash of each document."""
 
     eos: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
-    """The token that ends each document. By default the eos_token in tokenizer_config.json next to
+    """Token that ends each document. By default the eos_token in the tokenizer_config.json next to
     tokenizer.json, the first eos_token_id in config.json or generation_config.json there, or a
-    well-known name; <|endoftext|> for a tokenizer trained here."""
+    well-known name; for a tokenizer trained here <|endoftext|>."""
 
     no_eos: Switch = False
-    """Documents have no end token."""
+    """Writes no end token after documents."""
 
     bos: Literal["auto", "none"] = "auto"
-    """Start of each document: auto puts the tokens there that tokenizer.json puts before a text,
-    such as Llama's BOS; none puts nothing. Bytes and tokenizers trained here have no such token."""
+    """Start of each document: with auto, the tokens that tokenizer.json puts before a text, such as
+    Llama's BOS; with none, no token. Bytes and tokenizers trained here have no such token."""
 
     special_tokens: Switch = False
-    """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it
+    """Converts text that spells a special token, such as <|im_start|>, to this token; by default it
     stays text."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Format of all input files; by default from the suffix, else text. jsonl also reads lists of
-    objects."""
+    """Format of all input files. By default the suffix decides; files with other suffixes are text.
+    jsonl also reads lists of objects."""
 
     field: str = TEXT_FIELD
     """Field of a JSONL or Parquet row that holds the document."""
 
     prompt_field: str | None = None
-    """Field of a row that holds the prompt of --completion-field, which has no loss. With
-    --preference: the prompt's field, by default prompt."""
+    """Field of a row that holds the prompt for --completion-field; a prompt has no loss. With
+    --preference, the field of the prompt, by default prompt."""
 
     completion_field: str | None = None
-    """Field of a row that holds the completion; a document is the prompt in --prompt-field and its
+    """Field of a row that holds the completion; a document is the prompt in --prompt-field and the
     completion."""
 
     messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
     """Field of a row that holds a conversation, or instruction for Alpaca's rows; by default it is
-    detected. A conversation is a list of messages with role and content, or from and value
-    (ShareGPT). In Alpaca's rows, instruction and input are the question, output the answer. Nothing
-    is detected if rows have a text. Each answer of the assistant becomes a document; its prompt is
-    everything before it, as the chat template writes it. The loss is on answers only, and the
+    detected, unless rows have a field text. A conversation is a list of messages with role and
+    content, or from and value (ShareGPT). In Alpaca's rows, instruction and input are the question,
+    and output is the answer. Each answer of the assistant becomes a document; its prompt is
+    everything before it, as the chat template writes it. Only answers have a loss, and the
     beginning of a conversation with n answers is read n times."""
 
     preference: Switch = False
     """Reads pairs of answers, for losses such as jaxtp:DPO, from the fields prompt, chosen and
-    rejected. They are texts, or lists of messages for the chat template (with --template FILE texts
-    are messages too). Without a prompt, chosen and rejected are whole conversations that differ in
-    the last message, or texts that start alike."""
+    rejected. They are texts, or lists of messages for the chat template (with --template FILE,
+    texts are messages too). Without a prompt, chosen and rejected are whole conversations that
+    differ in the last message, or texts with the same beginning."""
 
     template: OptionalFile = None
-    """Chat template for --messages, in Jinja; by default the one next to the tokenizer
+    """Chat template for --messages, in Jinja; by default the template next to the tokenizer
     (chat_template.jinja, or in tokenizer_config.json)."""
 
     date: Day | None = None
-    """The day that a chat template with a date writes (strftime_now); by default the day on which
-    preparation starts. The dataset records it."""
+    """Day that a chat template writes, if it writes the date (strftime_now); by default the day on
+    which the preparation starts. The dataset records it."""
 
     media_as_text: Switch = False
-    """Read conversations with images, audio or video as text, with words such as <image> in their
-    places; by default they are unreadable input."""
+    """Reads conversations with images, audio or video as text, with words such as <image> in their
+    places; by default such conversations are unreadable input."""
 
     include: Patterns = ()
-    """Files to read in folders, such as '*.py'; by default all. Matches the name, or the path in
-    the folder if the pattern has a /. Can be repeated."""
+    """Files to read in folders, such as '*.py'; by default all files. A pattern matches the name
+    or, if it has a /, the path in the folder. Can be repeated."""
 
     exclude: Patterns = ()
     """Files and folders to leave out in folders, such as site-packages. Can be repeated."""
 
     held_out: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.01
-    """Share of the documents for validation, chosen by a hash of their text. Of up to 1,000
-    documents the nearest number is held out; with more, each is chosen independently."""
+    """Fraction of the documents for validation, chosen by a hash of their text. Of up to 1,000
+    documents, the nearest number is held out; of more, each is chosen independently."""
 
     dedup: Switch = False
-    """Leaves out documents that equal an earlier one, byte for byte; takes about 100 bytes of
+    """Leaves out documents that equal an earlier document, byte for byte; takes about 100 bytes of
     memory per document."""
 
     on_error: Literal["stop", "skip"] = "stop"
     """On unreadable input: stop ends with its file and line; skip counts it and continues."""
 
     max_document_bytes: Count = 2**26
-    """Maximum size of a document, a line of JSONL, or the answers of a conversation with their
-    prompts; a document and its tokens take about eleven times its size in memory."""
+    """Maximum size of a document, of a line of JSONL, or of a conversation's answers with their
+    prompts. A document and its tokens take about eleven times this size in memory."""
 
     max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31), allowed("2**10 to 2**31")] = 2**27
-    """Maximum memory for unpacking a .zst file; those made by zstd --long=31 take 2**31."""
+    """Maximum memory for unpacking a .zst file; files made by zstd --long=31 take 2**31."""
 
     shard_tokens: Count = 2**26
     """Tokens after which a shard is full; no document is split over two shards."""
@@ -164,13 +164,13 @@ class PrepareConfig:
     """Seconds between saves of the progress, from which an interrupted command resumes."""
 
     overwrite: Switch = False
-    """Starts over if --out holds another dataset: deletes that dataset before reading anything."""
+    """Starts over if --out holds another dataset, which is deleted before anything is read."""
 
     json: OptionalFile = None
     """JSON file for the content of dataset.json, or for the result of --verify."""
 
     verify: OptionalFolder = None
-    """Dataset to compare with its checksums, instead of making one; exit code 1 if it is
+    """Dataset to compare with its checksums, instead of making a dataset; exit code 1 if it is
     damaged."""
 
     @property
@@ -248,7 +248,7 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         and (config.eos is not None or config.special_tokens)
     ):
         yield (
-            "bytes have no special tokens; --eos and --special-tokens go with --tokenizer or "
+            "bytes have no special tokens; --eos and --special-tokens need --tokenizer or "
             "--train-bpe"
         )
     if config.eos is not None and config.no_eos:
@@ -261,7 +261,7 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "--prompt-field and --completion-field go together"
     elif config.prompt_field is not None and config.field != TEXT_FIELD:
         yield (
-            "--field is for documents without a prompt; give it or --prompt-field and "
+            "--field is for documents without a prompt; give either --field, or --prompt-field and "
             "--completion-field"
         )
     if config.messages is not None and config.bos != "auto":

@@ -57,23 +57,23 @@ SKIP_BYTES = 2**20
 _PEEKED_LINES = 100  # The first object must be in these lines for its keys to be read
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
 ARRAY_CHUNK = 2**20  # Bytes of a JSON list that are read at a time
-MAX_VALUES = 2**22  # Most values of a row; each takes some 100 bytes of memory
+MAX_VALUES = 2**22  # Maximum number of values of a row; each takes some 100 bytes of memory
 _VALUE_BYTES = 64  # Approximate memory of a value of a table in Python
 VALUES_BYTES = MAX_VALUES * _VALUE_BYTES
 _DECODING = 2**30
 _EXPANSION = 64
-"""Memory for decoding a table: bytes, and bytes for each byte of the file."""
-_TRUNCATED = 16  # A JSON error this close to the end of a text may come from what follows
+"""Maximum memory for decoding a table: bytes, and bytes for each byte of the file."""
+_TRUNCATED = 16  # A JSON error this close to the end of a text may be due to the missing text
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, perhaps cut short. Possessive, because backtracking would take gigabytes of
-memory."""
+"""A JSON string, which may be cut short. The quantifiers are possessive, because backtracking would
+take gigabytes of memory."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged gzip streams; `_unpack_zstd` converts zstd's to EOFError."""
 _ZSTD_CHUNK = 2**11
-"""Compressed bytes at a time; zstd may unpack them to 30,000 times as many, which are in memory
-together."""
+"""Compressed bytes that are unpacked at a time. zstd may unpack them to 30,000 times as many bytes,
+which are in memory at once."""
 _PARQUET_ROWS = 32  # Rows in memory at a time
 
 
@@ -82,9 +82,9 @@ class PrepareError(UserError):
 
 
 class BadInputError(Exception):
-    """A row or the rest of a source is unusable.
+    """A row, or the remainder of a source, is unusable.
 
-    If `is_harmless`, it is only counted, whatever `--on-error` is.
+    If `is_harmless`, the problem is only counted, whatever `--on-error` is.
     """
 
     def __init__(self, kind: str, complaint: str, *, is_harmless: bool = False):
@@ -93,7 +93,7 @@ class BadInputError(Exception):
         self.is_harmless = is_harmless
 
     def at(self, place: str) -> "BadInputError":
-        """Returns the error with its place."""
+        """Returns the error with its place in the message."""
         return BadInputError(self.kind, f"{place}: {self}", is_harmless=self.is_harmless)
 
 
@@ -107,7 +107,7 @@ class Turn(NamedTuple):
 
 
 class Position(NamedTuple):
-    """A position in the inputs; everything before has been read."""
+    """A position in the inputs, before which everything has been read."""
 
     source: int
     item: int  # number of items of that source that have been read
@@ -116,7 +116,7 @@ class Position(NamedTuple):
 class Event(NamedTuple):
     """A row of a source, or a text file: its documents, or a problem."""
 
-    turns: tuple[Turn, ...]  # One turn; one for each answer of a conversation
+    turns: tuple[Turn, ...]  # One turn, or one for each answer of a conversation
     item: int  # Number of lines or rows that have been read, including this one
     bytes_read: int  # approximate bytes of the source
     problem: BadInputError | None = None
@@ -124,8 +124,8 @@ class Event(NamedTuple):
 
 Row = Mapping[str, object]
 Item = tuple[int, int, object]
-"""Number from 1, bytes of the source read so far, and a text, a line of JSON (bytes), a row, or its
-problem."""
+"""An item's number from 1, the bytes of the source that are read so far, and the item: a text, a
+line of JSON (bytes), a row, or a problem."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,8 @@ def first_keys(source: Source) -> list[str]:
 
 
 def first_row(source: Source, fields: Fields | None) -> Row:
-    """Returns the first JSON object, or a table's first row of `fields`; empty if unreadable."""
+    """Returns the first JSON object, or the `fields` of a table's first row; empty if
+    unreadable."""
     with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
         for _, _, item in itertools.islice(
             _READERS[source.format](source, 0, fields), _PEEKED_LINES
@@ -256,7 +257,7 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
 
 
 def _read_lines(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
-    # A command that goes on in mid-file may have skipped a line before, with another --on-error.
+    # A command that resumes within a file may have skipped a line before, with another --on-error.
     skips = source.skips or start > 0
     with open_stream(Path(source.path), source.max_window) as (content, file):
         for number, line in enumerate(_lines(content, source.max_document, skips), 1):
@@ -267,7 +268,7 @@ def _read_lines(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
 
 
 def _read_binary(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
-    """Reads nothing: the name or the first bytes of a file in a folder say that it is not text."""
+    """Refuses a file in a folder that is not text, according to its name or its first bytes."""
     raise _not_text()
 
 
@@ -361,10 +362,7 @@ class _Array:
         return mark
 
     def _read_more(self) -> None:
-        """Reads a chunk, as long as the rest of the text.
-
-        A long item is then parsed only a few times.
-        """
+        """Reads a chunk as long as the remaining text, so that a long item is parsed few times."""
         left = self._text[self._at :]
         chunk = self._stream.read(max(ARRAY_CHUNK, len(left)))
         try:
@@ -381,11 +379,11 @@ class _Array:
 
 
 def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
-    """Skips row groups before `start`.
+    """Reads rows from the row group of `start` on.
 
-    Others are read from their first row, so a resumed read meets a damaged page at the same row. A
-    file of a few bytes can hold a list of billions of nulls, so types and counts are checked before
-    values are decoded.
+    This row group is read from its first row, so a resumed read meets a damaged page at the same
+    row. A file of a few bytes can hold a list of billions of nulls, so types and counts are checked
+    before values are decoded.
     """
     import pyarrow
     from pyarrow import parquet
@@ -402,7 +400,7 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
                     row += group_metadata.num_rows
                     continue
                 _require_few_values_in(group_metadata, names)
-                # Threads have stacks, which would count as memory.
+                # Without threads, because the stacks of threads would count as memory.
                 decoded = file.iter_batches(
                     _PARQUET_ROWS, row_groups=[group], columns=names, use_threads=False
                 )
@@ -438,7 +436,7 @@ def _require_few_values_in(group: "pyarrow.parquet.RowGroupMetaData", names: lis
 
 
 def _within_memory(max_bytes: int, values: Iterator[T]) -> Iterator[T]:
-    """Yields values; raises a MemoryError if making one takes more than `max_bytes` (on Linux)."""
+    """Yields values; on Linux, raises a MemoryError if one of them takes more than `max_bytes`."""
     while True:
         with _limited_memory(max_bytes):
             value = next(values, None)
@@ -452,7 +450,7 @@ def _limited_memory(max_bytes: int) -> Iterator[None]:
     try:
         pages = list(map(int, Path("/proc/self/statm").read_text().split()))
     except OSError:
-        yield  # no Linux
+        yield  # not on Linux
         return
     kinds = {resource.RLIMIT_AS: pages[0], resource.RLIMIT_DATA: pages[5]}
     before = {kind: resource.getrlimit(kind) for kind in kinds}
@@ -468,7 +466,7 @@ def _limited_memory(max_bytes: int) -> Iterator[None]:
 
 
 def _rows_of(batch: "pyarrow.RecordBatch", names: list[str], max_document: int) -> Iterator[object]:
-    """Yields rows, one at a time: a dictionary column may repeat long texts."""
+    """Yields rows, one at a time, because a column with a dictionary may repeat long texts."""
     columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
     limit = max_document + VALUES_BYTES
     is_small = sum(map(_size_of, columns)) <= limit
@@ -524,14 +522,12 @@ _READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
     DATASETS: _read_table,
     BINARY: _read_binary,
 }
-"""By format: takes a source, the number of items to skip, and the columns to read of a table."""
+"""A reader for each format; it takes a source, the number of items to skip, and a table's columns
+to read."""
 
 
 def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
-    """Returns the columns to read.
-
-    Refuses a column of texts that has another type, before any value is read.
-    """
+    """Returns the columns to read; refuses a column of texts that has another type."""
     from pyarrow import types
 
     assert fields is not None
@@ -548,9 +544,9 @@ def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
 
 
 def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
-    """Yields lines, cut after the limit.
+    """Yields lines, which are cut after the limit.
 
-    Raises after a cut line, whose end may be far away, unless `skips`.
+    Raises after a cut line, because its end may be far away, unless `skips`.
     """
     while line := content.readline(limit + 1):
         yield line
@@ -563,7 +559,7 @@ def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
 
 @contextmanager
 def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Yields a file's unpacked content by its suffix, and the file.
+    """Yields the content of a file, unpacked if its suffix says so, and the file.
 
     zstd may use `max_window` bytes of memory.
     """
@@ -601,10 +597,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
-    """Yields the content of all frames.
-
-    The library's own reader does not notice a truncated frame.
-    """
+    """Yields the content of all frames; unlike the library's reader, notices a truncated frame."""
     import zstandard
 
     decompressor = zstandard.ZstdDecompressor(max_window_size=max_window)
@@ -682,10 +675,7 @@ def _parse(content: bytes, fields: Fields | None) -> object:
 
 
 def _may_repeat(content: bytes, fields: Fields | None) -> bool:
-    """Returns whether the keys of a row are worth counting.
-
-    Counting takes longer than to parse a short row.
-    """
+    """Returns whether a row may repeat a key, because counting keys takes longer than parsing."""
     if fields is None:
         return False
     return fields.turns is not None or any(
@@ -694,9 +684,9 @@ def _may_repeat(content: bytes, fields: Fields | None) -> bool:
 
 
 def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
-    """Returns a decoder that appends to `repeated` the keys that an object has twice.
+    """Returns a decoder that appends to `repeated` the keys that occur twice in an object.
 
-    Python keeps the last value.
+    Python alone would keep the last value.
     """
 
     def unique(pairs: list[tuple[str, object]]) -> Row:
@@ -728,10 +718,7 @@ def _not_json(error: Exception, start: int = 0) -> BadInputError:
 
 
 def _require_few_values(content: bytes) -> None:
-    """Counts values outside of strings.
-
-    A value of two bytes takes a hundred as an object.
-    """
+    """Raises `BadInputError` if there are too many values: one of two bytes takes 100 in memory."""
     marks = (b",", b"[", b"{")
     if sum(map(content.count, marks)) <= MAX_VALUES:
         return
@@ -749,7 +736,7 @@ def text_of(row: Row, name: str) -> str:
         value.isascii() or value.encode()
     except UnicodeEncodeError:
         raise BadInputError(
-            NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is no character"
+            NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is not a character"
         ) from None
     return value
 
@@ -815,7 +802,7 @@ def _nested_hint(row: Row) -> str:
 
 
 def of_nested_rows(name: str) -> str:
-    """Returns how to convert a JSON object that holds its rows in a list."""
+    """Returns advice on a JSON object that holds its rows in a list."""
     return f"jq -c '.[{json.dumps(name)}][]' FILE.json > NEW.jsonl makes JSON Lines of it"
 
 

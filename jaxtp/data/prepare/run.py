@@ -34,10 +34,10 @@ from jaxtp.data.prepare.sources import find_sources, syntax_counts, with_layout
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 
-# Stored bytes of each hash, with --dedup: two of 10^12 documents collide with a probability of
+# Bytes of a hash that --dedup stores: among 10^12 documents, two collide with a probability of
 # 10^-14
 _DIGEST = 16
-_MAX_PROBLEMS = 5  # Most problems that are printed
+_MAX_PROBLEMS = 5  # Maximum number of problems that are printed
 _LINE_SECONDS = 5.0  # Seconds between lines of progress
 
 
@@ -58,7 +58,8 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 print(f"{out} is finished; there is nothing to do", flush=True)
                 return
             if conversations is not None:
-                conversations.set_day(state.day)
+                # A resumed command keeps the day on which the dataset was begun.
+                conversations.template.day = state.day
             if state.tokenizer is None:  # nothing depends on the threshold yet
                 state.threshold = threshold(sources, job.fields, config)
             if state.threshold is not None:
@@ -106,7 +107,7 @@ class _Preparation:
         digests = set[bytes]()
         for _ in range(count):
             digest = self._hashes.read(_DIGEST)
-            if digest in digests:  # a file of zeros could have any size, and this loop no end
+            if digest in digests:  # a file of zeros can have any size, so this loop might not end
                 raise damaged_error(self._job.out / HASHES, "a document is in it twice")
             digests.add(digest)
         return digests
@@ -140,7 +141,7 @@ class _Preparation:
                 fix = "a corrected file needs --overwrite"
             raise PrepareError(
                 f"{error}\n{written:,} documents before it are done; the same command with "
-                f"--on-error skip leaves out what cannot be read and does the rest; {fix}"
+                f"--on-error skip leaves out unreadable input and does the rest; {fix}"
             ) from None
         self._write_manifest()
 
@@ -183,7 +184,7 @@ class _Preparation:
         print(f"skipped: {problem}", flush=True)
         self._num_shown += 1
         if self._num_shown == _MAX_PROBLEMS:
-            print("further ones are only counted", flush=True)
+            print("further problems are only counted", flush=True)
 
     def _is_new(self, digest: bytes) -> bool:
         short = digest[:_DIGEST]

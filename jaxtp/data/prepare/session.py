@@ -3,10 +3,10 @@
 `begin` decides whether a command starts or resumes a dataset, finds it finished, or refuses the
 folder.
 
-`journal.json` exists from the start until `dataset.json` does. It records the position in the
-inputs and each file's length there. It is written every few seconds, once all data that it
-describes is on disk; resuming drops later data. The number of tokens alone decides where a shard
-ends, so neither batches nor interruptions affect the result.
+`journal.json` exists from the start until `dataset.json` exists. It records the position in the
+inputs, and the length of each file at this position. It is written every few seconds, once all data
+that it describes is on disk; a resumed command drops later data. The number of tokens alone decides
+where a shard ends, so neither batches nor interruptions affect the result.
 """
 
 import json
@@ -29,7 +29,7 @@ from jaxtp.config.files import (
     sync_file,
     write_atomically,
 )
-from jaxtp.config.reading import read_bytes
+from jaxtp.config.reading import first_lines, read_bytes
 from jaxtp.config.schema import expand
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import (
@@ -78,7 +78,7 @@ def damaged_error(path: Path, how: str) -> PrepareError:
 
 @dataclass
 class Progress:
-    """A split's full shards, and the open shard's content."""
+    """The full shards of a split, and the content of its open shard."""
 
     shards: list[Shard] = field(default_factory=list)
     documents: Count = 0
@@ -94,7 +94,7 @@ class Job:
     out: Path
     config: PrepareConfig
     sources: list[Source]
-    tokenizer: Tokenizer | None  # None if the command trains it
+    tokenizer: Tokenizer | None  # None if the command trains one
     conversations: Conversations | None
 
     @property
@@ -112,8 +112,8 @@ class State:
     arguments: Mapping[str, object]
     tokenizer: TokenizerInfo | None = None  # None until it is opened or trained
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """From `batches.threshold`; None if an older version, whose threshold is `held_out`, started
-    the dataset."""
+    """The result of `batches.threshold`; None if an older version started the dataset, for which it
+    is `held_out`."""
     day: str | None = None  # the day that the chat template writes
     position: Position = Position(0, 0)
     seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `HASHES`
@@ -129,7 +129,7 @@ class State:
             self.skipped[kind] = self.skipped.get(kind, 0) + count
 
     def save(self, out: Path) -> None:
-        """Replaces the journal; its contents must describe data on disk."""
+        """Replaces the journal, which must describe data on disk."""
         write_atomically(out / JOURNAL, json.dumps(asdict(self)).encode())
 
 
@@ -143,7 +143,7 @@ class _Input:
 
 
 def begin(job: Job) -> State | None:
-    """Returns the state to resume from; None if finished."""
+    """Returns the state to resume from; None if the dataset is finished."""
     out = job.out
     config = job.config
     settings = arguments(config)
@@ -152,7 +152,7 @@ def begin(job: Job) -> State | None:
     exists = (out / MANIFEST).exists() or (out / JOURNAL).exists()
     if exists and config.overwrite:
         _require_inputs_elsewhere(out, config)
-        State(settings).save(out)  # the journal marks a half-cleared folder as ours
+        State(settings).save(out)  # the journal marks a half-cleared folder as jaxtp's
         for name in (MANIFEST, TOKENIZER, TEMPLATE, TOKENIZER_CONFIG, INPUTS, HASHES):
             (out / name).unlink(missing_ok=True)
         drop_unknown(out, set())
@@ -169,7 +169,7 @@ def begin(job: Job) -> State | None:
     if state is None:
         require_empty(out, "dataset")
     else:
-        # Unread inputs may differ, unless the tokenizer was trained on them.
+        # Inputs that were not read may differ, unless the tokenizer was trained on them.
         num_read: int | None = state.position.source + (state.position.item > 0)
         if config.train_bpe is not None and state.tokenizer is not None:
             num_read = None
@@ -229,8 +229,8 @@ def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:
 def _changed(
     before: Manifest | State, job: Job, settings: dict[str, object], num_read: int | None
 ) -> list[str]:
-    """Returns changed settings, or else changes among the first `num_read` inputs."""
-    defaults = arguments(PrepareConfig())  # of settings that are newer than the dataset
+    """Returns changed settings; if there are none, changes among the first `num_read` inputs."""
+    defaults = arguments(PrepareConfig())  # for settings that are newer than the dataset
     changed = schema.differences({**defaults, **before.arguments}, settings)
     if before.tokenizer is not None and job.tokenizer is not None:
         changed += schema.differences(
@@ -254,10 +254,7 @@ def _by_path(inputs: Iterable[_Input]) -> dict[str, str]:
 
 def _refuse(out: Path, subject: str, changed: list[str]) -> None:
     if changed:
-        lines = changed[:_MAX_LINES]
-        if len(changed) > _MAX_LINES:
-            lines.append(f"and {len(changed) - _MAX_LINES} more")
-        listed = "\n  ".join(lines)
+        listed = "\n  ".join(first_lines(changed, _MAX_LINES))
         raise PrepareError(
             f"{out} holds {subject} that differs from this command (there -> here):\n  {listed}\n"
             "--overwrite starts over; another --out DIR keeps it. Nothing was changed."
@@ -320,9 +317,9 @@ class SplitWriter:
     def append(
         self, parts: Iterable[Tokens], prompt: int, text_bytes: int, *, may_end: bool = True
     ) -> int:
-        """Writes a document with a nonempty part; returns its number of tokens.
+        """Writes a document, which may not be empty; returns its number of tokens.
 
-        The shard may end after the document.
+        If `may_end`, the shard ends after the document once it is full.
         """
         length = 0
         progress = self.progress

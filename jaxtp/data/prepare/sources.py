@@ -45,7 +45,8 @@ _LAYOUTS = {
         {"instruction", "output"},
     ),
 }
-"""By the value of --messages: the layout's name, and the fields that identify its rows."""
+"""For a value of --messages, the description of the layout, and the fields that identify its
+rows."""
 
 _SUFFIXES = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), JSONL),
@@ -53,7 +54,7 @@ _SUFFIXES = {
 }
 _JSON = ".json"
 _SYNTAX = (_JSON, ".csv", ".tsv", ".ipynb", ".html", ".htm", ".xml", ".rtf")
-"""Suffixes of text with much syntax; the summary counts such files."""
+"""Suffixes of text with much syntax. The summary counts these files."""
 _CONVERT = (
     "python -c 'import csv, json, sys; [print(json.dumps(r)) for r in csv.DictReader(sys.stdin{})]'"
 )
@@ -131,7 +132,7 @@ _SAVED = ("state.json", "dataset_dict.json")  # Files of a folder that `save_to_
 
 
 def find_sources(config: PrepareConfig) -> list[Source]:
-    """Returns all sources; a folder's by path, without hidden files."""
+    """Returns all sources, in a folder by path and without hidden files."""
     sources = list(chain.from_iterable(_sources_of(name, config) for name in config.inputs))
     if any(source.format == PARQUET for source in sources):
         _require("pyarrow", "Parquet")
@@ -141,7 +142,7 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 
 
 def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
-    """Detects and prints the layout of conversations by the first row's keys.
+    """Detects and prints the layout of conversations by the keys of the first row.
 
     Does nothing if the user names a field.
     """
@@ -163,7 +164,8 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
 
 
 def _with_layout_of_pairs(config: PrepareConfig, source: Source) -> PrepareConfig:
-    """Reads conversations if the first row has messages or a template is named; else texts."""
+    """Reads conversations if the first row has messages, or a template is named; otherwise
+    texts."""
     row = readers.first_row(source, config.fields)
     has_messages = any(
         isinstance(row.get(name), list | dict) for name in config.fields.names_in(row)
@@ -228,7 +230,7 @@ def _open_table(name: str) -> "datasets.Dataset":
     is_folder = Path(first).is_dir()
     if not (is_folder or options):
         raise PrepareError(
-            f"{name}: no such folder; of a dataset by name also name the split: {name}:train"
+            f"{name}: no such folder; for a dataset by name, also name the split: {name}:train"
         )
     datasets.disable_progress_bars()
     try:
@@ -238,7 +240,7 @@ def _open_table(name: str) -> "datasets.Dataset":
                 table = table[options[0]]
         else:
             table = datasets.load_dataset(first, *options[:-1], split=options[-1])
-    except Exception as error:  # the library has no base exception
+    except Exception as error:  # the library's errors have no common class
         first_line = (str(error) or type(error).__name__).splitlines()[0]
         raise PrepareError(f"{name}: {first_line}") from None
     if not isinstance(table, datasets.Dataset):
@@ -279,7 +281,7 @@ def _format_in_folder(path: Path, config: PrepareConfig) -> str:
 def _format_of_named(path: Path, config: PrepareConfig) -> str:
     """Returns the format by suffix and first bytes.
 
-    Raises `PrepareError` for a file that is no text and no rows.
+    Raises `PrepareError` for a file that has neither text nor rows.
     """
     suffix = _suffix(path)
     format = format_of(path)
@@ -323,10 +325,7 @@ def _format_of_json(path: Path, config: PrepareConfig) -> str | None:
 
 
 def _refuse_json(path: Path, config: PrepareConfig) -> str:
-    """Raises `PrepareError`; returns TEXT for an empty or broken file.
-
-    The reader refuses such a file.
-    """
+    """Raises `PrepareError`; returns TEXT for an empty or broken file, which the reader refuses."""
     start = _first_bytes(path, config)
     if not start.strip():
         return TEXT
@@ -354,9 +353,9 @@ def _first_bytes(path: Path, config: PrepareConfig) -> bytes:
 
 
 def _signed(path: Path) -> tuple[str, str] | None:
-    """Returns a description and advice if the first bytes are never a text's.
+    """Returns a description and advice if a file cannot be text, judged by its first bytes.
 
-    They are still packed.
+    Files that `_UNPACK` unpacks are not judged.
     """
     if path.suffix.lower() not in _UNPACK:
         with suppress(OSError), path.open("rb") as file:

@@ -43,7 +43,7 @@ def test_help_explains_every_setting_and_verify(capsys):
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     expected = [
         "jaxtp prepare --verify data/books",
-        "after an interruption the same command resumes in it",
+        "after an interruption, the same command resumes",
         "--out DIR",
         "--train-bpe SIZE",
         "--dedup",

@@ -237,7 +237,7 @@ def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
     assert "date: None -> 2026-02-01" in refusal(f"{command} --date 2026-02-01")
     assert template_day(made("a.jsonl --messages messages --out none").folder) is None
     write("d/tokenizer_config.json", '{"chat_template_day": "31 January"}')
-    with pytest.raises(TokenizerError, match="chat_template_day = 31 January: no day"):
+    with pytest.raises(TokenizerError, match="chat_template_day = 31 January: not a day"):
         template_day(Path("d"))
 
 

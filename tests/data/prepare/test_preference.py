@@ -267,10 +267,10 @@ def test_pairs_are_not_mixed_with_other_data():
     pairs = Path("pairs")
     assert load_corpus(None, {"pairs": 1, "more": 2}, validation=pairs).has_pairs
     with pytest.raises(
-        CorpusError, match=r"pairs has pairs .* and tuning has not: name datasets of one kind"
+        CorpusError, match=r"pairs has pairs .* but tuning does not: name datasets of one kind"
     ):
         load_corpus(None, {"tuning": 1, "pairs": 2})
-    with pytest.raises(CorpusError, match=r"pairs has pairs .* and tuning has not"):
+    with pytest.raises(CorpusError, match=r"pairs has pairs .* but tuning does not"):
         load_corpus(pairs, validation=Path("tuning"))
     with pytest.raises(
         CorpusError, match=r"every pair is longer than data.sequence_length=2; use a larger"

@@ -481,7 +481,7 @@ def test_the_first_problems_are_shown_and_all_are_counted():
     write("a.jsonl", [{"no": "x"}] * 20 + ["fine"])
     out = output("a.jsonl --on-error skip")
     assert out.count("skipped: ") == 5
-    assert "further ones are only counted" in out
+    assert "further problems are only counted" in out
     assert read_manifest(Path("d")).skipped == {"no such field": 20}
 
 

@@ -412,7 +412,7 @@ REFUSED = {
     "--config nothing.yaml": "nothing.yaml: No such file",
     f"{H100S} --train.loss jaxtp:DPO --tier 2": "--tier 3 compiles yours",
     f"{H100S} --train.loss jaxtp:DPO --train.loss-arguments.bet 1": "did you mean beta?",
-    f"{H100S} --train.loss-arguments.beta 1": "need a loss: name it by --train.loss",
+    f"{H100S} --train.loss-arguments.beta 1": "need a loss: set --train.loss",
 }
 
 
