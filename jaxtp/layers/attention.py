@@ -435,7 +435,7 @@ class CausalSelfAttention(Branch):
         shape = replace(shape, packed=packed, platform=architecture_of(current_device()))
         use = config.use_on(shape, self.precision.compute)
         for problem in unsupported(config.attention, use):
-            raise ConfigError(problem)
+            raise ConfigError(f'attention="{config.attention}": {problem}')
         kernel, _ = pick_kernel(config.attention, use)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
         is_split = shape.is_split(self.out.sequence_parallel)

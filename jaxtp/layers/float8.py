@@ -124,7 +124,7 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
       ConfigError: this device has no products in float8; XLA would convert the operands in silence.
     """
     if problem := matmul_problem(FLOAT8, architecture_of(current_device())):
-        raise ConfigError(problem)
+        raise ConfigError(f'matmul="{FLOAT8}": {problem}')
 
     def quantise(x: Array) -> Quantised:
         return Quantised(Float8.of(x, dim=-1, axes=axes), jnp.zeros_like(x))

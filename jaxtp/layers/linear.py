@@ -109,6 +109,11 @@ class FixedBias:
 default_kernel_init = nnx.initializers.normal(stddev=0.02)
 
 
+# `matmul` of a layer is no argument of its constructor: `Precision.matmul_layers` selects layers by
+# their paths, which a layer does not know before its model exists. `set_matmul`
+# (`models/config.py`) sets it then.
+
+
 class ColumnParallelLinear(nnx.Module):
     """Projects one input to one or several outputs, split by columns over tp.
 
@@ -129,7 +134,6 @@ class ColumnParallelLinear(nnx.Module):
     `P(STORAGE, TP)`, biases as `P(TP)`.
     """
 
-    # `set_matmul` (`models/config.py`) sets it by the path of the layer in its model.
     matmul: Matmul = "compute"
 
     def __init__(
@@ -266,7 +270,6 @@ class RowParallelLinear(nnx.Module):
     `P(STORAGE)`.
     """
 
-    # `set_matmul` (`models/config.py`) sets it by the path of the layer in its model.
     matmul: Matmul = "compute"
 
     def __init__(

@@ -44,23 +44,17 @@ def mx_problem(k: int, n: int, architecture: str = "cpu") -> str | None:
     for kind, size in (("input", k), ("output", n)):
         if size % BLOCK or not size:
             below = size // BLOCK * BLOCK
-            above = size // BLOCK * BLOCK + BLOCK
+            nearest = f"{below} or {below + BLOCK}" if below else BLOCK
             return (
-                f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not "
-                f"divisible by its blocks of {BLOCK}; nearest: "
-                f"{f'{below} or {above}' if below else above}"
+                f"{size} {kind} features on a device are not divisible by blocks of {BLOCK}; "
+                f"nearest: {nearest}"
             )
-    problem = matmul_problem("mxfp8", architecture)
-    if (
-        problem
-        or not architecture.startswith("cuda")
-        or (installed_cudnn() or _FIRST_CUDNN) >= _FIRST_CUDNN
-    ):
+    if problem := matmul_problem("mxfp8", architecture):
         return problem
-    return (
-        "model.precision.matmul=mxfp8 needs cuDNN 9.10 or newer: pip install --upgrade "
-        "nvidia-cudnn-cu13"
-    )
+    cudnn = installed_cudnn() or _FIRST_CUDNN
+    if architecture.startswith("cuda") and cudnn < _FIRST_CUDNN:
+        return "it needs cuDNN 9.10 or newer: pip install --upgrade nvidia-cudnn-cu13"
+    return None
 
 
 def mx_matmul(x: Array, w: Array) -> Array:
@@ -69,9 +63,8 @@ def mx_matmul(x: Array, w: Array) -> Array:
     Raises:
       ConfigError: this device does not support it (`mx_problem`).
     """
-    k, n = w.shape
-    if problem := mx_problem(k, n, architecture_of(current_device())):
-        raise ConfigError(problem)
+    if problem := mx_problem(*w.shape, architecture_of(current_device())):
+        raise ConfigError(f'matmul="mxfp8": {problem}')
     return _matmul(vary_like(x, w), vary_like(w, x))
 
 

@@ -80,8 +80,7 @@ def matmul_problem(matmul: str, architecture: str) -> str | None:
         return None
     works = "compute" if matmul == "float8" or matmul_problem("float8", architecture) else "float8"
     return (
-        f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda "
-        f"{minimum} or newer; use model.precision.matmul={works}"
+        f"{architecture} would multiply in 16 bits; it needs cuda {minimum} or newer; use {works}"
     )
 
 
@@ -177,7 +176,7 @@ class Kernel:
         if self.platforms and use.family not in (None, *self.platforms):
             yield f"it runs on {' and '.join(self.platforms)}, not on {use.family}"
         if self.plain and use.dtype not in (None, "bfloat16", "float16"):
-            yield f"it computes in 16 bits, and model.precision.compute is {use.dtype}"
+            yield f"it computes in 16 bits, not in {use.dtype}"
         if self.head_dims:
             width = use.widest
             max_width, multiple = self.head_dims(use)
@@ -189,14 +188,14 @@ class Kernel:
         if not self.plain:
             return
         if use.packed:
-            yield "packed documents (data.packing=documents) would give it a [T, T] mask"
+            yield "packed documents would give it a [T, T] mask"
         if use.softcap is not None:
-            yield "it has no model.attention_softcap"
+            yield "it has no attention_softcap"
         if use.sinks:
-            yield "it has no model.attention_sinks"
+            yield "it has no attention_sinks"
         if use.part:
             yield (
-                "it needs whole sequences, which devices have with mesh.context=ulysses, but not "
+                "it needs whole sequences, which devices have with the context ulysses, but not "
                 "with gather"
             )
 
@@ -439,7 +438,7 @@ def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
             where = f" on {' and '.join(kernel.platforms or ())}" if is_limited else ""
             supported.append(kernel.name + where)
     for problem in KERNELS[requested].problems(use):
-        yield f"model.attention={requested}: {problem}; use auto ({' or '.join(supported)})"
+        yield f"{problem}; use auto ({' or '.join(supported)})"
 
 
 def pick_scan(key_dim: int, platform: str | None) -> tuple[Scan | None, str]:
