@@ -158,11 +158,7 @@ TABLE = read_table(__file__)
 def test_auto_takes_the_kernels_where_they_run_and_they_are_refused_elsewhere():
     assert_errors(TABLE["picked"], lambda row: " ".join(pick_method(row["asked"], row["platform"])))
     (problem,) = unsupported("pallas", "rocm")
-    assert not [
-        word
-        for word in ("cuda, not on rocm", "auto (xla)")
-        if word not in problem
-    ]
+    assert not [word for word in ("cuda, not on rocm", "auto (xla)") if word not in problem]
     assert not [row for row in TABLE["allowed"] if [*unsupported(*row)]]
 
 

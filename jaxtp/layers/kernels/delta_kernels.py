@@ -28,7 +28,11 @@ _PREFETCHED = 2**14
 
 
 def chunk_states(
-    w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
+    w: Array,
+    u: Array,
+    k_decayed: Array,
+    decay: Array,
+    state: Array,
 ) -> tuple[Array, Array, Array]:
     """Returns the results of `delta_rule.chunk_states`.
 
