@@ -91,7 +91,8 @@ class Balance:
 def no_balance(kinds: Sequence[tuple[int, int]]) -> Balance:
     """Returns the zero `Balance`; `kinds` are (layers, experts)."""
     zero = jnp.zeros((), jnp.float32)
-    return Balance(zero, zero, tuple(jnp.zeros(kind, jnp.float32) for kind in kinds), zero, zero)
+    times_chosen = tuple(jnp.zeros(kind, jnp.float32) for kind in kinds)
+    return Balance(zero, zero, times_chosen, zero, zero)
 
 
 def balance(
@@ -118,13 +119,17 @@ def balance(
             tokens = jnp.maximum(choices / k, 1)
             num_experts = routing.times_chosen.shape[-1]
             frequency = num_experts / (k * tokens[..., None]) * routing.times_chosen
-            losses.append(jnp.sum(frequency * routing.scores / tokens[..., None], axis=-1))
+            products = frequency * routing.scores / tokens[..., None]
+            losses.append(jnp.sum(products, axis=-1))
             squared.append(routing.squared_normaliser / tokens)
             entropies.append(k * jnp.sum(routing.entropy))  # k per token, like `choices`
             dropped.append(jnp.sum(choices - routing.computed))
+        balance_losses = jnp.mean(jnp.concatenate(losses), axis=0)  # [b]
+        balance_loss = jnp.sum(counted * balance_losses)
+        z_losses = jnp.mean(jnp.concatenate(squared), axis=0)
         sums = Balance(
-            balance_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(losses), axis=0)),
-            router_z_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(squared), axis=0)),
+            balance_loss=balance_loss,
+            router_z_loss=jnp.sum(counted * z_losses),
             times_chosen=tuple(jnp.sum(routing.times_chosen, axis=1) for routing in local),
             entropy=jnp.sum(jnp.stack(entropies)),
             dropped=jnp.sum(jnp.stack(dropped)),

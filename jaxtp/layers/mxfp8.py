@@ -73,18 +73,18 @@ def _matmul(x: Array, w: Array) -> Array:
     return _product(x, w.T)
 
 
-def _forward(
-    x: CustomVJPPrimal, w: CustomVJPPrimal
-) -> tuple[Array, tuple[Array | None, Array | None]]:
-    # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
+# Arrays of x and w: what a gradient needs is its only residual, x for the gradient of w and w for
+# the gradient of x.
+_Pair = tuple[Array | None, Array | None]
+
+
+def _forward(x: CustomVJPPrimal, w: CustomVJPPrimal) -> tuple[Array, _Pair]:
     saved_x = x.value if w.perturbed else None
     saved_w = w.value if x.perturbed else None
     return _matmul.fun(x.value, w.value), (saved_x, saved_w)
 
 
-def _backward(
-    residuals: tuple[Array | None, Array | None], grad: Array
-) -> tuple[Array | None, Array | None]:
+def _backward(residuals: _Pair, grad: Array) -> _Pair:
     x, w = residuals
     grad_x = None if w is None else _product(grad, w)
     grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
@@ -108,17 +108,27 @@ def _product(a: Array, b: Array) -> Array:
 def _quantise(x: Array) -> tuple[Array, Array]:
     """Returns the elements `[..., K]` and the scales `[..., K / 32]`."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
-    max_bits = lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
+    max_sizes = jnp.max(jnp.abs(blocks), axis=-1)
+    max_bits = lax.bitcast_convert_type(max_sizes, jnp.uint32)
     # From the bits of max / 448 = max / (1.75 * 2^8): up unless the mantissa is at most 1.75. At
     # least 2^-126: CPUs and GPUs may take smaller numbers for zero.
     exponent = jnp.maximum(max_bits + (2**21 - 1) >> 23, 9) - 8
     inverse = lax.bitcast_convert_type(254 - exponent << 23, jnp.float32)
-    elements = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn).reshape(x.shape)
-    return elements, lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    elements = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn)
+    elements = elements.reshape(x.shape)
+    scales = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return elements, scales
 
 
-def _multiply(a: Array, b: Array, a_scale: Array, b_scale: Array, dtype: jnp.dtype) -> Array:
-    return jnp.einsum("zmk,znk->zmn", _scaled(a, a_scale), _scaled(b, b_scale)).astype(dtype)
+def _multiply(
+    a: Array,
+    b: Array,
+    a_scale: Array,
+    b_scale: Array,
+    dtype: jnp.dtype,
+) -> Array:
+    y = jnp.einsum("zmk,znk->zmn", _scaled(a, a_scale), _scaled(b, b_scale))
+    return y.astype(dtype)
 
 
 def _scaled(elements: Array, scales: Array) -> Array:
