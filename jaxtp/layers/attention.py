@@ -400,8 +400,8 @@ class CausalSelfAttention(Branch):
         cp = shape.sizes[CP]
         if shape.context == "ulysses" and queries % cp:
             raise ValueError(
-                f"context='ulysses': cp={cp} does not divide the {queries} query heads of a device "
-                f"over tp={shape.tp}; use 'gather' or 'auto'"
+                f'context="ulysses": cp={cp} does not divide the {queries} query heads of a device '
+                f'over tp={shape.tp}; use "gather" or "auto"'
             )
         return shape
 
@@ -449,7 +449,11 @@ class CausalSelfAttention(Branch):
         return partial(rows_as_heads, run) if is_swapped else run
 
     def _attend_cached(
-        self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens
+        self,
+        weights: Weights,
+        qkv: Heads,
+        cache: KVCache,
+        new: NewTokens,
     ) -> tuple[Array, KVCache]:
         use = self.config.use(dtype=self.precision.compute)
         num_slots = cache[0].shape[2]
@@ -469,7 +473,11 @@ class CausalSelfAttention(Branch):
         return self._merge_heads(y, *qkv[3:]), (keys, values)
 
     def _attend_packed(
-        self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None
+        self,
+        qkv: Heads,
+        new: NewTokens,
+        num_slots: int,
+        sinks: Array | None = None,
     ) -> Array:
         """Attends from packed tokens.
 
@@ -495,7 +503,11 @@ class CausalSelfAttention(Branch):
         )
 
     def _normalise_and_rotate(
-        self, weights: Weights, qkv: Heads, positions: Array, length: int
+        self,
+        weights: Weights,
+        qkv: Heads,
+        positions: Array,
+        length: int,
     ) -> tuple[Array, Array, Array]:
         config = self.config
         # Each is `[B/(dp*fsdp), T/cp, N/tp, H]`.

@@ -183,7 +183,12 @@ class Sequences:
         return run(q, k, v, self.segments, part=part)
 
     def _attend_in_halo(
-        self, run: Callable[..., Array], reach: int, q: Array, k: Array, v: Array
+        self,
+        run: Callable[..., Array],
+        reach: int,
+        q: Array,
+        k: Array,
+        v: Array,
     ) -> Array:
         chunks = self._chunks(q.shape[1] * axis_size(CP))
         results = []

@@ -74,7 +74,10 @@ class HeadConfig:
 
 
 def vocabulary_table(
-    vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs
+    vocab_size: int,
+    features: int,
+    precision: Precision,
+    rngs: nnx.Rngs,
 ) -> nnx.Param[Array]:
     """Returns a table `[V, D]`, V padded to a multiple of tp, stored as `P(TP, STORAGE)`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
@@ -221,7 +224,10 @@ class VocabParallelHead(nnx.Module):
 
 
 def vocab_parallel_logits(
-    x_BTD: Array, table_VD: Array, head: HeadConfig, bias_V: Array | None = None
+    x_BTD: Array,
+    table_VD: Array,
+    head: HeadConfig,
+    bias_V: Array | None = None,
 ) -> Array:
     """Returns logits `[B, T, V]` in `precision.logits`.
 

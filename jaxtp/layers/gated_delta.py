@@ -262,7 +262,11 @@ class GatedDeltaNet(Branch):
         return self.out(y), cache
 
     def _read_on(
-        self, weights: Weights, projected: tuple[Array, ...], cache: KVCache, new: NewTokens
+        self,
+        weights: Weights,
+        projected: tuple[Array, ...],
+        cache: KVCache,
+        new: NewTokens,
     ) -> tuple[Array, KVCache]:
         *qkv, gate, write, decay = projected  # [b, T, F/tp]
         state, window = cache
@@ -322,7 +326,10 @@ def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tu
 
 
 def _decayed_to_end(
-    tokens: Tokens, new: NewTokens, sequence: Array, index: Array
+    tokens: Tokens,
+    new: NewTokens,
+    sequence: Array,
+    index: Array,
 ) -> tuple[Array, Array]:
     """Returns each row's keys of its last chunk, and the decay of the state before the chunk.
 

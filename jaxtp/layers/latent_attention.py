@@ -180,7 +180,11 @@ class LatentAttention(CausalSelfAttention):
         return self.output(y, x_BTD), cache
 
     def _attend_cached(
-        self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens
+        self,
+        weights: Weights,
+        qkv: Heads,
+        cache: KVCache,
+        new: NewTokens,
     ) -> tuple[Array, KVCache]:
         q, latent, shared = qkv
         num_slots = cache[0].shape[2]
@@ -244,7 +248,11 @@ class LatentAttention(CausalSelfAttention):
         return queries, latent, shared
 
     def _normalise_and_rotate(
-        self, weights: Weights, qkv: Heads, positions: Array, length: int
+        self,
+        weights: Weights,
+        qkv: Heads,
+        positions: Array,
+        length: int,
     ) -> tuple[Array, Array, Array]:
         q, kv, shared = qkv
         shared = self._rotate(shared[:, :, None], positions, length)
@@ -279,7 +287,13 @@ class DownProjection(nnx.Module):
     """
 
     def __init__(
-        self, d_model: int, rank: int, context: LayerContext, *, target: Target, rngs: nnx.Rngs
+        self,
+        d_model: int,
+        rank: int,
+        context: LayerContext,
+        *,
+        target: Target,
+        rngs: nnx.Rngs,
     ):
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision

@@ -100,18 +100,19 @@ def vocab_parallel_cross_entropy(
 
 
 def vocab_parallel_statistics(
-    x_BTD: Array, projection: Projection, labels: Array, *, entropy: bool = False
+    x_BTD: Array,
+    projection: Projection,
+    labels: Array,
+    *,
+    entropy: bool = False,
 ) -> TokenStatistics:
     """Returns the statistics of each token.
 
     `labels` are `[B, T]`, or `[B, T, K]` for K ids per token.
     """
 
-    def finish(tokens: TokenStatistics, labels: Array) -> TokenStatistics:
-        return tokens
-
     reduce_logits = partial(_statistics, entropy=entropy)
-    return _on_devices(reduce_logits, finish, token_spec(), x_BTD, projection, labels)
+    return _on_devices(reduce_logits, _first, token_spec(), x_BTD, projection, labels)
 
 
 def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[Array, Array]:
@@ -119,7 +120,11 @@ def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[
 
     They are descending, and without a gradient.
     """
-    return _on_devices(partial(_top_k, k), lambda top: top, token_spec(), x_BTD, projection)
+    return _on_devices(partial(_top_k, k), _first, token_spec(), x_BTD, projection)
+
+
+def _first(numbers: _PerToken, *labels: Array) -> _PerToken:
+    return numbers
 
 
 def _on_devices(

@@ -274,7 +274,10 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
 
 
 def _add_product(
-    sending: Array | None, total: Array | None, features: Array, kernel: Array
+    sending: Array | None,
+    total: Array | None,
+    features: Array,
+    kernel: Array,
 ) -> tuple[Array, Array]:
     """Returns what arrived, and a partial sum plus a product, computed while `sending` moves."""
     arrived, total, features = _begin_turn(sending, total, features)
@@ -396,7 +399,10 @@ def _plus_each(totals: list[Array], arrays: list[Array]) -> list[Array]:
 
 
 def _plus_products(
-    total: Array | None, inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike
+    total: Array | None,
+    inputs: Sequence[Value],
+    kernels: Sequence[Value],
+    dtype: DTypeLike,
 ) -> Array:
     products = [product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)]
     summands = products if total is None else [total, *products]
@@ -404,7 +410,10 @@ def _plus_products(
 
 
 def _plus_kernel_gradient(
-    total: Array | None, part: Value, grads: Sequence[Array], start: Array
+    total: Array | None,
+    part: Value,
+    grads: Sequence[Array],
+    start: Array,
 ) -> Array:
     """Adds the gradient of concatenated kernels, from the part of the sequence at `start`."""
     size = part.shape[SEQUENCE_DIM]

@@ -97,7 +97,11 @@ def rotated_dims(head_dim: int, scaling: RopeScaling, fraction: float) -> tuple[
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling, length: int, fraction: float = 1.0
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling,
+    length: int,
+    fraction: float = 1.0,
 ) -> Frequencies:
     """Returns radians per position, `[rotated / 2]` float64: `theta^(-2i / rotated)`, then scaled.
 

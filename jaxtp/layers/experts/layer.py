@@ -144,7 +144,12 @@ class MixtureOfExperts(PositionwiseBranch):
         return transform(x_BTD, weights, token_data)
 
     def _transform(
-        self, split_dim: int | None, record: bool, x: Array, weights: Weights, token_data: Weights
+        self,
+        split_dim: int | None,
+        record: bool,
+        x: Array,
+        weights: Weights,
+        token_data: Weights,
     ) -> tuple[Array, Routing]:
         """Transforms a device's tokens `[b, t, D]`; tp splits their dim `split_dim`, if any.
 
@@ -189,7 +194,11 @@ class MixtureOfExperts(PositionwiseBranch):
         return leave_parallel(y, split_dim), replace(routing, computed=computed)
 
     def _routed(
-        self, x: Array, gates: Array, experts: Array, weights: Weights
+        self,
+        x: Array,
+        gates: Array,
+        experts: Array,
+        weights: Weights,
     ) -> tuple[Array, Array]:
         """Returns this device's summands of tokens `[N, D]`, and the number of its rows.
 

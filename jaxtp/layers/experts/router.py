@@ -39,7 +39,12 @@ class Router:
     is_split: bool  # whether each device of a tp group has other tokens
 
     def route(
-        self, x: Array, not_padding: Array, replayed: Array | None, *, record: bool
+        self,
+        x: Array,
+        not_padding: Array,
+        replayed: Array | None,
+        *,
+        record: bool,
     ) -> tuple[Array, Array, Routing]:
         """Returns the experts of tokens `[b, t, D]`, their gates, and router statistics.
 

@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import ATTENDED, vary_alike
+from jaxtp.layers.kernels.padding import pad_ranges, pad_to, round_up
 from jaxtp.layers.sequence_parallel import Part, key_ranges
 
 MAX_BLOCK = 256
@@ -209,12 +210,9 @@ class _Pairs:
         self.settings = settings
         self.group = heads // kv_heads
         self.wide = jnp.promote_types(q.dtype, jnp.float32)
-        first, last = key_ranges((rows, length), num_keys, settings.window, segments, part)
-        # Padding sees nothing.
         block = settings.block
-        padding = ((0, 0), (0, -length % block))
-        self.first = jnp.pad(first, padding, constant_values=num_keys)
-        self.last = jnp.pad(last, padding, constant_values=-1)
+        ranges = key_ranges((rows, length), num_keys, settings.window, segments, part)
+        self.first, self.last = pad_ranges(ranges, block, num_keys)
         first = self.first.reshape(rows, -1, block)
         last = self.last.reshape(rows, -1, block)
         # The first and the last key block that any row needs, per query block
@@ -270,7 +268,7 @@ class _Pairs:
         rows, length, heads, width = x.shape
         block = self.settings.block
         kv_heads = heads // group
-        x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+        x = pad_to(x, {1: round_up(length, block)})
         x = x.reshape(rows, -1, block, kv_heads, group, width)
         x = x.transpose(1, 0, 3, 4, 2, 5)  # [n, b, K, G, c, H]
         return x.reshape(-1, rows, kv_heads, group * block, width)

@@ -16,6 +16,7 @@ from jax.experimental.pallas import triton
 from jaxtp.collectives import vary_alike
 from jaxtp.layers.kernels import gpu
 from jaxtp.layers.kernels.delta_rule import states_by
+from jaxtp.layers.kernels.padding import pad_to, round_up
 
 # Width of keys, and tokens of a chunk, that a program multiplies at once
 MAX_KEY_DIM = 256
@@ -52,21 +53,14 @@ def chunk_states(
     padded_rows = gpu.padded_size(rows)
     padded_keys = gpu.padded_size(keys)
     columns = min(_COLUMNS, gpu.padded_size(values))
-    padded_values = pl.cdiv(values, columns) * columns
-    w = _pad(w, padded_rows, padded_keys)
-    k_decayed = _pad(k_decayed, padded_rows, padded_keys)
-    u = _pad(u, padded_rows, padded_values)
-    state = _pad(state, padded_keys, padded_values)
+    padded_values = round_up(values, columns)
+    w = pad_to(w, {-2: padded_rows, -1: padded_keys})
+    k_decayed = pad_to(k_decayed, {-2: padded_rows, -1: padded_keys})
+    u = pad_to(u, {-2: padded_rows, -1: padded_values})
+    state = pad_to(state, {-2: padded_keys, -1: padded_values})
     operands = vary_alike((w, u, k_decayed, decay, state))
     states, new, final = states_by(_run, *operands)
     return states[..., :keys, :values], new[..., :rows, :values], final[..., :keys, :values]
-
-
-def _pad(x: Array, rows: int, columns: int) -> Array:
-    """Pads the last two dims with zeros."""
-    *outer, num_rows, num_columns = x.shape
-    padding = [(0, 0) for _ in outer]
-    return jnp.pad(x, (*padding, (0, rows - num_rows), (0, columns - num_columns)))
 
 
 # Without jit, JAX 0.10 keeps a kernel in the backward pass when `jax.checkpoint` has saved its

@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import vary_alike, vary_like
+from jaxtp.layers.kernels.padding import pad_to, round_up
 
 CARRIED = "carried"
 """`checkpoint_name` of the states and new values that the backward pass of `chunk_states` needs."""
@@ -46,7 +47,11 @@ class Tokens(NamedTuple):
 
 
 def delta_rule(
-    tokens: Tokens, state: State = None, *, chunk: int = 64, scan: Scan | None = None
+    tokens: Tokens,
+    state: State = None,
+    *,
+    chunk: int = 64,
+    scan: Scan | None = None,
 ) -> tuple[Array, Array]:
     """Returns the queries' results, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`.
 
@@ -120,10 +125,9 @@ class _Chunks:
     def __init__(self, chunk: int, tokens: Tokens):
         q, k, v, log_decay, write, starts = tokens
         rows, length, keys, _ = k.shape
-        padding = -length % chunk
 
         def chunks(x: Array, *heads: int) -> Array:
-            x = jnp.pad(x, [(0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)])
+            x = pad_to(x, {1: round_up(length, chunk)})
             x = x.reshape(rows, -1, chunk, *heads, *x.shape[3:])
             return jnp.moveaxis(x, range(3, 3 + len(heads)), range(1, 1 + len(heads)))
 

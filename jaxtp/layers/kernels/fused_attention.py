@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 from jaxtp.collectives import ATTENDED, vary_alike
 from jaxtp.layers.kernels import gpu
 from jaxtp.layers.kernels.blockwise_attention import sinks_gradient
+from jaxtp.layers.kernels.padding import pad_ranges, pad_to, round_up
 from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
 
 MAX_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
@@ -120,9 +121,9 @@ def fused_attention(
     keys_of_queries = key_ranges(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
     queries_of_keys = query_ranges(keys_of_queries, num_keys, window, segments_BT, part)
     beyond = length + num_keys
-    keys_of_queries = _padded_ranges(keys_of_queries, query_block, beyond)
+    keys_of_queries = pad_ranges(keys_of_queries, query_block, beyond)
     q = _padded(q_BTNH, query_block)
-    queries_of_keys = _padded_ranges(queries_of_keys, key_block, beyond)
+    queries_of_keys = pad_ranges(queries_of_keys, key_block, beyond)
     k = _padded(k_BSKH, key_block)
     v = _padded(v_BSKH, key_block)
     operands = _Operands(q, k, v, sinks, keys_of_queries, queries_of_keys)
@@ -133,17 +134,7 @@ def fused_attention(
 def _padded(x: Array, block: int) -> Array:
     """Pads `[B, T, heads, H]` to whole blocks and to a width that Triton multiplies."""
     _, length, _, width = x.shape
-    missing_rows = -length % block
-    missing_columns = gpu.padded_size(width) - width
-    return jnp.pad(x, ((0, 0), (0, missing_rows), (0, 0), (0, missing_columns)))
-
-
-def _padded_ranges(ranges: _Ranges, block: int, beyond: int) -> _Ranges:
-    """Pads ranges `[B, T]` to whole blocks; padding sees nothing."""
-    first, last = ranges
-    padding = ((0, 0), (0, -first.shape[1] % block))
-    first = jnp.pad(first, padding, constant_values=beyond)
-    return first, jnp.pad(last, padding, constant_values=-1)
+    return pad_to(x, {1: round_up(length, block), 3: gpu.padded_size(width)})
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
@@ -211,7 +202,11 @@ _attention.defvjp(_forward, _backward)
 
 
 def _queries_gradient(
-    settings: _Settings, operands: _Operands, do: Array, lse: Array, delta: Array
+    settings: _Settings,
+    operands: _Operands,
+    do: Array,
+    lse: Array,
+    delta: Array,
 ) -> Array:
     q = operands.q
     size = settings.backward.queries
@@ -232,7 +227,11 @@ def _queries_gradient(
 
 
 def _keys_gradients(
-    settings: _Settings, operands: _Operands, do: Array, lse: Array, delta: Array
+    settings: _Settings,
+    operands: _Operands,
+    do: Array,
+    lse: Array,
+    delta: Array,
 ) -> list[Array]:
     q, k, v, _, _, queries_of_keys = operands
     size = settings.backward.keys
@@ -451,7 +450,11 @@ def _scores(x: Array, y: Array, settings: _Settings) -> Array:
 
 
 def _gradients(
-    s: Array, visible: Array, lse: Array, dp: Array, settings: _Settings
+    s: Array,
+    visible: Array,
+    lse: Array,
+    dp: Array,
+    settings: _Settings,
 ) -> tuple[Array, Array]:
     """Returns the attention weights, and the gradient of the unscaled products of queries and keys.
 

@@ -110,7 +110,12 @@ _grouped.defvjp(
 
 
 def _product(
-    method: Method, rows: Array, kernels: Array, sizes: Array, *, transposed: bool
+    method: Method,
+    rows: Array,
+    kernels: Array,
+    sizes: Array,
+    *,
+    transposed: bool,
 ) -> Array:
     if method == "pallas":
         return _kernels().product(rows, kernels, sizes, transposed=transposed)

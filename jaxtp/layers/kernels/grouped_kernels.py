@@ -40,7 +40,11 @@ class Blocks:
 
 
 def product_blocks(
-    num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike
+    num_rows: int,
+    groups: int,
+    columns: int,
+    summed: int,
+    dtype: DTypeLike,
 ) -> Blocks:
     """Returns the blocks of products.
 
@@ -69,7 +73,11 @@ def _fitting(width: int, max_size: int) -> int:
 
 
 def product(
-    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False
+    rows_MK: Array,
+    kernels_EKN: Array,
+    sizes_E: Array,
+    *,
+    transposed: bool = False,
 ) -> Array:
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 

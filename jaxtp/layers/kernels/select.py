@@ -25,6 +25,7 @@ from jaxtp.layers.kernels.blockwise_attention import (
     num_visited,
 )
 from jaxtp.layers.kernels.delta_rule import Scan
+from jaxtp.layers.kernels.padding import pad_to
 from jaxtp.layers.sequence_parallel import Part, key_ranges, segment_mask
 from jaxtp.mesh import platform_of
 
@@ -244,16 +245,12 @@ def _cudnn(
     # its log-sum-exp has no gradient.
     del segments_BT, excluded
     value_width = v.shape[3]
-    width = max(q.shape[3], value_width)
-
-    def pad(x: Array) -> Array:
-        # cuDNN takes narrower values on Hopper, but JAX's function does not.
-        return jnp.pad(x, (*[(0, 0)] * 3, (0, width - x.shape[3])))
-
+    # cuDNN takes narrower values on Hopper, but JAX's function does not.
+    width = {3: max(q.shape[3], value_width)}
     y = jax.nn.dot_product_attention(
-        pad(q),
-        pad(k),
-        pad(v),
+        pad_to(q, width),
+        pad_to(k, width),
+        pad_to(v, width),
         scale=scale,
         is_causal=True,
         local_window_size=_reach(window),
