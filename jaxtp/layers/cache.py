@@ -116,8 +116,8 @@ class NewTokens:
         segments = self.rows + 1
         if not self.continued:
             return segments
-        first_filled = num_slots - self.positions[:, :1]
-        is_filled = jnp.arange(num_slots) >= first_filled
+        slots = jnp.arange(num_slots)
+        is_filled = slots >= num_slots - self.positions[:, :1]
         earlier = jnp.where(is_filled, segments[:, :1], 0)
         return jnp.concatenate([earlier, segments], axis=1)
 

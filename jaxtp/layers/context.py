@@ -244,14 +244,20 @@ def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | Non
 def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
     """Returns the tokens whose keys and values a device sends, for halos of `reach` tokens."""
     size = chunk_size(length, cp, zigzag=zigzag)
-    halo_chunks = hops(reach, size)
-    return sum(num_routes(cp, hop, zigzag=zigzag) * tokens for hop, tokens in halo_chunks)
+    sent = 0
+    for hop, tokens in hops(reach, size):
+        sent += num_routes(cp, hop, zigzag=zigzag) * tokens
+    return sent
 
 
 def hops(reach: int, size: int) -> list[tuple[int, int]]:
     """Returns (distance in chunks, tokens seen) of each earlier chunk in a halo."""
     farthest = -(-reach // size)
-    return [(hop, min(size, reach - (hop - 1) * size)) for hop in range(farthest, 0, -1)]
+    earlier = []
+    for hop in range(farthest, 0, -1):
+        tokens = reach - (hop - 1) * size
+        earlier.append((hop, min(size, tokens)))
+    return earlier
 
 
 def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
@@ -279,7 +285,9 @@ def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
     if not zigzag:
         return int(hop < cp)
     # An odd hop has a pair within a device, which sends nothing.
-    from_first_to_second = min(2 * cp - 1, cp - 1 + hop) - max(cp, hop) + 1 - hop % 2
+    first = max(cp, hop)
+    last = min(2 * cp - 1, cp - 1 + hop)
+    from_first_to_second = last - first + 1 - hop % 2
     return 2 * (hop < cp) + (from_first_to_second > 0)
 
 

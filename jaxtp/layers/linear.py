@@ -109,11 +109,6 @@ class FixedBias:
 default_kernel_init = nnx.initializers.normal(stddev=0.02)
 
 
-# `matmul` of a layer is no argument of its constructor: `Precision.matmul_layers` selects layers by
-# their paths, which a layer does not know before its model exists. `set_matmul`
-# (`models/config.py`) sets it then.
-
-
 class ColumnParallelLinear(nnx.Module):
     """Projects one input to one or several outputs, split by columns over tp.
 
@@ -134,6 +129,8 @@ class ColumnParallelLinear(nnx.Module):
     `P(STORAGE, TP)`, biases as `P(TP)`.
     """
 
+    # Not an argument of the constructor: `Precision.matmul_layers` selects layers by their paths in
+    # the model, which a layer does not know. `set_matmul` (`models/config.py`) sets it afterwards.
     matmul: Matmul = "compute"
 
     def __init__(
@@ -276,6 +273,7 @@ class RowParallelLinear(nnx.Module):
     `P(STORAGE)`.
     """
 
+    # See `ColumnParallelLinear`.
     matmul: Matmul = "compute"
 
     def __init__(

@@ -63,7 +63,8 @@ def mx_matmul(x: Array, w: Array) -> Array:
     Raises:
       ConfigError: this device does not support it (`mx_problem`).
     """
-    if problem := mx_problem(*w.shape, architecture_of(current_device())):
+    k, n = w.shape
+    if problem := mx_problem(k, n, architecture_of(current_device())):
         raise ConfigError(f'matmul="mxfp8": {problem}')
     return _matmul(vary_like(x, w), vary_like(w, x))
 

@@ -84,13 +84,14 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
 
     operands = [a, u, b, decay, state]
     in_specs = [whole(a), block(chunks, rows), whole(b), whole(decay), block(keys)]
-    backward = d_states is not None
-    if backward:
+    name = "delta_states"
+    if d_states is not None:
+        name = "delta_gradient"
         operands.append(d_states)
         in_specs.append(block(chunks, keys))
     prefetches = rows * keys * a.dtype.itemsize <= _PREFETCHED
     return gpu.run(
-        lambda *refs: jax.jit(partial(_kernel, backward))(*refs),
+        lambda *refs: jax.jit(partial(_kernel, d_states is not None))(*refs),
         operands,
         [
             ((batch, heads, chunks, keys, values), jnp.float32),
@@ -101,7 +102,7 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
         grid=(values // columns, heads, batch),
         warps=4 if prefetches else 8,
         stages=2 if prefetches else 1,
-        name="delta_gradient" if backward else "delta_states",
+        name=name,
         in_specs=in_specs,
         out_specs=[block(chunks, keys), block(chunks, rows), block(keys)],
     )

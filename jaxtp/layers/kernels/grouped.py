@@ -97,10 +97,11 @@ def _backward(
     rows, kernels, sizes = residuals
     d_rows = _product(method, grad, kernels, sizes, transposed=True)
     if method == "pallas":
-        return d_rows, _kernels().kernels_gradient(rows, grad, sizes), None
-    d_kernels = lax.ragged_dot_general(
-        rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32
-    )
+        d_kernels = _kernels().kernels_gradient(rows, grad, sizes)
+    else:
+        d_kernels = lax.ragged_dot_general(
+            rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32
+        )
     return d_rows, d_kernels.astype(rows.dtype), None
 
 
