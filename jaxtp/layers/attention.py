@@ -229,7 +229,9 @@ class PaddedNumbers(PaddedDim):
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
-        return *_padded_heads(*self.factors[:2], self.width, tp)[:2], *self.factors[2:]
+        kv_heads, group, *width = self.factors
+        kv_heads, group, _ = _padded_heads(kv_heads, group, self.width, tp)
+        return kv_heads, group, *width
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,8 @@ class PaddedKVHeads(PaddedDim):
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
-        kv_heads, _, width = _padded_heads(self.factors[0], self.group, self.factors[1], tp)
+        kv_heads, width = self.factors
+        kv_heads, _, _ = _padded_heads(kv_heads, self.group, width, tp)
         return kv_heads, width
 
     def shared_by(self, tp: int) -> int:

@@ -49,6 +49,8 @@ from jaxtp.mesh import CONTEXT, CP
 
 _STATIC = {"static": True}
 
+_Pair = tuple[int, int]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +252,7 @@ def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
     return sent
 
 
-def hops(reach: int, size: int) -> list[tuple[int, int]]:
+def hops(reach: int, size: int) -> list[_Pair]:
     """Returns (distance in chunks, tokens seen) of each earlier chunk in a halo."""
     farthest = -(-reach // size)
     earlier = []
@@ -260,7 +262,7 @@ def hops(reach: int, size: int) -> list[tuple[int, int]]:
     return earlier
 
 
-def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def routes(cp: int, hop: int, *, zigzag: bool) -> dict[_Pair, list[_Pair]]:
     """Returns which devices send a chunk to the holder of the chunk `hop` chunks later.
 
     The keys are (slot of the sent chunk, slot of the later chunk), the values (source, target)
@@ -268,10 +270,10 @@ def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tup
     """
     count = 2 * cp if zigzag else cp
 
-    def holder(chunk: int) -> tuple[int, int]:
+    def holder(chunk: int) -> _Pair:
         return (chunk, 0) if chunk < cp else (count - 1 - chunk, 1)
 
-    by_slots: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    by_slots: dict[_Pair, list[_Pair]] = {}
     for chunk in range(hop, count):
         source, sent = holder(chunk - hop)
         target, received = holder(chunk)

@@ -131,9 +131,9 @@ class GatedDeltaNet(Branch):
         self.v_conv = taps(values)
         shape = (config.delta_value_heads,)
         rates = jax.random.uniform(rngs.params(), shape, dtype, 0.01, 16)
-        of_heads = partial(parameter, spec=P(TP), padding=((-1, numbers),))
-        self.decay_log = of_heads("decay_log", jnp.log(rates))
-        self.dt_bias = of_heads("dt_bias", jnp.ones_like(rates))
+        per_head = partial(parameter, spec=P(TP), padding=((-1, numbers),))
+        self.decay_log = per_head("decay_log", jnp.log(rates))
+        self.dt_bias = per_head("dt_bias", jnp.ones_like(rates))
         self.norm_scale = parameter("scale", jnp.ones(width, dtype), P())
         self.norm_eps = norm.norm_eps
         self.out = RowParallelLinear(values, d_model, context, target="o_proj", rngs=rngs)
@@ -284,8 +284,14 @@ class GatedDeltaNet(Branch):
         if is_single:
             begins = new.positions[..., None] == 0
             log_decay = jnp.where(begins, -jnp.inf, log_decay)
-            single = (x[:, 0] for x in (q, k, v, log_decay, write))
-            y, state = delta_step(*single, state)
+            y, state = delta_step(
+                q[:, 0],
+                k[:, 0],
+                v[:, 0],
+                log_decay[:, 0],
+                write[:, 0],
+                state,
+            )
             y = y[:, None]
         else:
             packed = Tokens(q, k, v, log_decay, write, new.positions == 0)
@@ -347,8 +353,8 @@ def _decayed_to_end(
     starts = take(new.positions == 0)
     is_in_row = rows == jnp.arange(len(rows))[:, None]
     log_decay = jnp.where(is_in_row[..., None], log_decay, 0)
-    following = jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))[:, 1:]
-    later = jax.lax.cumsum(following, axis=1, reverse=True)
+    shifted = jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))
+    later = jax.lax.cumsum(shifted[:, 1:], axis=1, reverse=True)
     weights = jnp.where(is_in_row[..., None], jnp.exp(later), 0)
     group = weights.shape[2] // k.shape[2]
     k = jnp.repeat(k, group, axis=2) * weights[..., None].astype(k.dtype)

@@ -302,7 +302,8 @@ class DownProjection(nnx.Module):
         self.loras: nnx.List[Lora] = nnx.List([])
         if context.lora.adapted(target):
             dims = (ExactDim((d_model,)), ExactDim((rank,)))
-            self.loras.append(Lora(dims, context.lora, (P(STORAGE), P()), rngs=rngs))
+            specs = (P(STORAGE), P())
+            self.loras.append(Lora(dims, context.lora, specs, rngs=rngs))
 
     def __call__(self, x_BTD: Array) -> Array:
         """Projects `[B, T, D]` to `[B, T, R]`."""

@@ -302,7 +302,8 @@ class RowParallelLinear(nnx.Module):
         self.loras: nnx.List[Lora] = nnx.List([])
         if target and context.lora.adapted(target):
             dims = (self.in_features, ExactDim((features,)))
-            self.loras.append(Lora(dims, context.lora, (P(TP), P(None, STORAGE)), rngs=rngs))
+            specs = (P(TP), P(None, STORAGE))
+            self.loras.append(Lora(dims, context.lora, specs, rngs=rngs))
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""

@@ -166,7 +166,8 @@ def store_in_float8(module: nnx.Module, kernels: Iterable[str]) -> None:
 
 def float8_kernels(state: nnx.State) -> set[str]:
     """Returns the dotted paths of kernels that a state has in 8 bits."""
-    return {dotted(path[:-1]) for path, _ in nnx.to_flat_state(state) if path[-1] == "bits"}
+    paths = [path for path, _ in nnx.to_flat_state(state)]
+    return {dotted(parents) for *parents, name in paths if name == "bits"}
 
 
 def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:

@@ -90,8 +90,9 @@ def vocab_parallel_cross_entropy(
         losses = tokens.log_normaliser - tokens.label_logit
         losses += z_loss * jnp.square(tokens.log_normaliser)
         valid = labels != IGNORE
-        sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
-        loss_sum, num_valid = all_reduce(sums, *TOKENS)
+        loss_sum = jnp.sum(losses, where=valid)
+        num_valid = jnp.sum(valid, dtype=jnp.float32)
+        loss_sum, num_valid = all_reduce(jnp.stack([loss_sum, num_valid]), *TOKENS)
         return loss_sum, num_valid
 
     reduce_logits = partial(_statistics, entropy=False)

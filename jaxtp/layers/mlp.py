@@ -142,7 +142,8 @@ class MLP(PositionwiseBranch):
         if self.fused and self.has_ring(axis_size(TP), split=sequence is not None):
             weights, specs = params_and_specs(self)
             return device_view(self._ring, COLUMN, (outside, specs), outside)(x_BTD, weights)
-        return self.down(self._hidden(self.columns(x_BTD)))
+        products_BTF = [*self.columns(x_BTD)]
+        return self.down(self._hidden(products_BTF))
 
     def _hidden(self, products: Sequence[Array]) -> Array:
         activation = self.config.activation
@@ -168,9 +169,10 @@ class MLP(PositionwiseBranch):
             return xielu(x, load(alpha_p), load(alpha_n))
 
         spec = token_spec(TP)
-        in_specs = (spec, spec_of(self.alpha_p), spec_of(self.alpha_n))
+        alphas = (self.alpha_p, self.alpha_n)
+        in_specs = (spec, *map(spec_of, alphas))
         run = device_view(activate, XIELU, in_specs, out_specs=spec)
-        return run(x_BTF, jnp.asarray(self.alpha_p[...]), jnp.asarray(self.alpha_n[...]))
+        return run(x_BTF, *(jnp.asarray(alpha[...]) for alpha in alphas))
 
 
 def _initial_alpha(slope: float, dtype: DType) -> Any:

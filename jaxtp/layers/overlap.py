@@ -38,7 +38,6 @@ from jaxtp.layers.products import (
     Value,
     gradient_of,
     input_gradient,
-    perturbed,
     product,
     unwrapped,
     value_of,
@@ -48,6 +47,7 @@ from jaxtp.mesh import TP
 
 Overlap = Literal["none", "ring"]
 V = TypeVar("V", Array, Value)
+Sums = TypeVar("Sums", Array, list[Array])
 
 # A ring that gathers: the part of the sequence that each device holds in each turn.
 #
@@ -91,7 +91,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
 def _gather_forward(
     keep: bool, x: object, kernels: tuple[Any, ...]
 ) -> tuple[tuple[Array, ...], object]:
-    needs_grad = NeedsGrad((perturbed(x),), tuple(map(perturbed, kernels)))
+    needs_grad = NeedsGrad.of([x], kernels)
     values = tuple(map(value_of, unwrapped(kernels)))
     parts, ys = _gather_matmul(unwrapped(x), values)
     saved_parts = parts if keep else parts[:1]
@@ -204,7 +204,7 @@ def _scatter_ring(
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
-    needs_grad = NeedsGrad(tuple(map(perturbed, inputs)), tuple(map(perturbed, kernels)))
+    needs_grad = NeedsGrad.of(inputs, kernels)
     inputs = unwrapped(inputs)
     kernels = unwrapped(kernels)
     saved_inputs = []
@@ -219,14 +219,14 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
     size = grad.shape[SEQUENCE_DIM]
     needed = _true_indices(needs_grad.inputs)
     trained = _true_indices(needs_grad.kernels)
-    sums: list[Array] = []
+    sums: Any = None
     products_by_turn = []
     part = grad
     for turn in range(axis_size(TP)):
         arrived, sums, part, start = _begin_gather_turn(turn, part, sums)
         products = [product(*input_gradient(part, kernels[i]), part.dtype) for i in needed]
         kernel_grads = [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
-        sums = _plus_each(sums, kernel_grads)
+        sums = _plus(sums, kernel_grads)
         part, products, sums = in_turn(arrived, products, sums)
         products_by_turn.append(products)
     input_grads = dict(zip(needed, _in_order(products_by_turn), strict=True))
@@ -253,7 +253,12 @@ matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: Array) -> Array:
+def ring_mlp(
+    hidden: Callable[[Array], Array],
+    x: Array,
+    columns: Array,
+    rows: Array,
+) -> Array:
     """Reduce-scatters `hidden(x @ columns) @ rows` over tp, of an all-gathered `x`.
 
     `x` and the result are `[b, T/tp, ..., D]`; `hidden` sees each token alone.
@@ -270,7 +275,8 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
         arrived_sum, features = compute_features(partial_sum, part)
         sending = _unless_last(turn, part)
         part, partial_sum = _add_product(sending, arrived_sum, features, rows)
-    return operator.add(*_add_product(partial_sum, None, own_features, rows))
+    arrived_sum, own_product = _add_product(partial_sum, None, own_features, rows)
+    return arrived_sum + own_product
 
 
 def _add_product(
@@ -286,7 +292,7 @@ def _add_product(
 
 def _mlp_forward(hidden: Callable[[Array], Array], *args: object) -> tuple[Array, object]:
     _, *kernels = args
-    needs_grad = NeedsGrad((), tuple(map(perturbed, kernels)))
+    needs_grad = NeedsGrad.of([], kernels)
     return ring_mlp.fun(hidden, *unwrapped(args)), (unwrapped(args), needs_grad)
 
 
@@ -304,7 +310,7 @@ def _mlp_backward(
         return in_turn(arrived, grad_y, features)
 
     def add_kernel_gradients(
-        sending: Array | None, sums: list[Array], grad_y: Array, *operands: Array
+        sending: Array | None, sums: list[Array] | None, grad_y: Array, *operands: Array
     ) -> tuple[Array, list[Array], Array]:
         """Returns what arrived, the sums, and `grad_y`.
 
@@ -312,13 +318,13 @@ def _mlp_backward(
         """
         arrived, sums, grad_y, features, x, grad = _begin_turn(sending, sums, grad_y, *operands)
         pairs = ((x, grad_y), (features, grad))
-        sums = _plus_each(sums, [_kernel_gradient(*pairs[i]) for i in trained])
+        sums = _plus(sums, [_kernel_gradient(*pairs[i]) for i in trained])
         return in_turn(arrived, sums, grad_y)
 
     tp = axis_size(TP)
     # Turn 0 is for this device's part: the input leaves, then the gradient of the result.
     arrived_x, own_grad_y, features = compute_gradients(x, x, grad)
-    arrived_grad, sums, own_grad_y = add_kernel_gradients(grad, [], own_grad_y, features, x, grad)
+    arrived_grad, sums, own_grad_y = add_kernel_gradients(grad, None, own_grad_y, features, x, grad)
     partial_sum = None
     for turn in range(1, tp):
         x = arrived_x
@@ -328,7 +334,8 @@ def _mlp_backward(
         arrived_grad, sums, grad_y = add_kernel_gradients(sending, sums, grad_y, features, x, grad)
         sending = _unless_last(turn, x)
         arrived_x, partial_sum = _add_product(sending, arrived_sum, grad_y, columns.T)
-    grad_x = operator.add(*_add_product(partial_sum, None, own_grad_y, columns.T))
+    arrived_sum, own_product = _add_product(partial_sum, None, own_grad_y, columns.T)
+    grad_x = arrived_sum + own_product
     return grad_x, *_as_kernels(sums, trained, (columns, rows), grad_x.dtype)
 
 
@@ -390,12 +397,9 @@ def _true_indices(flags: Sequence[bool]) -> list[int]:
     return [i for i, flag in enumerate(flags) if flag]
 
 
-def _plus(total: Array | None, array: Array) -> Array:
-    return array if total is None else total + array
-
-
-def _plus_each(totals: list[Array], arrays: list[Array]) -> list[Array]:
-    return [*map(operator.add, totals, arrays)] if totals else arrays
+def _plus(total: Sums | None, summand: Sums) -> Sums:
+    """Adds two arrays, or each array of two lists."""
+    return summand if total is None else jax.tree.map(operator.add, total, summand)
 
 
 def _plus_products(

@@ -5,6 +5,7 @@ the operands of a layer, and `multiply` multiplies them, with hand-written gradi
 would save or multiply something else.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -48,6 +49,11 @@ class NeedsGrad:
 
     inputs: tuple[bool, ...]
     kernels: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, inputs: Iterable[object], kernels: Iterable[object]) -> "NeedsGrad":
+        """Reads the arguments of the forward pass of a `custom_vjp`."""
+        return cls(tuple(map(perturbed, inputs)), tuple(map(perturbed, kernels)))
 
 
 def as_operand(x: Array, matmul: Matmul, *axes: str) -> Operand:

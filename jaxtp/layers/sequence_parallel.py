@@ -160,8 +160,10 @@ def query_ranges(
 def segment_mask(segments_BT: Array) -> Array:
     """Returns whether query and key are in the same document, `[B, 1, T, S]`."""
     begins = segments_BT[:, 1:] != segments_BT[:, :-1]
-    document = jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0)))
-    return (document[:, :, None] == document[:, None, :])[:, None]
+    document = jnp.cumsum(begins, axis=1)
+    document = jnp.pad(document, ((0, 0), (1, 0)))
+    same_document = document[:, :, None] == document[:, None, :]
+    return same_document[:, None]
 
 
 def dropout(

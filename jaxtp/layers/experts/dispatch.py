@@ -84,8 +84,9 @@ class Rows:
 
     def of_choices(self, values: Array) -> Array:
         """Copies values of choices to their rows: `[N * k] -> [rows]`."""
+        column = values[:, None]
         row_of_choice = self.row_of_choice.reshape(-1, 1)
-        return _spread(values[:, None], row_of_choice, self.choice_of_row)[:, 0]
+        return _spread(column, row_of_choice, self.choice_of_row)[:, 0]
 
 
 @jax.custom_vjp

@@ -108,8 +108,9 @@ class MixtureOfExperts(PositionwiseBranch):
                 zeros = jnp.zeros(stacked.shape(bias_dims), dtype)
                 setattr(self, f"{name}_bias", stacked.parameter(f"{name} bias", bias_dims, zeros))
         stack = (self.config.num_experts,)
-        for name, (expert, inner, outer) in projections.items():
+        for name, dims in projections.items():
             if lora.adapted(EXPERT_TARGETS[name]):
+                expert, inner, outer = tuple(dims)
                 features = (stacked.sizes[inner], stacked.sizes[outer])
                 specs = (stacked.spec(f"{expert}{inner}r"), stacked.spec(f"{expert}r{outer}"))
                 adapter = Lora(features, lora, specs, stack=stack, rngs=rngs)

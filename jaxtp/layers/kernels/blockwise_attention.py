@@ -245,8 +245,8 @@ class _Pairs:
         first = lax.dynamic_slice_in_dim(self.first, i * block, block, axis=1)
         last = lax.dynamic_slice_in_dim(self.last, i * block, block, axis=1)
         visible = (first[:, :, None] <= key) & (key <= last[:, :, None])  # [b, c, c]
-        of_group = jnp.tile(visible, (1, self.group, 1))  # [b, G*c, c]
-        return scores, of_group[:, None]
+        visible = jnp.tile(visible, (1, self.group, 1))  # [b, G*c, c]
+        return scores, visible[:, None]
 
     def of_queries(self, x: Array) -> Array:
         return self._blocks(x, self.group)

@@ -60,13 +60,22 @@ def chunk_states(
     state = pad_to(state, {-2: padded_keys, -1: padded_values})
     operands = vary_alike((w, u, k_decayed, decay, state))
     states, new, final = states_by(_run, *operands)
-    return states[..., :keys, :values], new[..., :rows, :values], final[..., :keys, :values]
+    states = states[..., :keys, :values]
+    new = new[..., :rows, :values]
+    return states, new, final[..., :keys, :values]
 
 
 # Without jit, JAX 0.10 keeps a kernel in the backward pass when `jax.checkpoint` has saved its
 # results.
 @jax.jit
-def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None) -> Any:
+def _run(
+    a: Array,
+    u: Array,
+    b: Array,
+    decay: Array,
+    state: Array,
+    d_states: Array | None,
+) -> Any:
     batch, heads, chunks, rows, keys = a.shape
     values = u.shape[-1]
     columns = min(_COLUMNS, values)
@@ -90,6 +99,7 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
         operands.append(d_states)
         in_specs.append(block(chunks, keys))
     prefetches = rows * keys * a.dtype.itemsize <= _PREFETCHED
+    warps, stages = (4, 2) if prefetches else (8, 1)
     return gpu.run(
         lambda *refs: jax.jit(partial(_kernel, d_states is not None))(*refs),
         operands,
@@ -100,8 +110,8 @@ def _run(a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Arr
         ],
         # Neighbours share w and k_decayed, which stay in the cache.
         grid=(values // columns, heads, batch),
-        warps=4 if prefetches else 8,
-        stages=2 if prefetches else 1,
+        warps=warps,
+        stages=stages,
         name=name,
         in_specs=in_specs,
         out_specs=[block(chunks, keys), block(chunks, rows), block(keys)],

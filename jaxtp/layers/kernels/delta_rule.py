@@ -115,7 +115,9 @@ def delta_step(
     read = decay[..., None] * jnp.einsum("bhsk,bhkv->bhsv", jnp.stack([q, k], axis=2), state)
     new = write[..., None] * (v - read[:, :, 1])
     after = decay[..., None] * state + k[..., None] * new[:, :, None]
-    y = read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * new
+    from_state = read[:, :, 0]
+    score = jnp.sum(q * k, axis=-1, keepdims=True)
+    y = from_state + score * new
     return y.astype(v.dtype), after
 
 
@@ -129,7 +131,8 @@ class _Chunks:
         def chunks(x: Array, *heads: int) -> Array:
             x = pad_to(x, {1: round_up(length, chunk)})
             x = x.reshape(rows, -1, chunk, *heads, *x.shape[3:])
-            return jnp.moveaxis(x, range(3, 3 + len(heads)), range(1, 1 + len(heads)))
+            count = len(heads)
+            return jnp.moveaxis(x, range(3, 3 + count), range(1, 1 + count))
 
         group = v.shape[2] // keys
         self.q = chunks(q, keys)
@@ -203,7 +206,9 @@ class _Chunks:
     def _results(self, states: Array, new: Array) -> Array:
         """Returns what queries read from the state before their chunk, and from the chunk."""
         dtype = self.v.dtype
-        states, new = (x.reshape(*self.v.shape[:3], *x.shape[2:]) for x in (states, new))
+        heads = self.v.shape[:3]
+        states = states.reshape(*heads, *states.shape[2:])
+        new = new.reshape(*heads, *new.shape[2:])
         decay = self.from_state[..., None]
         y = decay * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
         scores = self.times_keys(self.q) * self.between
