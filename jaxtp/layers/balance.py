@@ -12,7 +12,7 @@ Layers are averaged.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,7 +108,7 @@ def balance(
     def total(routings: list[Routing], labels: Array) -> Balance:
         # Sums are `[layers, b, ...]`, of this device's tokens.
         local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)
-        local = _reduce_flat(lambda sums: all_reduce(sums, *SEQUENCE), local)
+        local = _all_reduce_flat(local, SEQUENCE)
         counted = jnp.sum(labels != IGNORE, axis=1, dtype=jnp.float32)  # [b]
         losses = []  # [layers, b] each
         squared = []
@@ -134,7 +134,7 @@ def balance(
             entropy=jnp.sum(jnp.stack(entropies)),
             dropped=jnp.sum(jnp.stack(dropped)),
         )
-        return _reduce_flat(lambda sums: all_reduce(sums, *BATCH), sums)
+        return _all_reduce_flat(sums, BATCH)
 
     statistics = [replace(routing, experts=None, margin=None) for routing in routings]
     in_specs = (jax.tree.map(lambda _: by_layer, statistics), batch_spec(None))
@@ -152,7 +152,7 @@ def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Arr
     return bias + rate * direction.astype(bias.dtype)
 
 
-def _reduce_flat(reduce: Callable[[Array], Array], tree: object) -> Any:
-    """Reduces a tree as one flat array, with one collective."""
+def _all_reduce_flat(tree: object, axes: tuple[str, ...]) -> Any:
+    """All-reduces a tree as one flat array, with one collective."""
     flat, as_tree = ravel_pytree(tree)
-    return as_tree(reduce(flat))
+    return as_tree(all_reduce(flat, *axes))
