@@ -47,9 +47,9 @@ def run(
     """Runs a program for each index of the grid; off CUDA in Pallas' interpreter, for tests.
 
     Args:
-      program: Inside shard_map the interpreter evaluates operations one by one, and shard_map
-        refuses operations between a varying array and a kernel constant. So the program calls a
-        jitted kernel, which stays whole.
+      program: a function of references that calls a jitted kernel. Inside shard_map the interpreter
+        evaluates operations one by one, and shard_map refuses operations between a varying array
+        and a kernel constant; jit keeps the kernel whole.
       operands: arrays that vary over the same mesh axes.
       results: shapes and dtypes.
       warps: groups of 32 threads that share a program.
