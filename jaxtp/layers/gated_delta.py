@@ -303,8 +303,10 @@ class GatedDeltaNet(Branch):
 def _latest(tokens: Array, window: Array, new: NewTokens) -> Array:
     """Returns the last inputs of each row's convolution, `[R, W - 1, F]`, like `window`."""
     has_tokens, sequence, last = new.ends(len(window))
+    row = sequence[:, None]
     index = last[:, None] + 1 + jnp.arange(window.shape[1])
-    return jnp.where(has_tokens[:, None, None], tokens[sequence[:, None], index], window)
+    latest = tokens[row, index]
+    return jnp.where(has_tokens[:, None, None], latest, window)
 
 
 def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tuple[Array, Array]:
