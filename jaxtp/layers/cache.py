@@ -8,7 +8,6 @@ at position 0.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +48,8 @@ class NewTokens:
     @property
     def specs(self) -> "NewTokens":
         """Specs for `device_view`."""
-        spec: Any = batch_spec(None)
-        return replace(self, positions=spec, rows=None if self.rows is None else spec)
+        spec = batch_spec(None)
+        return NewTokens(spec, None if self.rows is None else spec, self.continued)  # type: ignore[arg-type]
 
     def write(self, cache: Array, new: Array) -> Array:
         """Writes new tokens `[b, T, K, H]` to a device's cache `[b, K, S, H]`."""

@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jaxtp.collectives import vary_alike
-from jaxtp.layers.kernels import gpu
 from jaxtp.layers.kernels.delta_rule import states_by
-from jaxtp.layers.kernels.padding import pad_to, round_up
+from jaxtp.layers.kernels.fused_attention import check_dtypes, padded_size, run_programs
+from jaxtp.layers.sequence_parallel import pad_to, round_up
 
 # Width of keys, and tokens of a chunk, that a program multiplies at once
 MAX_KEY_DIM = 256
@@ -42,7 +42,7 @@ def chunk_states(
     Raises:
       ValueError: unsupported dtypes or sizes.
     """
-    gpu.check_dtypes("w, u and k_decayed", w, u, k_decayed)
+    check_dtypes("w, u and k_decayed", w, u, k_decayed)
     rows, keys = w.shape[-2:]
     values = u.shape[-1]
     if keys > MAX_KEY_DIM or rows > MAX_TOKENS:
@@ -50,9 +50,9 @@ def chunk_states(
             f"chunks of {rows} tokens of width {keys} do not fit a GPU's shared memory: at most "
             f"{MAX_TOKENS} tokens of width {MAX_KEY_DIM}"
         )
-    padded_rows = gpu.padded_size(rows)
-    padded_keys = gpu.padded_size(keys)
-    columns = min(_COLUMNS, gpu.padded_size(values))
+    padded_rows = padded_size(rows)
+    padded_keys = padded_size(keys)
+    columns = min(_COLUMNS, padded_size(values))
     padded_values = round_up(values, columns)
     w = pad_to(w, {-2: padded_rows, -1: padded_keys})
     k_decayed = pad_to(k_decayed, {-2: padded_rows, -1: padded_keys})
@@ -100,7 +100,7 @@ def _run(
         in_specs.append(block(chunks, keys))
     prefetches = rows * keys * a.dtype.itemsize <= _PREFETCHED
     warps, stages = (4, 2) if prefetches else (8, 1)
-    return gpu.run(
+    return run_programs(
         lambda *refs: jax.jit(partial(_kernel, d_states is not None))(*refs),
         operands,
         [
@@ -110,8 +110,7 @@ def _run(
         ],
         # Neighbours share w and k_decayed, which stay in the cache.
         grid=(values // columns, heads, batch),
-        warps=warps,
-        stages=stages,
+        options=triton.CompilerParams(num_warps=warps, num_stages=stages),
         name=name,
         in_specs=in_specs,
         out_specs=[block(chunks, keys), block(chunks, rows), block(keys)],

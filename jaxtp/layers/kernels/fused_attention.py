@@ -14,7 +14,7 @@ lengths.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,10 +28,22 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, vary_alike
-from jaxtp.layers.kernels import gpu
 from jaxtp.layers.kernels.blockwise_attention import sinks_gradient
-from jaxtp.layers.kernels.padding import pad_ranges, pad_to, round_up
-from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
+from jaxtp.layers.sequence_parallel import (
+    Part,
+    key_ranges,
+    pad_ranges,
+    pad_to,
+    query_ranges,
+    round_up,
+)
+from jaxtp.mesh import current_platform
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of a kernel's operands."""
+
+MIN_SIZE = 16
+"""Narrowest product that Triton computes."""
 
 MAX_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
 
@@ -52,8 +64,8 @@ class Blocks:
 
     queries: int  # rows of a block of queries; a power of two, at least 16 on a GPU
     keys: int  # rows of a block of keys
-    warps: int  # see `gpu.run`
-    stages: int
+    warps: int  # groups of 32 threads that share a program
+    stages: int  # pipeline depth: the current block and the prefetched blocks
 
 
 class _Operands(NamedTuple):
@@ -114,7 +126,7 @@ def fused_attention(
     length = q_BTNH.shape[1]
     num_keys = k_BSKH.shape[1]
     width = v_BSKH.shape[3]
-    max_width = gpu.padded_size(max(q_BTNH.shape[3], width))
+    max_width = padded_size(max(q_BTNH.shape[3], width))
     forward, backward = block_sizes(max_width, q_BTNH.dtype)
     query_block = max(forward.queries, backward.queries)
     key_block = max(forward.keys, backward.keys)
@@ -134,7 +146,7 @@ def fused_attention(
 def _padded(x: Array, block: int) -> Array:
     """Pads `[B, T, heads, H]` to whole blocks and to a width that Triton multiplies."""
     _, length, _, width = x.shape
-    return pad_to(x, {1: round_up(length, block), 3: gpu.padded_size(width)})
+    return pad_to(x, {1: round_up(length, block), 3: padded_size(width)})
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
@@ -147,7 +159,7 @@ def _check(q: Array, k: Array, v: Array) -> None:
         raise ValueError(
             f"head_dim {width} is above {MAX_HEAD_DIM}, the widest of the fused attention kernels"
         )
-    gpu.check_dtypes("queries, keys and values", q, k, v)
+    check_dtypes("queries, keys and values", q, k, v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -300,13 +312,12 @@ def _run(
     arrays, in_specs = zip(*inputs, strict=True)
     shapes, dtypes, out_specs = zip(*outputs, strict=True)
     rows, length, heads, _ = shapes[0]
-    return gpu.run(
+    return run_programs(
         lambda *refs: jax.jit(partial(kernel, settings))(*refs),
         arrays,
         [*zip(shapes, dtypes, strict=True)],
         grid=(length // size, heads, rows),
-        warps=blocks.warps,
-        stages=blocks.stages,
+        options=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         name=f"attention{kernel.__name__}".removesuffix("_kernel"),
         in_specs=in_specs,
         out_specs=out_specs,
@@ -465,3 +476,53 @@ def _gradients(
     if settings.softcap is not None:
         ds *= 1 - (s / (settings.softcap * _LOG2_E)) ** 2
     return p, ds
+
+
+def padded_size(size: int) -> int:
+    """Returns the size of a dim after padding: Triton multiplies powers of two."""
+    return max(MIN_SIZE, pl.next_power_of_2(size))
+
+
+def check_dtypes(names: str, *operands: Array) -> None:
+    """Raises a ValueError unless the operands have the same dtype, one of `DTYPES`."""
+    dtypes = [x.dtype.name for x in operands]
+    if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
+        raise ValueError(
+            f"{names} are {', '.join(dtypes)}: the kernel takes one of {', '.join(DTYPES)}"
+        )
+
+
+def run_programs(
+    program: Callable[..., None],
+    operands: Sequence[Array],
+    results: Sequence[tuple[tuple[int, ...], DTypeLike]],
+    *,
+    grid: tuple[int, ...],
+    options: triton.CompilerParams,
+    name: str,
+    **specs: Any,
+) -> list[Array]:
+    """Runs a program for each index of the grid; off CUDA in Pallas' interpreter, for tests.
+
+    Args:
+      program: a function of references that calls a jitted kernel. Inside shard_map the interpreter
+        evaluates operations one by one, and shard_map refuses operations between a varying array
+        and a kernel constant; jit keeps the kernel whole.
+      operands: arrays that vary over the same mesh axes.
+      results: shapes and dtypes.
+      options: Triton's options.
+      specs: `in_specs` and `out_specs` of `pallas_call`.
+    """
+    manual_axes = jax.typeof(operands[0]).manual_axis_type
+    result = partial(jax.ShapeDtypeStruct, manual_axis_type=manual_axes)
+    call = pl.pallas_call(
+        program,
+        grid=grid,
+        out_shape=[result(shape, dtype) for shape, dtype in results],
+        compiler_params=options,
+        interpret=current_platform() != "cuda",
+        name=name,
+        **specs,
+    )
+    arrays: list[Array] = call(*operands)
+    return arrays

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jaxtp.layers.kernels import gpu
+from jaxtp.layers.kernels.fused_attention import MIN_SIZE, check_dtypes, run_programs
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Blocks:
     rows: int  # rows of the output: of a tile, or of a group's kernel
     columns: int  # columns of the output
     summed: int  # elements of a sum that are multiplied at a time
-    warps: int  # see `gpu.run`
-    stages: int = 3
+    warps: int  # groups of 32 threads that share a program
+    stages: int = 3  # pipeline depth: the current block and the prefetched blocks
 
 
 def product_blocks(
@@ -67,7 +67,7 @@ def _depth(dtype: DTypeLike) -> int:
 def _fitting(width: int, max_size: int) -> int:
     """Returns the size of the largest block that leaves at most 1/8 empty, or the smallest."""
     block = max_size
-    while block > gpu.MIN_SIZE and -width % block > width // 8:
+    while block > MIN_SIZE and -width % block > width // 8:
         block //= 2
     return block
 
@@ -145,19 +145,18 @@ def _run(
     name: str,
 ) -> Array:
     *_, x, y = inputs
-    gpu.check_dtypes("the operands", x, y)
+    check_dtypes("the operands", x, y)
 
     def program(*refs: object) -> None:
         index = tuple(map(pl.program_id, range(len(grid))))
         jax.jit(kernel)(index, *refs)
 
-    (result,) = gpu.run(
+    (result,) = run_programs(
         program,
         inputs,
         [(shape, x.dtype)],
         grid=grid,
-        warps=blocks.warps,
-        stages=blocks.stages,
+        options=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         name=f"grouped_{name}",
     )
     return result
