@@ -232,6 +232,12 @@ def vary_like(x: Array, *arrays: Array) -> Array:
     return vary(x, *sorted(axes - _varying_axes(x)))
 
 
+def vary_alike(arrays: V) -> V:
+    """Marks each array of a tree as varying over every axis over which one of them varies."""
+    leaves = jax.tree.leaves(arrays)
+    return jax.tree.map(lambda x: vary_like(x, *leaves), arrays)
+
+
 def vary_everywhere(x: Array) -> Array:
     """Marks `x` as varying over all axes."""
     return vary(x, *(axis for axis in AXES if axis not in _varying_axes(x)))

@@ -224,7 +224,9 @@ class PaddedNumbers(PaddedDim):
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
-        return *_padded_heads(*self.factors[:2], self.width, tp)[:2], *self.factors[2:]
+        kv_heads, group, *width = self.factors
+        kv_heads, group, _ = _padded_heads(kv_heads, group, self.width, tp)
+        return kv_heads, group, *width
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,8 @@ class PaddedKVHeads(PaddedDim):
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
-        kv_heads, _, width = _padded_heads(self.factors[0], self.group, self.factors[1], tp)
+        kv_heads, width = self.factors
+        kv_heads, _, _ = _padded_heads(kv_heads, self.group, width, tp)
         return kv_heads, width
 
     def shared_by(self, tp: int) -> int:
@@ -253,10 +256,11 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
     unshared = -(-kv_heads // tp) * tp
     for shared in range(kv_heads, min(unshared, tp, _MAX_SHARED_KV_HEADS)):
         # `tp / shared` devices share a head, and store a part of it.
-        if tp % shared == 0 and shared * width % tp == 0:
-            padded = -(-group * shared // tp) * tp // shared
-            if shared * padded <= unshared * group:
-                return shared, padded, width
+        if tp % shared or shared * width % tp:
+            continue
+        padded_heads = -(-group * shared // tp) * tp
+        if padded_heads <= unshared * group:
+            return shared, padded_heads // shared, width
     return unshared, group, width
 
 
@@ -351,8 +355,8 @@ class CausalSelfAttention(Branch):
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty keys and values, `[B, max(K, tp), S, H]` each."""
         tp = axis_size(TP)
-        kv_heads = max(self.config.heads.stored(tp)[0], tp)
-        shape = (num_rows, kv_heads, num_slots, self.config.head_dim)
+        kv_heads, *_ = self.config.heads.stored(tp)
+        shape = (num_rows, max(kv_heads, tp), num_slots, self.config.head_dim)
         dtype = self.precision.compute
         return tuple(constrain(jnp.zeros(shape, dtype), LAYER_SPEC) for _ in range(2))
 
@@ -394,8 +398,8 @@ class CausalSelfAttention(Branch):
         cp = shape.sizes[CP]
         if shape.context == "ulysses" and queries % cp:
             raise ValueError(
-                f"context='ulysses': cp={cp} does not divide the {queries} query heads of a device "
-                f"over tp={shape.tp}; use 'gather' or 'auto'"
+                f'context="ulysses": cp={cp} does not divide the {queries} query heads of a device '
+                f'over tp={shape.tp}; use "gather" or "auto"'
             )
         return shape
 
@@ -427,21 +431,27 @@ class CausalSelfAttention(Branch):
     ) -> Callable[..., Array]:
         """Returns the kernel for sequences, as a function `(q, k, v, segments, part=)`."""
         config = self.config
-        shape = replace(shape, packed=packed, platform=architecture_of(current_device()))
+        architecture = architecture_of(current_device())
+        shape = replace(shape, packed=packed, platform=architecture)
         use = config.use_on(shape, self.precision.compute)
         for problem in unsupported(config.attention, use):
-            raise ConfigError(problem)
+            raise ConfigError(f'attention="{config.attention}": {problem}')
         kernel, _ = pick_kernel(config.attention, use)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
+        if packed or sinks is not None or shape.sizes[CP] > 1 or not kernel.platforms:
+            return run
         is_split = shape.is_split(self.out.sequence_parallel)
-        # `sequence_first` has swapped the projections.
-        swapped = is_split and shape.tp > 1 and not self.out.transport.is_ring(shape.tp, split=True)
-        if kernel.platforms and swapped and not packed and sinks is None and shape.sizes[CP] == 1:
-            return partial(rows_as_heads, run)
-        return run
+        is_ring = self.out.transport.is_ring(shape.tp, split=True)
+        # Whether `sequence_first` has swapped the projections
+        is_swapped = is_split and shape.tp > 1 and not is_ring
+        return partial(rows_as_heads, run) if is_swapped else run
 
     def _attend_cached(
-        self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens
+        self,
+        weights: Weights,
+        qkv: Heads,
+        cache: KVCache,
+        new: NewTokens,
     ) -> tuple[Array, KVCache]:
         use = self.config.use(dtype=self.precision.compute)
         num_slots = cache[0].shape[2]
@@ -452,26 +462,32 @@ class CausalSelfAttention(Branch):
         if new.rows is None:
             mask = visible(new.positions, num_slots, use.window)
             y = masked_attention(q, (keys, values), mask, **use.scores, sinks=sinks)
-            return self._merge_heads(y, *qkv[3:]), (keys, values)
-        # Earlier tokens of the first row come before all new tokens.
-        if new.continued:
-            k = jnp.concatenate([new.before(cache[0]), k], axis=1)
-            v = jnp.concatenate([new.before(cache[1]), v], axis=1)
-        y = self._attend_packed((q, k, v), new, num_slots, sinks)
+        else:
+            # Earlier tokens of the first row come before all new tokens.
+            if new.continued:
+                k = jnp.concatenate([new.before(cache[0]), k], axis=1)
+                v = jnp.concatenate([new.before(cache[1]), v], axis=1)
+            y = self._attend_packed((q, k, v), new, num_slots, sinks)
         return self._merge_heads(y, *qkv[3:]), (keys, values)
 
     def _attend_packed(
-        self, qkv: Heads, new: NewTokens, num_slots: int, sinks: Array | None = None
+        self,
+        qkv: Heads,
+        new: NewTokens,
+        num_slots: int,
+        sinks: Array | None = None,
     ) -> Array:
         """Attends from packed tokens.
 
         A row that continues has keys and values of all its slots, then of new tokens.
         """
+        q, k, v = qkv
         part = None
         if new.continued:
-            part = Part(num_slots + jnp.arange(qkv[0].shape[1], dtype=jnp.int32), 0)
+            index = jnp.arange(q.shape[1], dtype=jnp.int32)
+            part = Part(num_slots + index, 0)
         use = self.config.use(
-            length=qkv[1].shape[1],
+            length=k.shape[1],
             packed=True,
             part=new.continued,
             dtype=self.precision.compute,
@@ -479,15 +495,19 @@ class CausalSelfAttention(Branch):
         )
         # The kernel configured for training may not support this use.
         kernel, _ = pick_kernel("auto", use)
+        segments = new.segments(num_slots)
         return kernel.run(
-            *qkv, new.segments(num_slots), part=part, window=use.window, **use.scores, sinks=sinks
+            q, k, v, segments, part=part, window=use.window, **use.scores, sinks=sinks
         )
 
     def _normalise_and_rotate(
-        self, weights: Weights, qkv: Heads, positions: Array, length: int
+        self,
+        weights: Weights,
+        qkv: Heads,
+        positions: Array,
+        length: int,
     ) -> tuple[Array, Array, Array]:
         config = self.config
-        scaling = self.config.rope_scaling
         # Each is `[B/(dp*fsdp), T/cp, N/tp, H]`.
         q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv[:3])
         if not config.qk_norm_after_rope:
@@ -497,10 +517,17 @@ class CausalSelfAttention(Branch):
         limit = config.clip_qkv
         if limit is not None:
             q, k, v = (jnp.clip(x, -limit, limit) for x in (q, k, v))
-        theta = config.rope_theta
-        if theta is not None:
-            fraction = config.rotary_fraction
-            q, k = (apply_rope(x, positions, theta, scaling, length, fraction) for x in (q, k))
+        if config.rope_theta is not None:
+            rotate = partial(
+                apply_rope,
+                positions=positions,
+                theta=config.rope_theta,
+                scaling=config.rope_scaling,
+                length=length,
+                fraction=config.rotary_fraction,
+            )
+            q = rotate(q)
+            k = rotate(k)
         if config.qk_norm_after_rope:
             q, k = self._normalise(weights, q, k)
         return self._with_temperature(q, positions), k, v
@@ -510,13 +537,15 @@ class CausalSelfAttention(Branch):
         if not temperature:
             return q
         times = positions // self.config.rope_scaling.original_length
-        return q * (1 + temperature * jnp.log1p(times))[..., None, None].astype(q.dtype)
+        factor = 1 + temperature * jnp.log1p(times)
+        return q * factor[..., None, None].astype(q.dtype)
 
     def _load_sinks(self, weights: Weights, method: Method = "gather") -> Array | None:
         if self.sinks is None:
             return None
         in_float32 = replace(self.precision, compute="float32")
-        return of_heads(in_float32.load(weights["sinks"], None), method)
+        sinks = in_float32.load(weights["sinks"], None)
+        return of_heads(sinks, method)
 
     def _normalise(self, weights: Weights, q: Array, k: Array) -> tuple[Array, Array]:
         if not self.qk_norms:
@@ -531,11 +560,13 @@ class CausalSelfAttention(Branch):
         Padded heads become zero: the output kernel gets no gradient there.
         """
         heads = self.config.heads
-        tp = axis_size(TP)
-        if heads.stored(tp) != heads.factors:
+        rows, length, num_heads, _ = y.shape
+        stored = heads.stored(axis_size(TP))
+        if stored != heads.factors:
             kv_heads, group, _ = heads.factors
-            head = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
-            kv_head, member = jnp.divmod(head, heads.stored(tp)[1])
-            y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
-        y = y.reshape(*y.shape[:2], -1)
+            head = axis_index(TP) * num_heads + jnp.arange(num_heads)
+            kv_head, member = jnp.divmod(head, stored[1])
+            is_real = (kv_head < kv_heads) & (member < group)
+            y = jnp.where(is_real[:, None], y, 0)
+        y = y.reshape(rows, length, -1)
         return y * jax.nn.sigmoid(gate[0]) if gate else y

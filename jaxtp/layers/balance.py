@@ -12,7 +12,7 @@ Layers are averaged.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,7 +91,8 @@ class Balance:
 def no_balance(kinds: Sequence[tuple[int, int]]) -> Balance:
     """Returns the zero `Balance`; `kinds` are (layers, experts)."""
     zero = jnp.zeros((), jnp.float32)
-    return Balance(zero, zero, tuple(jnp.zeros(kind, jnp.float32) for kind in kinds), zero, zero)
+    times_chosen = tuple(jnp.zeros(kind, jnp.float32) for kind in kinds)
+    return Balance(zero, zero, times_chosen, zero, zero)
 
 
 def balance(
@@ -107,7 +108,7 @@ def balance(
     def total(routings: list[Routing], labels: Array) -> Balance:
         # Sums are `[layers, b, ...]`, of this device's tokens.
         local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)
-        local = _reduce_flat(lambda sums: all_reduce(sums, *SEQUENCE), local)
+        local = _all_reduce_flat(local, SEQUENCE)
         counted = jnp.sum(labels != IGNORE, axis=1, dtype=jnp.float32)  # [b]
         losses = []  # [layers, b] each
         squared = []
@@ -118,18 +119,22 @@ def balance(
             tokens = jnp.maximum(choices / k, 1)
             num_experts = routing.times_chosen.shape[-1]
             frequency = num_experts / (k * tokens[..., None]) * routing.times_chosen
-            losses.append(jnp.sum(frequency * routing.scores / tokens[..., None], axis=-1))
+            products = frequency * routing.scores / tokens[..., None]
+            losses.append(jnp.sum(products, axis=-1))
             squared.append(routing.squared_normaliser / tokens)
             entropies.append(k * jnp.sum(routing.entropy))  # k per token, like `choices`
             dropped.append(jnp.sum(choices - routing.computed))
+        balance_losses = jnp.mean(jnp.concatenate(losses), axis=0)  # [b]
+        balance_loss = jnp.sum(counted * balance_losses)
+        z_losses = jnp.mean(jnp.concatenate(squared), axis=0)
         sums = Balance(
-            balance_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(losses), axis=0)),
-            router_z_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(squared), axis=0)),
+            balance_loss=balance_loss,
+            router_z_loss=jnp.sum(counted * z_losses),
             times_chosen=tuple(jnp.sum(routing.times_chosen, axis=1) for routing in local),
             entropy=jnp.sum(jnp.stack(entropies)),
             dropped=jnp.sum(jnp.stack(dropped)),
         )
-        return _reduce_flat(lambda sums: all_reduce(sums, *BATCH), sums)
+        return _all_reduce_flat(sums, BATCH)
 
     statistics = [replace(routing, experts=None, margin=None) for routing in routings]
     in_specs = (jax.tree.map(lambda _: by_layer, statistics), batch_spec(None))
@@ -147,7 +152,7 @@ def updated_selection_bias(bias: Array, times_chosen: Array, rate: float) -> Arr
     return bias + rate * direction.astype(bias.dtype)
 
 
-def _reduce_flat(reduce: Callable[[Array], Array], tree: object) -> Any:
-    """Reduces a tree as one flat array, with one collective."""
+def _all_reduce_flat(tree: object, axes: tuple[str, ...]) -> Any:
+    """All-reduces a tree as one flat array, with one collective."""
     flat, as_tree = ravel_pytree(tree)
-    return as_tree(reduce(flat))
+    return as_tree(all_reduce(flat, *axes))

@@ -7,7 +7,7 @@ at position 0.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +63,9 @@ class NewTokens:
             # XLA would turn one token into a dynamic-update-slice and fuse it with each product
             # that reads the cache, which copies the whole cache. A second token, which is dropped,
             # avoids this.
-            rows = jnp.concatenate([rows, jnp.full_like(rows, cache.shape[2])])
-            positions = jnp.concatenate([positions, jnp.full_like(positions, cache.shape[2])])
+            beyond = cache.shape[2]
+            rows = jnp.concatenate([rows, jnp.full_like(rows, beyond)])
+            positions = jnp.concatenate([positions, jnp.full_like(positions, beyond)])
             new = jnp.concatenate([new, new])
         # Only these slots are written, so XLA updates a donated cache in place.
         return cache.at[rows, :, positions].set(new, mode="drop")
@@ -73,8 +74,9 @@ class NewTokens:
         """Returns these tokens as packed ones; those that are rows continue."""
         if self.rows is not None:
             return self
-        rows = jnp.where(self.positions < DROPPED, jnp.arange(self.positions.shape[0])[:, None], -1)
-        return NewTokens(self.positions, rows, continued=True)
+        is_kept = self.positions < DROPPED
+        index = jnp.arange(len(self.positions))[:, None]
+        return replace(self, rows=jnp.where(is_kept, index, -1), continued=True)
 
     def ends(self, num_rows: int) -> tuple[Array, Array, Array]:
         """Returns whether each row has packed tokens, and its last token's sequence and index.
@@ -83,9 +85,12 @@ class NewTokens:
         """
         assert self.rows is not None
         rows = self.rows.reshape(-1)  # [B * T]
-        is_in_row = rows == jnp.arange(num_rows)[:, None]
-        last = jnp.max(jnp.where(is_in_row, jnp.arange(rows.size), -1), axis=1)
-        return last >= 0, *jnp.divmod(last, self.rows.shape[1])
+        is_in_row = rows == jnp.arange(num_rows)[:, None]  # [R, B * T]
+        tokens = jnp.where(is_in_row, jnp.arange(rows.size), -1)
+        last = jnp.max(tokens, axis=1)
+        has_tokens = last >= 0
+        sequence, index = jnp.divmod(last, self.rows.shape[1])
+        return has_tokens, sequence, index
 
     def before(self, cache: Array) -> Array:
         """Returns the earlier tokens of each sequence's first row, `[b, S, K, H]`.
@@ -93,7 +98,8 @@ class NewTokens:
         They are right-aligned; see `segments`.
         """
         first = self.first(cache).swapaxes(1, 2)
-        return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, self.positions[:, 0])
+        num_earlier = self.positions[:, 0]
+        return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, num_earlier)
 
     def first(self, cache: Array) -> Array:
         """Returns the cache of each sequence's first row, or of any row if the first begins.
@@ -109,8 +115,10 @@ class NewTokens:
         segments = self.rows + 1
         if not self.continued:
             return segments
-        is_filled = jnp.arange(num_slots) >= num_slots - self.positions[:, :1]
-        return jnp.concatenate([jnp.where(is_filled, segments[:, :1], 0), segments], axis=1)
+        slots = jnp.arange(num_slots)
+        is_filled = slots >= num_slots - self.positions[:, :1]
+        earlier = jnp.where(is_filled, segments[:, :1], 0)
+        return jnp.concatenate([earlier, segments], axis=1)
 
 
 def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:

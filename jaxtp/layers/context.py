@@ -44,10 +44,12 @@ from jaxtp.collectives import (
     vary_like,
 )
 from jaxtp.layers.kernels.delta_rule import CARRIED
-from jaxtp.layers.sequence_parallel import Context, LocalShape, Method, Part
+from jaxtp.layers.sequence_parallel import Context, LocalShape, Method, Part, own_part
 from jaxtp.mesh import CONTEXT, CP
 
 _STATIC = {"static": True}
+
+_Pair = tuple[int, int]
 
 
 @jax.tree_util.register_dataclass
@@ -75,15 +77,12 @@ class Sequences:
         check_divides("a sequence over cp", x_BT.shape, token_spec())
 
         def take(x: Array) -> Array:
-            parts = [
-                lax.dynamic_slice_in_dim(x, start, size, 1)
-                for start, size in self._chunks(x.shape[1])
-            ]
+            chunks = self._chunks(x.shape[1])
+            parts = [lax.dynamic_slice_in_dim(x, start, size, 1) for start, size in chunks]
             return jnp.concatenate(parts, axis=1)  # [B/(dp*fsdp), T/cp]
 
-        return device_view(
-            take, "local_tokens", in_specs=(batch_spec(None),), out_specs=token_spec()
-        )(x_BT)
+        in_specs = (batch_spec(None),)
+        return device_view(take, "local_tokens", in_specs, out_specs=token_spec())(x_BT)
 
     def natural(self, x: object, dim: int = 1) -> Any:
         """Reorders an array of all tokens to natural order."""
@@ -98,7 +97,8 @@ class Sequences:
         size = length // (2 * cp)
         device = index // (2 * size)
         slot = index // size % 2
-        return jnp.where(slot == 0, device, 2 * cp - 1 - device) * size + index % size
+        chunk = jnp.where(slot == 0, device, 2 * cp - 1 - device)
+        return chunk * size + index % size
 
     def local_positions(self, length: int) -> Array:
         """Returns this device's positions, inside `device_view`: `[T/cp]`, ascending."""
@@ -119,16 +119,18 @@ class Sequences:
         # chunks.
         maps_bHKF = jnp.concatenate([m, u], axis=-1)
         rows = maps_bHKF.reshape(-1, self.num_chunks, *maps_bHKF.shape[1:])
-        gathered = checkpoint_name(all_gather(jnp.moveaxis(rows, 1, 0), *CONTEXT, dim=0), CARRIED)
-        maps = self.natural(gathered, dim=0)
+        chunks = jnp.moveaxis(rows, 1, 0)
+        gathered = all_gather(chunks, *CONTEXT, dim=0)
+        maps = self.natural(checkpoint_name(gathered, CARRIED), dim=0)
 
         def advance(state: Array, chunk: Array) -> tuple[Array, Array]:
             m, u = jnp.split(chunk, [chunk.shape[-2]], axis=-1)
             return u + jnp.matmul(m, state, precision="highest"), state
 
-        initial = vary_like(jnp.zeros((rows.shape[0], *u.shape[1:]), u.dtype), maps)
-        _, states = lax.scan(advance, initial, maps)
-        own_states = jnp.take(states, self.local_positions(len(maps)), axis=0, mode="clip")
+        zeros = jnp.zeros((len(rows), *u.shape[1:]), u.dtype)
+        _, states = lax.scan(advance, vary_like(zeros, maps), maps)
+        own_chunks = self.local_positions(len(maps))
+        own_states = jnp.take(states, own_chunks, axis=0, mode="clip")
         return jnp.moveaxis(own_states, 0, 1).reshape(u.shape)
 
     def _chunks(self, length: int) -> list[tuple[Array | int, int]]:
@@ -138,9 +140,11 @@ class Sequences:
         if cp == 1:
             return [(0, length)]
         size = chunk_size(length, cp, zigzag=self.zigzag)
-        if not self.zigzag:
-            return [(index * size, size)]
-        return [(index * size, size), ((2 * cp - 1 - index) * size, size)]
+        chunks: list[tuple[Array | int, int]] = [(index * size, size)]
+        if self.zigzag:
+            mirrored = 2 * cp - 1 - index
+            chunks.append((mirrored * size, size))
+        return chunks
 
     def attend(
         self,
@@ -166,7 +170,8 @@ class Sequences:
                 v = jnp.repeat(v, copies, axis=2)
             # Each is `[b, T, N/(tp*cp), H]`.
             q, k, v = (all_to_all(x, *CONTEXT, split=2, join=1) for x in (q, k, v))
-            return all_to_all(run(q, k, v, self.segments), *CONTEXT, split=1, join=2)
+            y = run(q, k, v, self.segments)
+            return all_to_all(y, *CONTEXT, split=1, join=2)
         length = q.shape[1] * cp
         reach = halo(length, cp, window, zigzag=self.zigzag)
         if reach is not None:
@@ -176,16 +181,24 @@ class Sequences:
         k, v = (checkpoint_name(all_gather(x, *CONTEXT, dim=1), SHARED) for x in (k, v))
         k = self.natural(k)
         v = self.natural(v)  # [b, T, K/tp, H]
-        return run(q, k, v, self.segments, part=Part(self.local_positions(length), 0))
+        part = Part(self.local_positions(length), 0)
+        return run(q, k, v, self.segments, part=part)
 
     def _attend_in_halo(
-        self, run: Callable[..., Array], reach: int, q: Array, k: Array, v: Array
+        self,
+        run: Callable[..., Array],
+        reach: int,
+        q: Array,
+        k: Array,
+        v: Array,
     ) -> Array:
         chunks = self._chunks(q.shape[1] * axis_size(CP))
         results = []
         keys_and_values = with_halo(jnp.concatenate([k, v], axis=3), reach, len(chunks))
-        for number, ((start, size), kv) in enumerate(zip(chunks, keys_and_values, strict=True)):
-            queries = q[:, number * size : (number + 1) * size]
+        begin = 0
+        for (start, size), kv in zip(chunks, keys_and_values, strict=True):
+            queries = q[:, begin : begin + size]
+            begin += size
             part = Part(start + jnp.arange(size), start - reach)
             keys, values = jnp.split(kv, [k.shape[3]], axis=3)
             results.append(run(queries, keys, values, self.segments, part=part))
@@ -194,22 +207,22 @@ class Sequences:
 
 def of_heads(x: Array, method: Method) -> Array:
     """Returns the part of `x`, `[N/tp]`, for the query heads that this device attends with."""
-    cp = axis_size(CP)
-    if method == "gather" or cp == 1:
+    if method == "gather" or axis_size(CP) == 1:
         return x
-    return lax.dynamic_slice_in_dim(x, axis_index(CP) * (x.size // cp), x.size // cp)
+    return own_part(x, CP, 0)
 
 
 def to_natural(x: Any, cp: int, dim: int) -> Any:
     """Reorders dim `dim` from zigzag order over cp devices to natural order."""
     library: Any = jnp if isinstance(x, Array) else np
     before = x.shape[:dim]
-    length = x.shape[dim]
+    size = x.shape[dim] // (2 * cp)
     after = x.shape[dim + 1 :]
-    chunks = x.reshape(*before, cp, 2, length // (2 * cp), *after)
+    chunks = x.reshape(*before, cp, 2, size, *after)
     first = library.take(chunks, 0, axis=dim + 1)
     second = library.take(chunks, 1, axis=dim + 1)
-    return library.concatenate([first, library.flip(second, dim)], axis=dim).reshape(x.shape)
+    in_order = library.concatenate([first, library.flip(second, dim)], axis=dim)
+    return in_order.reshape(x.shape)
 
 
 def kv_head_copies(kv_heads: int, cp: int) -> int:
@@ -233,15 +246,23 @@ def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | Non
 def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
     """Returns the tokens whose keys and values a device sends, for halos of `reach` tokens."""
     size = chunk_size(length, cp, zigzag=zigzag)
-    return sum(num_routes(cp, hop, zigzag=zigzag) * tokens for hop, tokens in hops(reach, size))
+    sent = 0
+    for hop, tokens in hops(reach, size):
+        sent += num_routes(cp, hop, zigzag=zigzag) * tokens
+    return sent
 
 
-def hops(reach: int, size: int) -> list[tuple[int, int]]:
+def hops(reach: int, size: int) -> list[_Pair]:
     """Returns (distance in chunks, tokens seen) of each earlier chunk in a halo."""
-    return [(hop, min(size, reach - (hop - 1) * size)) for hop in range(-(-reach // size), 0, -1)]
+    farthest = -(-reach // size)
+    earlier = []
+    for hop in range(farthest, 0, -1):
+        tokens = reach - (hop - 1) * size
+        earlier.append((hop, min(size, tokens)))
+    return earlier
 
 
-def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def routes(cp: int, hop: int, *, zigzag: bool) -> dict[_Pair, list[_Pair]]:
     """Returns which devices send a chunk to the holder of the chunk `hop` chunks later.
 
     The keys are (slot of the sent chunk, slot of the later chunk), the values (source, target)
@@ -249,10 +270,10 @@ def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tup
     """
     count = 2 * cp if zigzag else cp
 
-    def holder(chunk: int) -> tuple[int, int]:
+    def holder(chunk: int) -> _Pair:
         return (chunk, 0) if chunk < cp else (count - 1 - chunk, 1)
 
-    by_slots: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    by_slots: dict[_Pair, list[_Pair]] = {}
     for chunk in range(hop, count):
         source, sent = holder(chunk - hop)
         target, received = holder(chunk)
@@ -266,7 +287,9 @@ def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
     if not zigzag:
         return int(hop < cp)
     # An odd hop has a pair within a device, which sends nothing.
-    from_first_to_second = min(2 * cp - 1, cp - 1 + hop) - max(cp, hop) + 1 - hop % 2
+    first = max(cp, hop)
+    last = min(2 * cp - 1, cp - 1 + hop)
+    from_first_to_second = last - first + 1 - hop % 2
     return 2 * (hop < cp) + (from_first_to_second > 0)
 
 
@@ -280,15 +303,15 @@ def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
         arrived = [jnp.zeros_like(tail) for tail in tails]
         if num_chunks == 2:
             # This device's first chunk may lie `hop` chunks before its second.
-            arrived[1] = jnp.where(2 * axis_index(CP) == 2 * cp - 1 - hop, tails[0], 0)
+            is_own = 2 * axis_index(CP) == 2 * cp - 1 - hop
+            arrived[1] = jnp.where(is_own, tails[0], 0)
         for (sent, received), pairs in routes(cp, hop, zigzag=num_chunks == 2).items():
             arrived[received] += permute(tails[sent], CP, pairs)
         for earlier, tail in zip(pieces, arrived, strict=True):
             earlier.append(tail)
-    return [
-        jnp.concatenate([*earlier, chunk], axis=1)
-        for earlier, chunk in zip(pieces, chunks, strict=True)
-    ]
+    for earlier, chunk in zip(pieces, chunks, strict=True):
+        earlier.append(chunk)
+    return [jnp.concatenate(parts, axis=1) for parts in pieces]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,12 +341,12 @@ class ContextAttention:
         # Heads of tokens that forward and backward pass send, times cp / 4: ulysses sends (cp -
         # 1)/cp of queries, keys, values and results; gather sends the keys and values of `sent`
         # tokens.
-        tokens = shape.length // cp
+        other_tokens = shape.length // cp * (cp - 1)
         reach = halo(shape.length, cp, self.window, zigzag=shape.zigzag)
-        sent = tokens * (cp - 1)
+        sent = other_tokens
         if reach is not None:
             sent = halo_tokens(shape.length, cp, reach, zigzag=shape.zigzag)
-        ulysses = (self.queries + self.ulysses_kv_heads(cp)) * tokens * (cp - 1)
+        ulysses = (self.queries + self.ulysses_kv_heads(cp)) * other_tokens
         gather = self.keys * cp * sent
         if ulysses <= gather:
             return "ulysses", f"it moves {ulysses / max(gather, 1):.2f} x what gather does"
@@ -331,8 +354,9 @@ class ContextAttention:
 
     def uneven(self, shape: LocalShape) -> bool:
         """Returns whether contiguous chunks give devices unequal work."""
-        gathers = self.method(shape)[0] == "gather"
-        return gathers and halo(shape.length, shape.sizes[CP], self.window, zigzag=False) is None
+        method, _ = self.method(shape)
+        reach = halo(shape.length, shape.sizes[CP], self.window, zigzag=False)
+        return method == "gather" and reach is None
 
     def zigzag(self, shape: LocalShape) -> bool:
         """Returns whether to use zigzag order."""

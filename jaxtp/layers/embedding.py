@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import chex
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -29,7 +28,7 @@ from jaxtp.collectives import (
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
-from jaxtp.layers.sequence_parallel import LocalShape, activation_spec, sequence_dim
+from jaxtp.layers.sequence_parallel import LocalShape, activation_spec, own_part, sequence_dim
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
 TABLE_SPEC = P(TP, STORAGE)
@@ -75,7 +74,10 @@ class HeadConfig:
 
 
 def vocabulary_table(
-    vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs
+    vocab_size: int,
+    features: int,
+    precision: Precision,
+    rngs: nnx.Rngs,
 ) -> nnx.Param[Array]:
     """Returns a table `[V, D]`, V padded to a multiple of tp, stored as `P(TP, STORAGE)`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
@@ -128,11 +130,12 @@ class VocabParallelEmbedding(nnx.Module):
         # The ids are [B/(dp*fsdp), T/cp].
         if exchanges:
             ids = all_gather(ids, *STORAGE)  # [B*cp/dp, T/cp]
-        local = ids - axis_index(TP) * table.shape[0]
-        is_local = (local >= 0) & (local < table.shape[0])
-        rows = jnp.take(table, jnp.where(is_local, local, 0), axis=0)
-        rows = jnp.where(is_local[..., None], rows, 0).astype(self.precision.compute)
-        rows = leave_parallel(rows, split_dim)
+        num_ids = len(table)
+        index = ids - axis_index(TP) * num_ids
+        is_local = (index >= 0) & (index < num_ids)
+        rows = jnp.take(table, jnp.where(is_local, index, 0), axis=0)
+        rows = jnp.where(is_local[..., None], rows, 0)
+        rows = leave_parallel(rows.astype(self.precision.compute), split_dim)
         if exchanges:  # after the sum over tp, which leaves less to move
             rows = all_to_all(rows, *STORAGE, split=0, join=2)
         if self.scale is not None:
@@ -147,9 +150,11 @@ class VocabParallelEmbedding(nnx.Module):
         # The table is gathered in the compute dtype, and its gradient scattered in the reduction
         # dtype. An exchange gathers int32 ids, and moves looked-up rows and their gradients. A
         # device sends (shards - 1)/shards of each.
-        table = self.features * PaddedDim((self.vocab_size,)).local(shape.tp) * (compute + reduce)
+        num_ids = PaddedDim((self.vocab_size,)).local(shape.tp)
+        table = self.features * num_ids * (compute + reduce)
+        ids = 4 * shards * shape.tokens
         rows = 2 * self.features * shape.between(self.sequence_parallel) * compute
-        return shards > 1 and 4 * shards * shape.tokens + rows < table
+        return shards > 1 and ids + rows < table
 
 
 class LearnedPositions(nnx.Module):
@@ -186,10 +191,9 @@ class LearnedPositions(nnx.Module):
             table = self.precision.load(shard, 1, accumulate="float32", used_by_all_tp=differs)
             # Positions are sliced here, or XLA would also split their computation.
             if split_dim is not None:
-                length = positions.shape[split_dim] // axis_size(TP)
-                begin = axis_index(TP) * length
-                positions = jax.lax.dynamic_slice_in_dim(positions, begin, length, split_dim)
-            return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
+                positions = own_part(positions, TP, split_dim)
+            vectors = jnp.take(table, positions, axis=0, mode="clip")
+            return vectors.astype(self.precision.compute)
 
         in_specs = (token_spec(), spec_of(self.table))
         view = device_view(look_up, "learned_positions", in_specs, activation_spec(split_dim))
@@ -220,7 +224,10 @@ class VocabParallelHead(nnx.Module):
 
 
 def vocab_parallel_logits(
-    x_BTD: Array, table_VD: Array, head: HeadConfig, bias_V: Array | None = None
+    x_BTD: Array,
+    table_VD: Array,
+    head: HeadConfig,
+    bias_V: Array | None = None,
 ) -> Array:
     """Returns logits `[B, T, V]` in `precision.logits`.
 
@@ -233,9 +240,12 @@ def vocab_parallel_logits(
         x = enter_parallel(x.astype(precision.compute), split_dim)  # [b, T/cp, D]
         table = precision.load(shard, 1)  # [V/tp, D]
         y = jnp.einsum("...td,vd->...tv", x, table, preferred_element_type=precision.logits)
-        return y if bias is None else y + precision.load(bias, None, accumulate=precision.logits)
+        if bias is not None:
+            y += precision.load(bias, None, accumulate=precision.logits)
+        return y
 
     bias_spec = None if bias_V is None else head.bias_spec
     in_specs = (activation_spec(split_dim), head.table_spec, bias_spec)
-    run = device_view(project, "vocab_parallel_logits", in_specs=in_specs, out_specs=token_spec(TP))
-    return head.finish(run(x_BTD, table_VD, bias_V)[..., : head.vocab_size])
+    run = device_view(project, "vocab_parallel_logits", in_specs, token_spec(TP))
+    logits = run(x_BTD, table_VD, bias_V)
+    return head.finish(logits[..., : head.vocab_size])

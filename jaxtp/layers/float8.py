@@ -43,6 +43,7 @@ from jaxtp.mesh import current_device, current_mesh
 
 # Scope of the products, by which a compiled program's reader knows them
 FLOAT8 = "float8"
+_MAX_NUMBER = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 
 class Float8(NamedTuple):
@@ -65,7 +66,11 @@ class Float8(NamedTuple):
 
     @classmethod
     def of(
-        cls, array: Array | np.ndarray, *, dim: int = -2, axes: tuple[str, ...] = ()
+        cls,
+        array: Array | np.ndarray,
+        *,
+        dim: int = -2,
+        axes: tuple[str, ...] = (),
     ) -> "Float8":
         """Quantises an array with one scale along `dim`; zeros stay zero.
 
@@ -73,9 +78,9 @@ class Float8(NamedTuple):
         """
         local_max = jnp.max(jnp.abs(array), axis=dim, keepdims=True)
         max_size = all_reduce_max(local_max.astype(jnp.float32), *axes)
-        max_number = float(jnp.finfo(jnp.float8_e4m3fn).max)
-        scale = jnp.maximum(max_size / max_number, jnp.finfo(jnp.float32).tiny)
-        numbers = (array.astype(jnp.float32) / scale).astype(jnp.float8_e4m3fn)
+        scale = jnp.maximum(max_size / _MAX_NUMBER, jnp.finfo(jnp.float32).tiny)
+        numbers = array.astype(jnp.float32) / scale
+        numbers = numbers.astype(jnp.float8_e4m3fn)
         return cls(lax.bitcast_convert_type(numbers, jnp.uint8), scale)
 
     @property
@@ -85,7 +90,8 @@ class Float8(NamedTuple):
 
     def astype(self, dtype: DTypeLike) -> Array:
         """Returns the array, rounded once to `dtype`."""
-        return (self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)).astype(dtype)
+        scaled = self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)
+        return scaled.astype(dtype)
 
 
 class Quantised(NamedTuple):
@@ -98,7 +104,8 @@ class Quantised(NamedTuple):
     @classmethod
     def of(cls, array: Float8, dtype: DTypeLike) -> "Quantised":
         """Adds the carrier, which varies over the axes over which the array does."""
-        return cls(array, vary_like(jnp.zeros(array.shape, dtype), array.bits))
+        zeros = jnp.zeros(array.shape, dtype)
+        return cls(array, vary_like(zeros, array.bits))
 
     @classmethod
     def gradient(cls, grad: Array | None) -> "Quantised | None":
@@ -124,7 +131,7 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
       ConfigError: this device has no products in float8; XLA would convert the operands in silence.
     """
     if problem := matmul_problem(FLOAT8, architecture_of(current_device())):
-        raise ConfigError(problem)
+        raise ConfigError(f'matmul="{FLOAT8}": {problem}')
 
     def quantise(x: Array) -> Quantised:
         return Quantised(Float8.of(x, dim=-1, axes=axes), jnp.zeros_like(x))
@@ -150,7 +157,10 @@ def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
 
 
 def load_float8(
-    shard: Array | Float8, dtypes: WeightDtypes, layout: WeightLayout, axes: tuple[str, ...]
+    shard: Array | Float8,
+    dtypes: WeightDtypes,
+    layout: WeightLayout,
+    axes: tuple[str, ...],
 ) -> Quantised:
     """Like `load_weight`, of a kernel that is gathered and multiplied in 8 bits.
 
@@ -193,4 +203,5 @@ def _gathered(shard: Float8, layout: WeightLayout) -> Float8:
 def kernel_gradient(x: Array | Float8, grad: Array, dtype: DTypeLike) -> Array:
     """Returns the gradient of `w` in `x @ w`, multiplied in the dtype of `grad`."""
     tokens = list(range(grad.ndim - 1))
-    return jnp.tensordot(x.astype(grad.dtype), grad, (tokens, tokens), preferred_element_type=dtype)
+    x = x.astype(grad.dtype)
+    return jnp.tensordot(x, grad, (tokens, tokens), preferred_element_type=dtype)

@@ -124,10 +124,11 @@ class GatedDeltaNet(Branch):
         self.q_conv = taps(keys)
         self.k_conv = taps(keys)
         self.v_conv = taps(values)
-        rates = jax.random.uniform(rngs.params(), (config.delta_value_heads,), dtype, 0.01, 16)
-        padding = ((-1, numbers),)
-        self.decay_log = parameter("decay_log", jnp.log(rates), P(TP), padding=padding)
-        self.dt_bias = parameter("dt_bias", jnp.ones_like(rates), P(TP), padding=padding)
+        shape = (config.delta_value_heads,)
+        rates = jax.random.uniform(rngs.params(), shape, dtype, 0.01, 16)
+        per_head = partial(parameter, spec=P(TP), padding=((-1, numbers),))
+        self.decay_log = per_head("decay_log", jnp.log(rates))
+        self.dt_bias = per_head("dt_bias", jnp.ones_like(rates))
         self.norm_scale = parameter("scale", jnp.ones(width, dtype), P())
         self.norm_eps = norm.norm_eps
         self.out = RowParallelLinear(values, d_model, context, target="o_proj", rngs=rngs)
@@ -163,21 +164,21 @@ class GatedDeltaNet(Branch):
             positions = jnp.take(segment_positions(segments), positions, axis=1)
         # A device's chunks of a row are read like rows of their own: [b * chunks, t, ...].
         positions = jnp.broadcast_to(positions, (rows, length)).reshape(rows * chunks, -1)
-        before_and_chunk = with_halo(
-            jnp.concatenate(qkv, axis=-1), self.config.delta_conv - 1, chunks
-        )
+        reach = self.config.delta_conv - 1  # W - 1
+        before_and_chunk = with_halo(jnp.concatenate(qkv, axis=-1), reach, chunks)
 
         def as_rows(x: Array) -> Array:
             return x.reshape(rows * chunks, -1, x.shape[-1])
 
-        tokens = as_rows(jnp.stack(before_and_chunk, axis=1))  # [b * chunks, W - 1 + t, F/tp]
+        projections = as_rows(jnp.stack(before_and_chunk, axis=1))  # [b * chunks, W - 1 + t, F/tp]
         write = as_rows(write)
         decay = as_rows(decay)
-        q, k, v = self.heads(weights, tokens, positions)
+        q, k, v = self.heads(weights, projections, positions)
         starts = None if segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
-        tokens_of_rule = Tokens(q, k, v, *self.strengths(weights, write, decay), starts)
-        y, _ = delta_rule(tokens_of_rule, initial, scan=self._scan())
+        log_decay, write = self.strengths(weights, write, decay)
+        tokens = Tokens(q, k, v, log_decay, write, starts)
+        y, _ = delta_rule(tokens, initial, scan=self._scan())
         return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
 
     def _scan(self) -> Scan | None:
@@ -191,15 +192,15 @@ class GatedDeltaNet(Branch):
         before the first on; `positions` `[b, T]` are positions in documents, which hide the tokens
         before a document.
         """
+        config = self.config
         load = partial(self.precision.load, fsdp_dim=None, accumulate="float32")
-        keys = self.config.delta_heads.keys
-        shared = (1, keys.num_shards(axis_size(TP), weights["k_conv"].shape[1]))
-        q_taps = load(weights["q_conv"], tp_gather=shared)
-        k_taps = load(weights["k_conv"], tp_gather=shared)
+        local_taps = weights["k_conv"].shape[1]
+        num_shards = config.delta_heads.keys.num_shards(axis_size(TP), local_taps)
+        q_taps = load(weights["q_conv"], tp_gather=(1, num_shards))
+        k_taps = load(weights["k_conv"], tp_gather=(1, num_shards))
         v_taps = load(weights["v_conv"])
-        widths = (self.config.delta_key_dim, self.config.delta_value_dim)
-        convolved_heads = partial(_convolved_heads, widths)
-        return _recomputed(convolved_heads, tokens, positions, q_taps, k_taps, v_taps)
+        convolve = partial(_convolved_heads, config.delta_key_dim, config.delta_value_dim)
+        return _recomputed(convolve, tokens, positions, q_taps, k_taps, v_taps)
 
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
         """Returns the logarithm of each head's decay, and its write strength.
@@ -207,9 +208,10 @@ class GatedDeltaNet(Branch):
         They are `[b, T, heads]` in float32.
         """
         load = replace(self.precision, compute="float32").load
-        rate = load(weights["decay_log"], None)
+        log_rate = load(weights["decay_log"], None)
         bias = load(weights["dt_bias"], None)
-        log_decay = -jnp.exp(rate) * jax.nn.softplus(decay.astype(jnp.float32) + bias)
+        rate = -jnp.exp(log_rate)
+        log_decay = rate * jax.nn.softplus(decay.astype(jnp.float32) + bias)
         return log_decay, jax.nn.sigmoid(write.astype(jnp.float32))
 
     def gated(self, weights: Weights, y: Array, gate: Array) -> Array:
@@ -219,8 +221,10 @@ class GatedDeltaNet(Branch):
         """
 
         def run(y: Array, gate: Array, scale: Array) -> Array:
-            y = (rms_normalise(y, self.norm_eps) * scale).reshape(gate.shape).astype(jnp.float32)
-            return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(gate.dtype)
+            y = rms_normalise(y, self.norm_eps) * scale
+            y = y.reshape(gate.shape).astype(jnp.float32)
+            y *= jax.nn.silu(gate.astype(jnp.float32))
+            return y.astype(gate.dtype)
 
         # Loaded outside, so that no gradient of a frozen scale is summed over devices
         scale = self.precision.load(weights["norm_scale"], None, used_by_all_tp=True)
@@ -232,12 +236,14 @@ class GatedDeltaNet(Branch):
         These are `[B, tp, W - 1, F / tp]`.
         """
         config = self.config
+        key_dim = config.delta_key_dim
+        value_dim = config.delta_value_dim
         tp = axis_size(TP)
         values, keys = config.delta_heads.on_device(tp)
-        features = 2 * keys * config.delta_key_dim + values * config.delta_value_dim
-        shape = (num_rows, tp * values, config.delta_key_dim, config.delta_value_dim)
-        state = jnp.zeros(shape, jnp.float32)
-        window = jnp.zeros((num_rows, tp, config.delta_conv - 1, features), self.precision.compute)
+        features = 2 * keys * key_dim + values * value_dim
+        state = jnp.zeros((num_rows, tp * values, key_dim, value_dim), jnp.float32)
+        window_shape = (num_rows, tp, config.delta_conv - 1, features)
+        window = jnp.zeros(window_shape, self.precision.compute)
         return constrain(state, LAYER_SPEC), constrain(window, LAYER_SPEC)
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
@@ -251,14 +257,19 @@ class GatedDeltaNet(Branch):
         return self.out(y), cache
 
     def _read_on(
-        self, weights: Weights, projected: tuple[Array, ...], cache: KVCache, new: NewTokens
+        self,
+        weights: Weights,
+        projected: tuple[Array, ...],
+        cache: KVCache,
+        new: NewTokens,
     ) -> tuple[Array, KVCache]:
         *qkv, gate, write, decay = projected  # [b, T, F/tp]
         state, window = cache
         window = window[:, 0]  # [R, W - 1, F/tp]
         is_single = new.rows is None and gate.shape[1] == 1
         new = new.by_row()
-        tokens = jnp.concatenate([new.first(window), jnp.concatenate(qkv, axis=-1)], axis=1)
+        before = new.first(window)
+        tokens = jnp.concatenate([before, jnp.concatenate(qkv, axis=-1)], axis=1)
         q, k, v = self.heads(weights, tokens, new.positions)
         # Dropped tokens leave the states as they are.
         is_dropped = jnp.asarray(new.rows)[..., None] < 0
@@ -266,17 +277,31 @@ class GatedDeltaNet(Branch):
         log_decay = jnp.where(is_dropped, 0, log_decay)
         write = jnp.where(is_dropped, 0, write)
         if is_single:
-            log_decay = jnp.where(new.positions[..., None] == 0, -jnp.inf, log_decay)
-            y, state = delta_step(q[:, 0], k[:, 0], v[:, 0], log_decay[:, 0], write[:, 0], state)
+            begins = new.positions[..., None] == 0
+            log_decay = jnp.where(begins, -jnp.inf, log_decay)
+            y, state = delta_step(
+                q[:, 0],
+                k[:, 0],
+                v[:, 0],
+                log_decay[:, 0],
+                write[:, 0],
+                state,
+            )
             y = y[:, None]
         else:
             packed = Tokens(q, k, v, log_decay, write, new.positions == 0)
             y, state = _packed_rule(packed, state, new, self._scan() or chunk_states)
-        # The last inputs of the convolution of each row
-        has_tokens, sequence, last = new.ends(len(window))
-        latest = tokens[sequence[:, None], last[:, None] + 1 + jnp.arange(window.shape[1])]
-        window = jnp.where(has_tokens[:, None, None], latest, window)
+        window = _latest(tokens, window, new)
         return self.gated(weights, y, gate), (state, window[:, None])
+
+
+def _latest(tokens: Array, window: Array, new: NewTokens) -> Array:
+    """Returns the last inputs of each row's convolution, `[R, W - 1, F]`, like `window`."""
+    has_tokens, sequence, last = new.ends(len(window))
+    row = sequence[:, None]
+    index = last[:, None] + 1 + jnp.arange(window.shape[1])
+    latest = tokens[row, index]
+    return jnp.where(has_tokens[:, None, None], latest, window)
 
 
 def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tuple[Array, Array]:
@@ -293,17 +318,21 @@ def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tu
     has_tokens, sequence, last = new.ends(len(state))  # [R]
     # A row's last state is the decayed state before its last chunk, and what its tokens in this
     # chunk write.
-    chunk, offset = jnp.divmod(last, written.shape[3])
-    index = (last - offset)[:, None] + jnp.arange(written.shape[3])  # [R, c]
+    size = written.shape[3]
+    chunk, offset = jnp.divmod(last, size)
+    index = (last - offset)[:, None] + jnp.arange(size)  # [R, c]
     keys, decay = _decayed_to_end(tokens, new, sequence, index)
-    chunk_values = written[sequence, :, chunk]  # [R, Hv, c, V]
-    after = jnp.einsum("rchk,rhcv->rhkv", keys, chunk_values, preferred_element_type=state.dtype)
+    values = written[sequence, :, chunk]  # [R, Hv, c, V]
+    after = jnp.einsum("rchk,rhcv->rhkv", keys, values, preferred_element_type=state.dtype)
     after += decay[..., None, None] * states[sequence, :, chunk]
     return y, jnp.where(has_tokens[:, None, None, None], after, state)
 
 
 def _decayed_to_end(
-    tokens: Tokens, new: NewTokens, sequence: Array, index: Array
+    tokens: Tokens,
+    new: NewTokens,
+    sequence: Array,
+    index: Array,
 ) -> tuple[Array, Array]:
     """Returns each row's keys of its last chunk, and the decay of the state before the chunk.
 
@@ -321,13 +350,14 @@ def _decayed_to_end(
     starts = take(new.positions == 0)
     is_in_row = rows == jnp.arange(len(rows))[:, None]
     log_decay = jnp.where(is_in_row[..., None], log_decay, 0)
-    following = jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))[:, 1:]
-    later = jax.lax.cumsum(following, axis=1, reverse=True)
+    shifted = jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))
+    later = jax.lax.cumsum(shifted[:, 1:], axis=1, reverse=True)
     weights = jnp.where(is_in_row[..., None], jnp.exp(later), 0)
     group = weights.shape[2] // k.shape[2]
     k = jnp.repeat(k, group, axis=2) * weights[..., None].astype(k.dtype)
     begins = jnp.any(starts & is_in_row, axis=1)[:, None]
-    return k, jnp.where(begins, 0, jnp.exp(jnp.sum(log_decay, axis=1)))
+    decay = jnp.exp(jnp.sum(log_decay, axis=1))
+    return k, jnp.where(begins, 0, decay)
 
 
 def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:
@@ -342,7 +372,11 @@ def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:
 
 
 def _convolved_heads(
-    widths: tuple[int, int], tokens: Array, positions: Array, *taps: Array
+    key_dim: int,
+    value_dim: int,
+    tokens: Array,
+    positions: Array,
+    *taps: Array,
 ) -> tuple[Array, ...]:
     """Convolves tokens `[b, W - 1 + T, F]` with taps `[W, F_i]`; see `GatedDeltaNet.heads`."""
     reach = taps[0].shape[0] - 1  # W - 1
@@ -353,17 +387,19 @@ def _convolved_heads(
     for back in range(1, reach + 1):
         tap = all_taps[reach - back]
         is_in_document = positions[..., None] >= back
-        y += tap * jnp.where(is_in_document, tokens32[:, reach - back :][:, :length], 0)
+        earlier = tokens32[:, reach - back :][:, :length]
+        y += tap * jnp.where(is_in_document, earlier, 0)
     ends = np.cumsum([x.shape[1] for x in taps[:-1]])
-    qkv = jnp.split(jax.nn.silu(y), ends, axis=-1)
-    key_dim, value_dim = widths
-    q, k, v = (
-        x.reshape(*x.shape[:2], -1, width)
-        for x, width in zip(qkv, (key_dim, key_dim, value_dim), strict=True)
-    )
-    heads = (_l2_normalised(q) * key_dim**-0.5, _l2_normalised(k), v)
-    return tuple(x.astype(tokens.dtype) for x in heads)
+    q, k, v = jnp.split(jax.nn.silu(y), ends, axis=-1)
+    shape = positions.shape
+    q = q.reshape(*shape, -1, key_dim)
+    k = k.reshape(*shape, -1, key_dim)
+    v = v.reshape(*shape, -1, value_dim)
+    q = _l2_normalised(q) * key_dim**-0.5
+    k = _l2_normalised(k)
+    return tuple(x.astype(tokens.dtype) for x in (q, k, v))
 
 
 def _l2_normalised(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _L2_EPS)
+    squared_norm = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(squared_norm + _L2_EPS)

@@ -139,11 +139,19 @@ class LatentAttention(CausalSelfAttention):
         self.latent_norm = Norm(config.kv_rank, LATENT_NORM, context)
         keys_and_values = PaddedDim((count, config.head_dim - rope + values))
         self.latent_up = up(config.kv_rank, (keys_and_values,), inside, targets=("kv_b_proj",))
-        outputs = PaddedDim((count, values))
-        bias = config.attention_out_bias
         self.out = RowParallelLinear(
-            outputs, d_model, context, use_bias=bias, target="o_proj", rngs=rngs
+            PaddedDim((count, values)),
+            d_model,
+            context,
+            use_bias=config.attention_out_bias,
+            target="o_proj",
+            rngs=rngs,
         )
+
+    @property
+    def _nope(self) -> int:
+        """Width of the part of each query and key that is not rotated."""
+        return self.config.head_dim - self.config.rope_head_dim
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns an empty cache of latents with their rotated keys.
@@ -158,13 +166,20 @@ class LatentAttention(CausalSelfAttention):
         """See `Branch`."""
         heads = self._latents(x_BTD)
         weights, specs = params_and_specs(self.latent_up)
-        in_specs = (specs, (token_spec(TP),) * len(heads), (LAYER_SPEC,), new.specs)
-        attend = device_view(self._attend_cached, ATTEND, in_specs, (token_spec(TP), (LAYER_SPEC,)))
+        heads_spec = token_spec(TP)
+        cache_specs = (LAYER_SPEC,)
+        in_specs = (specs, (heads_spec,) * len(heads), cache_specs, new.specs)
+        out_specs = (heads_spec, cache_specs)
+        attend = device_view(self._attend_cached, ATTEND, in_specs, out_specs)
         y, cache = attend(weights, heads, cache, new)
         return self.output(y, x_BTD), cache
 
     def _attend_cached(
-        self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens
+        self,
+        weights: Weights,
+        qkv: Heads,
+        cache: KVCache,
+        new: NewTokens,
     ) -> tuple[Array, KVCache]:
         q, latent, shared = qkv
         num_slots = cache[0].shape[2]
@@ -179,7 +194,8 @@ class LatentAttention(CausalSelfAttention):
             if new.continued:
                 tokens = jnp.concatenate([new.before(cache[0]), tokens], axis=1)
             rank = self.config.kv_rank
-            k, v = self._keys_and_values(tokens[:, :, 0, :rank] @ up, tokens[..., rank:])
+            kv = tokens[:, :, 0, :rank] @ up
+            k, v = self._keys_and_values(kv, tokens[..., rank:])
             y = self._attend_packed((q, k, v), new, num_slots)
         return self._merge_heads(y), (slots,)
 
@@ -189,7 +205,7 @@ class LatentAttention(CausalSelfAttention):
         Queries absorb the up-projection of keys, results the up-projection of values.
         """
         config = self.config
-        nope = config.head_dim - config.rope_head_dim
+        nope = self._nope
         use = config.use(dtype=self.precision.compute)
         up = up.reshape(config.kv_rank, -1, nope + config.value_head_dim)
         absorbed = jnp.einsum("btnh,rnh->btnr", q[..., :nope], up[..., :nope])
@@ -212,37 +228,44 @@ class LatentAttention(CausalSelfAttention):
         if self.config.query_rank:
             latents.append(self.query_norm(self.query_down(x_BTD)))
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        ends = [*accumulate(latent.shape[-1] for latent in latents)]
+        *ends, _ = accumulate(latent.shape[-1] for latent in latents)
 
-        # One gather for all of them.
         def enter(*latents: Array) -> list[Array]:
+            # One gather for all latents
             gathered = enter_parallel(jnp.concatenate(latents, axis=-1), sequence)
-            return jnp.split(gathered, ends[:-1], axis=-1)
+            return jnp.split(gathered, ends, axis=-1)
 
         in_specs = (activation_spec(sequence),) * len(latents)
-        run = device_view(enter, LATENT, in_specs, [token_spec(TP)] * len(latents))
+        out_specs = [token_spec(TP)] * len(latents)
+        run = device_view(enter, LATENT, in_specs, out_specs)
         latent, shared, *query = run(*latents)
         (queries,) = self.query_up(query[0] if query else x_BTD)
         return queries, latent, shared
 
     def _normalise_and_rotate(
-        self, weights: Weights, qkv: Heads, positions: Array, length: int
+        self,
+        weights: Weights,
+        qkv: Heads,
+        positions: Array,
+        length: int,
     ) -> tuple[Array, Array, Array]:
         q, kv, shared = qkv
         shared = self._rotate(shared[:, :, None], positions, length)
         return self._queries(q, positions, length), *self._keys_and_values(kv, shared)
 
     def _keys_and_values(self, kv: Array, shared: Array) -> tuple[Array, Array]:
-        nope = self.config.head_dim - self.config.rope_head_dim
+        nope = self._nope
         kv = kv.reshape(*kv.shape[:2], -1, nope + self.config.value_head_dim)
         shared = jnp.broadcast_to(shared, (*kv.shape[:3], shared.shape[-1]))
-        return jnp.concatenate([kv[..., :nope], shared], axis=-1), kv[..., nope:]
+        keys = jnp.concatenate([kv[..., :nope], shared], axis=-1)
+        return keys, kv[..., nope:]
 
     def _queries(self, q: Array, positions: Array, length: int) -> Array:
+        nope = self._nope
         q = q.reshape(*q.shape[:2], -1, self.config.head_dim)
-        nope = self.config.head_dim - self.config.rope_head_dim
         rotated = self._rotate(q[..., nope:], positions, length)
-        return self._with_temperature(jnp.concatenate([q[..., :nope], rotated], axis=-1), positions)
+        queries = jnp.concatenate([q[..., :nope], rotated], axis=-1)
+        return self._with_temperature(queries, positions)
 
     def _rotate(self, x: Array, positions: Array, length: int) -> Array:
         theta = self.config.rope_theta
@@ -259,7 +282,13 @@ class DownProjection(nnx.Module):
     """
 
     def __init__(
-        self, d_model: int, rank: int, context: LayerContext, *, target: Target, rngs: nnx.Rngs
+        self,
+        d_model: int,
+        rank: int,
+        context: LayerContext,
+        *,
+        target: Target,
+        rngs: nnx.Rngs,
     ):
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision
@@ -268,7 +297,8 @@ class DownProjection(nnx.Module):
         self.loras: nnx.List[Lora] = nnx.List([])
         if context.lora.adapted(target):
             dims = (ExactDim((d_model,)), ExactDim((rank,)))
-            self.loras.append(Lora(dims, context.lora, (P(STORAGE), P()), rngs=rngs))
+            specs = (P(STORAGE), P())
+            self.loras.append(Lora(dims, context.lora, specs, rngs=rngs))
 
     def __call__(self, x_BTD: Array) -> Array:
         """Projects `[B, T, D]` to `[B, T, R]`."""

@@ -129,7 +129,8 @@ class ColumnParallelLinear(nnx.Module):
     `P(STORAGE, TP)`, biases as `P(TP)`.
     """
 
-    # `set_matmul` (`models/config.py`) sets it by the path of the layer in its model.
+    # Not an argument of the constructor: `Precision.matmul_layers` selects layers by their paths in
+    # the model, which a layer does not know. `set_matmul` (`models/config.py`) sets it afterwards.
     matmul: Matmul = "compute"
 
     def __init__(
@@ -144,9 +145,8 @@ class ColumnParallelLinear(nnx.Module):
     ):
         self.single = not isinstance(features, Sequence)
         outputs = features if isinstance(features, Sequence) else (features,)
-        self.features = tuple(
-            _as_dim("ColumnParallelLinear", dim, in_features=in_features) for dim in outputs
-        )
+        as_dim = partial(_as_dim, "ColumnParallelLinear", in_features=in_features)
+        self.features = tuple(map(as_dim, outputs))
         self.in_features = in_features
         self.transport = context.transport
         self.early_reduction = context.schedule.early_reduction
@@ -195,15 +195,18 @@ class ColumnParallelLinear(nnx.Module):
         adapters = self._load_adapters(weights)
         tokens = as_operand(x.astype(self.precision.compute), self.matmul)
         products = self.transport.enter(tokens, [*kernels, *adapters], sequence)
-        outputs = self._average_shared(products[: len(kernels)])
+        count = len(kernels)
+        outputs = self._average_shared(products[:count])
         outputs = self._add_biases(outputs, weights)
-        outputs = self._add_adapters(outputs, products[len(kernels) :], weights)
+        outputs = self._add_adapters(outputs, products[count:], weights)
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)
 
     def merged(self, weights: Weights) -> Array:
         """Returns a device's columns of the first kernel with its adapter, inside `device_view`."""
         kernel = self._load(weights["kernels.0"], 0, self.features[0])
-        return self._add_adapters([kernel], self._load_adapters(weights), weights)[0]
+        adapters = self._load_adapters(weights)
+        merged, *_ = self._add_adapters([kernel], adapters, weights)
+        return merged
 
     def _load_kernels(self, weights: Weights) -> list[Kernel]:
         kernels = []
@@ -229,8 +232,11 @@ class ColumnParallelLinear(nnx.Module):
         if self.matmul == "compute":
             return list(outputs)
         # Whole gradients are quantised, not summands of devices that share a head.
-        groups = [dim.shared_by(axis_size(TP)) for dim in self.features]
-        return [average_gradient(y, group) for y, group in zip(outputs, groups, strict=True)]
+        tp = axis_size(TP)
+        averaged = []
+        for y, dim in zip(outputs, self.features, strict=True):
+            averaged.append(average_gradient(y, dim.shared_by(tp)))
+        return averaged
 
     def _add_biases(self, outputs: list[Array], weights: Weights) -> list[Array]:
         for i in range(len(self.biases)):
@@ -255,7 +261,8 @@ class ColumnParallelLinear(nnx.Module):
 
 def _tp_gather(shard: Array, features: PaddedDim) -> tuple[int, int]:
     """Returns `WeightLayout.tp_gather` for the last dim of a shard."""
-    return len(shard.shape) - 1, features.num_shards(axis_size(TP), shard.shape[-1])
+    num_shards = features.num_shards(axis_size(TP), shard.shape[-1])
+    return len(shard.shape) - 1, num_shards
 
 
 class RowParallelLinear(nnx.Module):
@@ -266,7 +273,7 @@ class RowParallelLinear(nnx.Module):
     `P(STORAGE)`.
     """
 
-    # `set_matmul` (`models/config.py`) sets it by the path of the layer in its model.
+    # See `ColumnParallelLinear`.
     matmul: Matmul = "compute"
 
     def __init__(
@@ -286,12 +293,17 @@ class RowParallelLinear(nnx.Module):
         self.precision = context.precision
         dtype = context.precision.param
         kernel = default_kernel_init(rngs.params(), (self.in_features.size, features), dtype)
-        self.kernel = parameter("kernel", kernel, P(TP, STORAGE), padding=((-2, self.in_features),))
-        self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if use_bias else None
+        padding = ((-2, self.in_features),)
+        self.kernel = parameter("kernel", kernel, P(TP, STORAGE), padding=padding)
+        bias = None
+        if use_bias:
+            bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE))
+        self.bias = bias
         self.loras: nnx.List[Lora] = nnx.List([])
         if target and context.lora.adapted(target):
             dims = (self.in_features, ExactDim((features,)))
-            self.loras.append(Lora(dims, context.lora, (P(TP), P(None, STORAGE)), rngs=rngs))
+            specs = (P(TP), P(None, STORAGE))
+            self.loras.append(Lora(dims, context.lora, specs, rngs=rngs))
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
@@ -309,25 +321,26 @@ class RowParallelLinear(nnx.Module):
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         # The input is [B/(dp*fsdp), T/cp, F/tp], the kernel [F/tp, D].
         x = x.astype(self.precision.compute)
+        load = self.precision.load
         inputs = [as_operand(x, self.matmul, TP)]
         early = axis_size(TP) == 1
-        kernels = [
-            load_kernel(self.precision, self.matmul, weights["kernel"], 1, (TP,), early=early)
-        ]
+        kernel = weights["kernel"]
+        kernels = [load_kernel(self.precision, self.matmul, kernel, 1, (TP,), early=early)]
         for at, lora in enumerate(self.loras):
             # A summand [B/(dp*fsdp), T/cp, rank]: the reduction sums it times B.
-            inner = x @ self.precision.load(weights[f"loras.{at}.a"], None)
+            inner = x @ load(weights[f"loras.{at}.a"], None)
             inputs.append(lora.scaled(inner))
-            kernels.append(self.precision.load(weights[f"loras.{at}.b"], 1, used_by_all_tp=True))
+            kernels.append(load(weights[f"loras.{at}.b"], 1, used_by_all_tp=True))
         y = self.transport.leave(inputs, kernels, sequence)
-        return y if self.bias is None else y + self._load_bias(weights["bias"], sequence)
+        if self.bias is not None:
+            y += self._load_bias(weights["bias"], sequence)
+        return y
 
     def _load_bias(self, shard: Array, sequence: int | None) -> Array:
-        if not self.transport.joined:
-            return self.precision.load(shard, 0, used_by_all_tp=sequence is not None)
-        bias = self.precision.load(shard, 0, used_by_all_tp=True)
+        joined = self.transport.joined
+        bias = self.precision.load(shard, 0, used_by_all_tp=joined or sequence is not None)
         # The block sums the outputs of all devices: one of them adds the bias.
-        return jnp.where(axis_index(TP) == 0, bias, 0)
+        return jnp.where(axis_index(TP) == 0, bias, 0) if joined else bias
 
 
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
@@ -339,10 +352,9 @@ def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | No
         inputs = layer.in_features.size
         outputs = [layer.features]
     min_features = layer.precision.matmul_least
-    if min_features > 1:
-        for size in (inputs, *outputs):
-            if size % _GRANULE:
-                return f"{size} features are no multiple of {_GRANULE}"
+    for size in (inputs, *outputs):
+        if min_features > 1 and size % _GRANULE:
+            return f"{size} features are no multiple of {_GRANULE}"
     smaller_side = min(inputs, sum(outputs))
     if smaller_side < min_features:
         return f"{smaller_side:,} features are below matmul_least={min_features:,}"
@@ -373,6 +385,7 @@ def activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple
     if len(shape) == 2:
         return None, P(TOKENS, TP), P(TOKENS, None)
     sequence = sequence_dim(setting, shape)
-    inner = (None,) * (len(shape) - 3)
-    between = CONTEXT if sequence is None else SEQUENCE
-    return sequence, batch_spec(CONTEXT, *inner, TP), batch_spec(between, *inner, None)
+    unsplit = (None,) * (len(shape) - 3)
+    inside = batch_spec(CONTEXT, *unsplit, TP)
+    outside = batch_spec(CONTEXT if sequence is None else SEQUENCE, *unsplit, None)
+    return sequence, inside, outside

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import jax
@@ -67,14 +68,14 @@ class LoraConfig(Settings):
 
     dtype: Annotated[DType, STEP] = "float32"
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in
-    model.precision.param: by default the dtype of their files."""
+    precision.param: by default the dtype of their files."""
 
     base: Annotated[Literal["full", "float8"], STEP] = "full"
     """Storage of the frozen kernels of projections. float8: 8 bits (E4M3, and a float32 scale for
     each output feature), half of bfloat16's memory and traffic over fsdp; values move by up to
     1/16, so adapters learn on a slightly other model, which the run's own evaluations see too.
     Exports, `jaxtp generate` and `jaxtp evaluate` use the original weights. Embedding, head, norms,
-    biases and routers stay in model.precision.param."""
+    biases and routers stay in precision.param."""
 
     @property
     def scale(self) -> float:
@@ -88,10 +89,12 @@ class LoraConfig(Settings):
 
 def freeze_state(state: nnx.State) -> nnx.State:
     """Freezes every param of a real or abstract state except adapters."""
-    variables = [
-        (path, _freeze_param(v) if _is_base_param(v) else v) for path, v in nnx.to_flat_state(state)
-    ]
-    return nnx.from_flat_state(variables)
+    frozen = []
+    for path, variable in nnx.to_flat_state(state):
+        if _is_base_param(variable):
+            variable = _freeze_param(variable)
+        frozen.append((path, variable))
+    return nnx.from_flat_state(frozen)
 
 
 def freeze(model: nnx.Module) -> None:
@@ -142,9 +145,8 @@ class Float8Kernel(nnx.Module):
         *stack, _, out = spec_of(kernel)
         spec = PartitionSpec(*stack, None, out)
         padding = tuple((dim, split) for dim, split in padding_of(kernel) if dim != -2)
-        self.scale = FrozenParam.from_metadata(
-            scale, {**metadata, "out_sharding": spec, "padding": padding}
-        )
+        metadata = {**metadata, "out_sharding": spec, "padding": padding}
+        self.scale = FrozenParam.from_metadata(scale, metadata)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,7 +166,8 @@ def store_in_float8(module: nnx.Module, kernels: Iterable[str]) -> None:
 
 def float8_kernels(state: nnx.State) -> set[str]:
     """Returns the dotted paths of kernels that a state has in 8 bits."""
-    return {dotted(path[:-1]) for path, _ in nnx.to_flat_state(state) if path[-1] == "bits"}
+    paths = [path for path, _ in nnx.to_flat_state(state)]
+    return {dotted(parents) for *parents, name in paths if name == "bits"}
 
 
 def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:
@@ -172,13 +175,11 @@ def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:
     stored = dict(nnx.to_flat_state(abstract))
     frozen = []
     for path, variable in nnx.to_flat_state(freeze_state(weights)):
-        if (*path, "bits") in stored:
-            parts = zip(Float8._fields, _quantise(variable[...]), strict=True)
-            frozen += [
-                ((*path, field), stored[*path, field].replace(array)) for field, array in parts
-            ]
-        else:
+        if (*path, "bits") not in stored:
             frozen.append((path, variable))
+            continue
+        for field, array in _quantise(variable[...])._asdict().items():
+            frozen.append(((*path, field), stored[*path, field].replace(array)))
     return nnx.from_flat_state(frozen)
 
 
@@ -206,12 +207,13 @@ class Lora(nnx.Module):
         self.scale = config.scale
         # PEFT's initial values are the default of PyTorch's linear layers.
         bound = inner.size**-0.5
-        a = jax.random.uniform(
-            rngs.params(), (*stack, inner.size, config.rank), config.dtype, -bound, bound
-        )
+        shape = (*stack, inner.size, config.rank)
+        a = jax.random.uniform(rngs.params(), shape, config.dtype, -bound, bound)
         b = jnp.zeros((*stack, config.rank, outer.size), config.dtype)
-        self.a = parameter("lora_a", a, specs[0], kind=nnx.LoRAParam, padding=((-2, inner),))
-        self.b = parameter("lora_b", b, specs[1], kind=nnx.LoRAParam, padding=((-1, outer),))
+        adapter = partial(parameter, kind=nnx.LoRAParam)
+        a_spec, b_spec = specs
+        self.a = adapter("lora_a", a, a_spec, padding=((-2, inner),))
+        self.b = adapter("lora_b", b, b_spec, padding=((-1, outer),))
 
     def add(
         self,

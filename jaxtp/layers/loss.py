@@ -87,12 +87,12 @@ def vocab_parallel_cross_entropy(
     """
 
     def total(tokens: TokenStatistics, labels: Array) -> tuple[Array, Array]:
-        losses = (
-            tokens.log_normaliser - tokens.label_logit + z_loss * jnp.square(tokens.log_normaliser)
-        )
+        losses = tokens.log_normaliser - tokens.label_logit
+        losses += z_loss * jnp.square(tokens.log_normaliser)
         valid = labels != IGNORE
-        sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
-        loss_sum, num_valid = all_reduce(sums, *TOKENS)
+        loss_sum = jnp.sum(losses, where=valid)
+        num_valid = jnp.sum(valid, dtype=jnp.float32)
+        loss_sum, num_valid = all_reduce(jnp.stack([loss_sum, num_valid]), *TOKENS)
         return loss_sum, num_valid
 
     reduce_logits = partial(_statistics, entropy=False)
@@ -101,16 +101,19 @@ def vocab_parallel_cross_entropy(
 
 
 def vocab_parallel_statistics(
-    x_BTD: Array, projection: Projection, labels: Array, *, entropy: bool = False
+    x_BTD: Array,
+    projection: Projection,
+    labels: Array,
+    *,
+    entropy: bool = False,
 ) -> TokenStatistics:
     """Returns the statistics of each token.
 
     `labels` are `[B, T]`, or `[B, T, K]` for K ids per token.
     """
+
     reduce_logits = partial(_statistics, entropy=entropy)
-    return _on_devices(
-        reduce_logits, lambda tokens, _: tokens, token_spec(), x_BTD, projection, labels
-    )
+    return _on_devices(reduce_logits, _first, token_spec(), x_BTD, projection, labels)
 
 
 def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[Array, Array]:
@@ -118,7 +121,11 @@ def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[
 
     They are descending, and without a gradient.
     """
-    return _on_devices(partial(_top_k, k), lambda top: top, token_spec(), x_BTD, projection)
+    return _on_devices(partial(_top_k, k), _first, token_spec(), x_BTD, projection)
+
+
+def _first(numbers: _PerToken, *labels: Array) -> _PerToken:
+    return numbers
 
 
 def _on_devices(
@@ -148,14 +155,14 @@ def _on_devices(
         if bias is not None:
             bias = precision.load(bias, None, accumulate="float32")
         # Cast once, not in each chunk
-        table = _Table(jax.lax.stop_gradient(accumulator.astype(precision.compute)), accumulator)
+        operand = jax.lax.stop_gradient(accumulator.astype(precision.compute))
+        table = _Table(operand, accumulator)
 
         def reduce_chunk(x: Array, *labels: Array) -> _PerToken:
             return reduce_logits(_logits(head, table, bias, x), *labels)
 
-        numbers = _map_chunks(
-            reduce_chunk, sequence_first((x, *labels), split_dim), head.chunk_size
-        )
+        arrays = sequence_first((x, *labels), split_dim)
+        numbers = _map_chunks(reduce_chunk, arrays, head.chunk_size)
         return finish(sequence_first(numbers, split_dim), *labels)
 
     bias_spec = None if bias_V is None else head.bias_spec
@@ -174,10 +181,13 @@ class _Table(NamedTuple):
 
 def _logits(head: HeadConfig, table: _Table, bias: Array | None, x: Array) -> Array:
     logits = _project(head.context.precision.logits, x, *table).astype(jnp.float32)
-    logits = head.finish(logits if bias is None else logits + bias)
-    if logits.shape[-1] * axis_size(TP) == head.vocab_size:
+    if bias is not None:
+        logits += bias
+    logits = head.finish(logits)
+    num_ids = logits.shape[-1]
+    if num_ids * axis_size(TP) == head.vocab_size:
         return logits
-    ids = _first_id(logits) + jnp.arange(logits.shape[-1])
+    ids = _first_id(logits) + jnp.arange(num_ids)
     return jnp.where(ids < head.vocab_size, logits, -jnp.inf)
 
 
@@ -227,7 +237,8 @@ def _first_id(logits: Array) -> Array | int:
 
 def _statistics(logits: Array, labels: Array, *, entropy: bool) -> TokenStatistics:
     # The maximum is -inf on a device that holds only padding.
-    highest = checkpoint_name(all_reduce_max(jnp.max(logits, axis=-1), TP), _REDUCED)
+    local_max = jnp.max(logits, axis=-1)
+    highest = checkpoint_name(all_reduce_max(local_max, TP), _REDUCED)
     shifted = logits - highest[:, None]
     exp = jnp.exp(shifted)
     ids = labels.reshape(len(labels), -1) - _first_id(logits)  # [tokens, K]
@@ -237,13 +248,14 @@ def _statistics(logits: Array, labels: Array, *, entropy: bool) -> TokenStatisti
     if entropy:
         sums.append(jnp.sum(exp * jnp.maximum(shifted, _LOWEST), axis=-1))
     # One sum: XLA may run two independent sums in any order, and on CPUs confuses them.
-    reduced = all_reduce(jnp.concatenate([jnp.stack(sums), label_logits]), TP)
-    (exp_sum, *weighted), label_logits = jnp.split(checkpoint_name(reduced, _REDUCED), [len(sums)])
+    summands = jnp.concatenate([jnp.stack(sums), label_logits])
+    reduced = checkpoint_name(all_reduce(summands, TP), _REDUCED)
+    (exp_sum, *weighted), label_logits = jnp.split(reduced, [len(sums)])
     log_sum = jnp.log(exp_sum)
     entropies = log_sum - weighted[0] / exp_sum if entropy else None
-    return TokenStatistics(
-        log_sum + highest, label_logits.T.reshape(labels.shape), highest, entropies
-    )
+    log_normaliser = log_sum + highest
+    label_logit = label_logits.T.reshape(labels.shape)
+    return TokenStatistics(log_normaliser, label_logit, highest, entropies)
 
 
 def _logits_of(logits: Array, ids: Array) -> Array:
@@ -271,8 +283,10 @@ def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
     candidates = jnp.stack([bits, ids + _first_id(logits)])
     bits, ids = all_gather(candidates, TP, dim=2, to="invarying")
     values, order = jax.lax.top_k(jax.lax.bitcast_convert_type(bits, jnp.float32), k)
-    exp_sum = all_reduce(jnp.sum(jnp.exp(logits - values[:, :1]), axis=-1, keepdims=True), TP)
-    return values - (jnp.log(exp_sum) + values[:, :1]), jnp.take_along_axis(ids, order, axis=1)
+    exp = jnp.exp(logits - values[:, :1])
+    exp_sum = all_reduce(jnp.sum(exp, axis=-1, keepdims=True), TP)
+    log_normaliser = jnp.log(exp_sum) + values[:, :1]
+    return values - log_normaliser, jnp.take_along_axis(ids, order, axis=1)
 
 
 def _map_chunks(
@@ -283,19 +297,24 @@ def _map_chunks(
     The backward pass computes a chunk again, from the few numbers per token that `_REDUCED` names:
     to reduce logits again would send these numbers over tp a second time.
     """
-    fn = jax.checkpoint(
-        fn, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED), prevent_cse=False
-    )
+    save_reduced = jax.checkpoint_policies.save_only_these_names(_REDUCED)
+    fn = jax.checkpoint(fn, policy=save_reduced, prevent_cse=False)
     lead = arrays[0].shape[:2]
-    tokens = [x.reshape(-1, *x.shape[2:]) for x in arrays]  # nothing is copied
+    # No array is copied.
+    tokens = [_merge_dims(x) for x in arrays]
     num_chunks, remainder = divmod(len(tokens[0]), chunk_size)
     pieces: list[_PerToken] = []
     if num_chunks:
         size = num_chunks * chunk_size
         chunks = [x[:size].reshape(num_chunks, chunk_size, *x.shape[1:]) for x in tokens]
         numbers = jax.lax.map(lambda chunk: fn(*chunk), chunks)
-        pieces.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), numbers))
+        pieces.append(jax.tree.map(_merge_dims, numbers))
     if remainder:
         pieces.append(fn(*(x[-remainder:] for x in tokens)))
     numbers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
     return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), numbers)
+
+
+def _merge_dims(x: Array) -> Array:
+    """Merges the first two dims."""
+    return x.reshape(-1, *x.shape[2:])

@@ -131,12 +131,10 @@ class MLP(PositionwiseBranch):
         """
         columns = self.columns
         down = self.down
-        return (
-            down.transport.is_ring(tp, split=split)
-            and columns.matmul == down.matmul == "compute"
-            and not (columns.loras or down.loras or columns.biases)
-            and self.config.activation != XIELU
-        )
+        if columns.loras or down.loras or columns.biases or self.config.activation == XIELU:
+            return False
+        in_8_bits = columns.matmul != "compute" or down.matmul != "compute"
+        return down.transport.is_ring(tp, split=split) and not in_8_bits
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """See `Branch`."""
@@ -145,12 +143,11 @@ class MLP(PositionwiseBranch):
             weights, specs = params_and_specs(self)
             return device_view(self._ring, COLUMN, (outside, specs), outside)(x_BTD, weights)
         products_BTF = [*self.columns(x_BTD)]
-        if self.config.activation == XIELU:
-            return self.down(hidden_features(self._xielu, products_BTF, self.config.swiglu_limit))
         return self.down(self._hidden(products_BTF))
 
     def _hidden(self, products: Sequence[Array]) -> Array:
-        activate = ACTIVATIONS[self.config.activation]  # type: ignore[index]
+        activation = self.config.activation
+        activate = self._xielu if activation == XIELU else ACTIVATIONS[activation]
         return hidden_features(activate, products, self.config.swiglu_limit)
 
     def _ring(self, x: Array, weights: Weights) -> Array:
@@ -161,7 +158,8 @@ class MLP(PositionwiseBranch):
             return self._hidden(jnp.split(y, len(columns), -1))
 
         x = checkpoint_name(x.astype(self.precision.compute), GATHERED)
-        return checkpoint_name(ring_mlp(hidden, x, jnp.concatenate(columns, -1), down), REDUCED)
+        y = ring_mlp(hidden, x, jnp.concatenate(columns, -1), down)
+        return checkpoint_name(y, REDUCED)
 
     def _xielu(self, x_BTF: Array) -> Array:
         in_float32 = replace(self.precision, compute="float32")
@@ -171,9 +169,10 @@ class MLP(PositionwiseBranch):
             return xielu(x, load(alpha_p), load(alpha_n))
 
         spec = token_spec(TP)
-        in_specs = (spec, spec_of(self.alpha_p), spec_of(self.alpha_n))
+        alphas = (self.alpha_p, self.alpha_n)
+        in_specs = (spec, *map(spec_of, alphas))
         run = device_view(activate, XIELU, in_specs, out_specs=spec)
-        return run(x_BTF, jnp.asarray(self.alpha_p[...]), jnp.asarray(self.alpha_n[...]))
+        return run(x_BTF, *(jnp.asarray(alpha[...]) for alpha in alphas))
 
 
 def _initial_alpha(slope: float, dtype: DType) -> Any:
@@ -203,6 +202,9 @@ def xielu(x: Array, alpha_p: Array, alpha_n: Array) -> Array:
     # As in transformers expm1 takes no more than eps, except at 0, so that padded features stay 0.
     limit = jnp.where(x32 == 0, 0.0, _EPS)
     slope = _BETA + jax.nn.softplus(alpha_n)
-    negative = slope * (jnp.expm1(jnp.where(x32 < limit, x32, limit)) - x32)
-    y = jnp.where(x32 > 0, jax.nn.softplus(alpha_p) * jnp.square(x32), negative)
+    limited = jnp.where(x32 < limit, x32, limit)
+    negative = slope * (jnp.expm1(limited) - x32)
+    is_positive = x32 > 0
+    positive = jax.nn.softplus(alpha_p) * jnp.square(x32)
+    y = jnp.where(is_positive, positive, negative)
     return (y + _BETA * x32).astype(x.dtype)

@@ -44,23 +44,17 @@ def mx_problem(k: int, n: int, architecture: str = "cpu") -> str | None:
     for kind, size in (("input", k), ("output", n)):
         if size % BLOCK or not size:
             below = size // BLOCK * BLOCK
-            above = size // BLOCK * BLOCK + BLOCK
+            nearest = f"{below} or {below + BLOCK}" if below else BLOCK
             return (
-                f"model.precision.matmul=mxfp8: {size} {kind} features on a device are not "
-                f"divisible by its blocks of {BLOCK}; nearest: "
-                f"{f'{below} or {above}' if below else above}"
+                f"{size} {kind} features on a device are not divisible by blocks of {BLOCK}; "
+                f"nearest: {nearest}"
             )
-    problem = matmul_problem("mxfp8", architecture)
-    if (
-        problem
-        or not architecture.startswith("cuda")
-        or (installed_cudnn() or _FIRST_CUDNN) >= _FIRST_CUDNN
-    ):
+    if problem := matmul_problem("mxfp8", architecture):
         return problem
-    return (
-        "model.precision.matmul=mxfp8 needs cuDNN 9.10 or newer: pip install --upgrade "
-        "nvidia-cudnn-cu13"
-    )
+    cudnn = installed_cudnn() or _FIRST_CUDNN
+    if architecture.startswith("cuda") and cudnn < _FIRST_CUDNN:
+        return "it needs cuDNN 9.10 or newer: pip install --upgrade nvidia-cudnn-cu13"
+    return None
 
 
 def mx_matmul(x: Array, w: Array) -> Array:
@@ -71,7 +65,7 @@ def mx_matmul(x: Array, w: Array) -> Array:
     """
     k, n = w.shape
     if problem := mx_problem(k, n, architecture_of(current_device())):
-        raise ConfigError(problem)
+        raise ConfigError(f'matmul="mxfp8": {problem}')
     return _matmul(vary_like(x, w), vary_like(w, x))
 
 
@@ -80,18 +74,18 @@ def _matmul(x: Array, w: Array) -> Array:
     return _product(x, w.T)
 
 
-def _forward(
-    x: CustomVJPPrimal, w: CustomVJPPrimal
-) -> tuple[Array, tuple[Array | None, Array | None]]:
-    # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
+# Arrays of x and w: what a gradient needs is its only residual, x for the gradient of w and w for
+# the gradient of x.
+_Pair = tuple[Array | None, Array | None]
+
+
+def _forward(x: CustomVJPPrimal, w: CustomVJPPrimal) -> tuple[Array, _Pair]:
     saved_x = x.value if w.perturbed else None
     saved_w = w.value if x.perturbed else None
     return _matmul.fun(x.value, w.value), (saved_x, saved_w)
 
 
-def _backward(
-    residuals: tuple[Array | None, Array | None], grad: Array
-) -> tuple[Array | None, Array | None]:
+def _backward(residuals: _Pair, grad: Array) -> _Pair:
     x, w = residuals
     grad_x = None if w is None else _product(grad, w)
     grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
@@ -115,17 +109,27 @@ def _product(a: Array, b: Array) -> Array:
 def _quantise(x: Array) -> tuple[Array, Array]:
     """Returns the elements `[..., K]` and the scales `[..., K / 32]`."""
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, BLOCK)
-    max_bits = lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
+    max_sizes = jnp.max(jnp.abs(blocks), axis=-1)
+    max_bits = lax.bitcast_convert_type(max_sizes, jnp.uint32)
     # From the bits of max / 448 = max / (1.75 * 2^8): up unless the mantissa is at most 1.75. At
     # least 2^-126: CPUs and GPUs may take smaller numbers for zero.
     exponent = jnp.maximum(max_bits + (2**21 - 1) >> 23, 9) - 8
     inverse = lax.bitcast_convert_type(254 - exponent << 23, jnp.float32)
-    elements = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn).reshape(x.shape)
-    return elements, lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    elements = (blocks * inverse[..., None]).astype(jnp.float8_e4m3fn)
+    elements = elements.reshape(x.shape)
+    scales = lax.bitcast_convert_type(exponent.astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return elements, scales
 
 
-def _multiply(a: Array, b: Array, a_scale: Array, b_scale: Array, dtype: jnp.dtype) -> Array:
-    return jnp.einsum("zmk,znk->zmn", _scaled(a, a_scale), _scaled(b, b_scale)).astype(dtype)
+def _multiply(
+    a: Array,
+    b: Array,
+    a_scale: Array,
+    b_scale: Array,
+    dtype: jnp.dtype,
+) -> Array:
+    y = jnp.einsum("zmk,znk->zmn", _scaled(a, a_scale), _scaled(b, b_scale))
+    return y.astype(dtype)
 
 
 def _scaled(elements: Array, scales: Array) -> Array:

@@ -203,8 +203,9 @@ class QKNorm(nnx.Module):
         if self.kind == "projection":
             x32 = x.astype(jnp.float32)
             size = self.heads.size * self.heads.shared_by(tp)
-            squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
-            y = (x32 * jax.lax.rsqrt(squares / size + self.eps)).astype(x.dtype)
+            local_sum = jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True)
+            mean_square = all_reduce(local_sum, TP) / size
+            y = (x32 * jax.lax.rsqrt(mean_square + self.eps)).astype(x.dtype)
         else:
             y = _normalised(x, self.norm, self.eps)
         if scale is not None:

@@ -38,7 +38,6 @@ from jaxtp.layers.products import (
     Value,
     gradient_of,
     input_gradient,
-    perturbed,
     product,
     unwrapped,
     value_of,
@@ -48,6 +47,7 @@ from jaxtp.mesh import TP
 
 Overlap = Literal["none", "ring"]
 V = TypeVar("V", Array, Value)
+Sums = TypeVar("Sums", Array, list[Array])
 
 # A ring that gathers: the part of the sequence that each device holds in each turn.
 #
@@ -66,32 +66,36 @@ def gather_matmul(keep: bool, x: Operand, kernels: tuple[Kernel, ...]) -> tuple[
     `[b, T, ..., F_i/tp]`. A kernel in float8 needs an `x` in float8. `keep`: the parts of `x` are
     residuals.
     """
-    return tuple(_gather_matmul(x, tuple(map(value_of, kernels)))[1])
+    _, products = _gather_matmul(x, tuple(map(value_of, kernels)))
+    return tuple(products)
 
 
 def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], list[Array]]:
     """Returns the parts of `x` by turn, and the whole products."""
-    tp = axis_size(TP)
     factors = _as_one_factor(kernels, -1)
-    parts = [value_of(x)]
+    part = value_of(x)
+    parts = []
     products_by_turn = []
-    for turn in range(tp):
-        arrived, _, part, _ = _begin_gather_turn(turn, parts[turn])
+    for turn in range(axis_size(TP)):
+        parts.append(part)
+        arrived, _, part, _ = _begin_gather_turn(turn, part)
         products = [product(part, w, x.dtype) for w in factors]
-        arrived, products = in_turn(arrived, products)
-        parts.append(arrived)
+        part, products = in_turn(arrived, products)
         products_by_turn.append(products)
     ys = _in_order(products_by_turn)
-    return parts[:tp], ys if len(ys) == len(kernels) else _split(ys[0], kernels)
+    if len(ys) < len(kernels):
+        ys = _split(ys[0], kernels)
+    return parts, ys
 
 
 def _gather_forward(
     keep: bool, x: object, kernels: tuple[Any, ...]
 ) -> tuple[tuple[Array, ...], object]:
-    needs_grad = NeedsGrad((perturbed(x),), tuple(map(perturbed, kernels)))
+    needs_grad = NeedsGrad.of([x], kernels)
     values = tuple(map(value_of, unwrapped(kernels)))
     parts, ys = _gather_matmul(unwrapped(x), values)
-    return tuple(ys), (parts if keep else parts[:1], values, needs_grad)
+    saved_parts = parts if keep else parts[:1]
+    return tuple(ys), (saved_parts, values, needs_grad)
 
 
 def _gather_backward(
@@ -117,16 +121,17 @@ def _gather_backward(
         # One ring after the other, or XLA would join permutes of both.
         x, grad_x = in_turn(parts[0], grad_x)
         grad_w = _kernel_gradient_ring(x, trained_grads)
-    kernel_grads = _split(grad_w, [kernels[i] for i in trained]) if grad_w is not None else []
+    kernel_grads = []
+    if grad_w is not None:
+        kernel_grads = _split(grad_w, [kernels[i] for i in trained])
     return gradient_of(parts[0], grad_x), _as_kernels(kernel_grads, trained, kernels, dtype)
 
 
 def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     """Gathers `x` again, and returns the gradient of the kernels, concatenated."""
-    tp = axis_size(TP)
     part = x
     grad_w = None
-    for turn in range(tp):
+    for turn in range(axis_size(TP)):
         arrived, grad_w, part, start = _begin_gather_turn(turn, part, grad_w)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
         part, grad_w = in_turn(arrived, grad_w)
@@ -155,7 +160,8 @@ def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Kernel, ...]) -> 
     """
     xs = tuple(map(value_of, inputs))
     ws = tuple(map(value_of, kernels))
-    return _scatter_ring(xs, ws, inputs[0].dtype)[0]
+    y, _ = _scatter_ring(xs, ws, inputs[0].dtype)
+    return y
 
 
 def _scatter_ring(
@@ -182,7 +188,8 @@ def _scatter_ring(
     for turn in range(1, tp + 1):
         start = _part_start(turn, size)
         arrived, low_sum, grad_w, start = _begin_turn(high_sum, low_sum, grad_w, start)
-        part = _as_one_factor([_part(x, start, size) for x in inputs], -1)
+        parts = [_part(x, start, size) for x in inputs]
+        part = _as_one_factor(parts, -1)
         low_sum = _plus_products(low_sum, part, low_factors, dtype)
         if kept_parts:
             grad_w = _plus_kernel_gradient(grad_w, kept_parts[turn % tp], grads, start)
@@ -197,30 +204,29 @@ def _scatter_ring(
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
-    needs_grad = NeedsGrad(tuple(map(perturbed, inputs)), tuple(map(perturbed, kernels)))
+    needs_grad = NeedsGrad.of(inputs, kernels)
     inputs = unwrapped(inputs)
     kernels = unwrapped(kernels)
-    saved = []
+    saved_inputs = []
     for x, is_trained in zip(inputs, needs_grad.kernels, strict=True):
-        saved.append(value_of(x) if is_trained else None)
-    return matmul_scatter.fun(inputs, kernels), (saved, tuple(map(value_of, kernels)), needs_grad)
+        saved_inputs.append(value_of(x) if is_trained else None)
+    saved_kernels = tuple(map(value_of, kernels))
+    return matmul_scatter.fun(inputs, kernels), (saved_inputs, saved_kernels, needs_grad)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], tuple[object, ...]]:
     inputs, kernels, needs_grad = residuals
-    tp = axis_size(TP)
     size = grad.shape[SEQUENCE_DIM]
-    needed = [i for i, is_needed in enumerate(needs_grad.inputs) if is_needed]
-    trained = [i for i, is_trained in enumerate(needs_grad.kernels) if is_trained]
-    sums: list[Array] = []
+    needed = _true_indices(needs_grad.inputs)
+    trained = _true_indices(needs_grad.kernels)
+    sums: Any = None
     products_by_turn = []
     part = grad
-    for turn in range(tp):
+    for turn in range(axis_size(TP)):
         arrived, sums, part, start = _begin_gather_turn(turn, part, sums)
         products = [product(*input_gradient(part, kernels[i]), part.dtype) for i in needed]
-        sums = _plus_each(
-            sums, [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
-        )
+        kernel_grads = [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
+        sums = _plus(sums, kernel_grads)
         part, products, sums = in_turn(arrived, products, sums)
         products_by_turn.append(products)
     input_grads = dict(zip(needed, _in_order(products_by_turn), strict=True))
@@ -247,7 +253,12 @@ matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: Array) -> Array:
+def ring_mlp(
+    hidden: Callable[[Array], Array],
+    x: Array,
+    columns: Array,
+    rows: Array,
+) -> Array:
     """Reduce-scatters `hidden(x @ columns) @ rows` over tp, of an all-gathered `x`.
 
     `x` and the result are `[b, T/tp, ..., D]`; `hidden` sees each token alone.
@@ -264,11 +275,15 @@ def ring_mlp(hidden: Callable[[Array], Array], x: Array, columns: Array, rows: A
         arrived_sum, features = compute_features(partial_sum, part)
         sending = _unless_last(turn, part)
         part, partial_sum = _add_product(sending, arrived_sum, features, rows)
-    return operator.add(*_add_product(partial_sum, None, own_features, rows))
+    arrived_sum, own_product = _add_product(partial_sum, None, own_features, rows)
+    return arrived_sum + own_product
 
 
 def _add_product(
-    sending: Array | None, total: Array | None, features: Array, kernel: Array
+    sending: Array | None,
+    total: Array | None,
+    features: Array,
+    kernel: Array,
 ) -> tuple[Array, Array]:
     """Returns what arrived, and a partial sum plus a product, computed while `sending` moves."""
     arrived, total, features = _begin_turn(sending, total, features)
@@ -276,7 +291,8 @@ def _add_product(
 
 
 def _mlp_forward(hidden: Callable[[Array], Array], *args: object) -> tuple[Array, object]:
-    needs_grad = NeedsGrad((), tuple(map(perturbed, args[1:])))
+    _, *kernels = args
+    needs_grad = NeedsGrad.of([], kernels)
     return ring_mlp.fun(hidden, *unwrapped(args)), (unwrapped(args), needs_grad)
 
 
@@ -284,16 +300,17 @@ def _mlp_backward(
     hidden: Callable[[Array], Array], residuals: Any, grad: Array
 ) -> tuple[object, ...]:
     (x, columns, rows), needs_grad = residuals
-    trained = [i for i, is_trained in enumerate(needs_grad.kernels) if is_trained]
+    trained = _true_indices(needs_grad.kernels)
 
     def compute_gradients(sending: Array | None, x: Array, grad: Array) -> tuple[Array, ...]:
         """Returns what arrived, the gradient of the columns' product, and hidden features."""
         arrived, x, grad = _begin_turn(sending, x, grad)
         features, transpose = jax.vjp(hidden, x @ columns)
-        return in_turn(arrived, transpose(grad @ rows.T)[0], features)
+        (grad_y,) = transpose(grad @ rows.T)
+        return in_turn(arrived, grad_y, features)
 
     def add_kernel_gradients(
-        sending: Array | None, sums: list[Array], grad_y: Array, *operands: Array
+        sending: Array | None, sums: list[Array] | None, grad_y: Array, *operands: Array
     ) -> tuple[Array, list[Array], Array]:
         """Returns what arrived, the sums, and `grad_y`.
 
@@ -301,13 +318,13 @@ def _mlp_backward(
         """
         arrived, sums, grad_y, features, x, grad = _begin_turn(sending, sums, grad_y, *operands)
         pairs = ((x, grad_y), (features, grad))
-        sums = _plus_each(sums, [_kernel_gradient(*pairs[i]) for i in trained])
+        sums = _plus(sums, [_kernel_gradient(*pairs[i]) for i in trained])
         return in_turn(arrived, sums, grad_y)
 
     tp = axis_size(TP)
     # Turn 0 is for this device's part: the input leaves, then the gradient of the result.
     arrived_x, own_grad_y, features = compute_gradients(x, x, grad)
-    arrived_grad, sums, own_grad_y = add_kernel_gradients(grad, [], own_grad_y, features, x, grad)
+    arrived_grad, sums, own_grad_y = add_kernel_gradients(grad, None, own_grad_y, features, x, grad)
     partial_sum = None
     for turn in range(1, tp):
         x = arrived_x
@@ -317,7 +334,8 @@ def _mlp_backward(
         arrived_grad, sums, grad_y = add_kernel_gradients(sending, sums, grad_y, features, x, grad)
         sending = _unless_last(turn, x)
         arrived_x, partial_sum = _add_product(sending, arrived_sum, grad_y, columns.T)
-    grad_x = operator.add(*_add_product(partial_sum, None, own_grad_y, columns.T))
+    arrived_sum, own_product = _add_product(partial_sum, None, own_grad_y, columns.T)
+    grad_x = arrived_sum + own_product
     return grad_x, *_as_kernels(sums, trained, (columns, rows), grad_x.dtype)
 
 
@@ -344,7 +362,8 @@ def _unless_last(turn: int, part: V) -> V | None:
 
 def _part_start(turn: int, size: int) -> Array:
     """Returns where the part begins that this device has in a turn; parts have `size` tokens."""
-    return jnp.asarray((axis_index(TP) - turn) % axis_size(TP) * size)
+    index = (axis_index(TP) - turn) % axis_size(TP)
+    return jnp.asarray(index * size)
 
 
 def _part(x: V, start: Array, size: int) -> V:
@@ -370,27 +389,35 @@ def _as_one_factor(values: Sequence[Value], dim: int) -> Sequence[Value]:
 
 
 def _split(joined: Array, kernels: Sequence[Value]) -> list[Array]:
-    ends = [*accumulate(w.shape[-1] for w in kernels)]
-    return jnp.split(joined, ends[:-1], -1)
+    *ends, _ = accumulate(w.shape[-1] for w in kernels)
+    return jnp.split(joined, ends, -1)
 
 
-def _plus(total: Array | None, array: Array) -> Array:
-    return array if total is None else total + array
+def _true_indices(flags: Sequence[bool]) -> list[int]:
+    return [i for i, flag in enumerate(flags) if flag]
 
 
-def _plus_each(totals: list[Array], arrays: list[Array]) -> list[Array]:
-    return [*map(operator.add, totals, arrays)] if totals else arrays
+def _plus(total: Sums | None, summand: Sums) -> Sums:
+    """Adds two arrays, or each array of two lists."""
+    return summand if total is None else jax.tree.map(operator.add, total, summand)
 
 
 def _plus_products(
-    total: Array | None, inputs: Sequence[Value], kernels: Sequence[Value], dtype: DTypeLike
+    total: Array | None,
+    inputs: Sequence[Value],
+    kernels: Sequence[Value],
+    dtype: DTypeLike,
 ) -> Array:
     products = [product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)]
-    return reduce(operator.add, products if total is None else [total, *products])
+    summands = products if total is None else [total, *products]
+    return reduce(operator.add, summands)
 
 
 def _plus_kernel_gradient(
-    total: Array | None, part: Value, grads: Sequence[Array], start: Array
+    total: Array | None,
+    part: Value,
+    grads: Sequence[Array],
+    start: Array,
 ) -> Array:
     """Adds the gradient of concatenated kernels, from the part of the sequence at `start`."""
     size = part.shape[SEQUENCE_DIM]
@@ -399,11 +426,15 @@ def _plus_kernel_gradient(
 
 
 def _kernel_gradient(x: Value, grad: Array) -> Array:
-    return kernel_gradient(x, grad, jnp.promote_types(grad.dtype, jnp.float32))
+    wide = jnp.promote_types(grad.dtype, jnp.float32)
+    return kernel_gradient(x, grad, wide)
 
 
 def _as_kernels(
-    grads: Sequence[Array], trained: Sequence[int], kernels: Sequence[Value], dtype: DTypeLike
+    grads: Sequence[Array],
+    trained: Sequence[int],
+    kernels: Sequence[Value],
+    dtype: DTypeLike,
 ) -> tuple[object, ...]:
     """Returns a gradient for each kernel, rounded to `dtype`; None if it is not trained."""
     by_index = {i: grad.astype(dtype) for i, grad in zip(trained, grads, strict=True)}

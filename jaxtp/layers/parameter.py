@@ -177,10 +177,16 @@ def parameter(
     # JAX would silently replicate.
     check_divides(name, value.shape, spec)
     # The spec has one entry per dim: `spec_of` counts them.
-    spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))
+    unsplit = (None,) * (value.ndim - len(spec))
+    metadata: dict[str, Any] = {
+        "out_sharding": PartitionSpec(*spec, *unsplit),
+        "eager_sharding": current_mesh() is not None,
+        _LOADED: True,
+    }
     padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
-    metadata: dict[str, Any] = {_LOADED: True} | ({"padding": padded} if padded else {})
-    return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
+    if padded:
+        metadata["padding"] = padded
+    return kind(value, **metadata)
 
 
 # Metadata of a parameter that a layer reads inside a `device_view`, by `load_weight`
@@ -222,13 +228,15 @@ def _resize(array: Any, dim: int, factors: tuple[int, ...], resized: tuple[int, 
     axis = array.ndim + dim
     before = array.shape[:axis]
     after = array.shape[axis + 1 :]
-    factored = array.reshape(*before, *factors, *after)
+    old_shape = (*before, *factors, *after)
+    new_shape = (*before, *resized, *after)
+    factored = array.reshape(old_shape)
     if math.prod(resized) > math.prod(factors):
         library = np if isinstance(array, np.ndarray) else jnp
-        growth = [(0, more - less) for less, more in zip(factors, resized, strict=True)]
-        factored = library.pad(factored, [(0, 0)] * axis + growth + [(0, 0)] * len(after))
+        growth = [(0, new - old) for old, new in zip(old_shape, new_shape, strict=True)]
+        factored = library.pad(factored, growth)
     else:
-        factored = factored[(slice(None),) * axis + tuple(map(slice, resized))]
+        factored = factored[tuple(map(slice, new_shape))]
     return factored.reshape(*before, math.prod(resized), *after)
 
 
@@ -256,16 +264,16 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
 def spec_of(variable: Variable) -> PartitionSpec:
     """Returns a variable's spec, P() if undeclared, without a stack's dim after unstacking."""
     declared = tuple(variable.get_metadata().get("out_sharding") or ())
-    return PartitionSpec(*declared[max(0, len(declared) - len(variable.get_raw_value().shape)) :])
+    num_stack_dims = max(0, len(declared) - len(variable.get_raw_value().shape))
+    return PartitionSpec(*declared[num_stack_dims:])
 
 
 def check_sizes(layer: str, **sizes: object) -> None:
     """Raises a ValueError unless sizes are integers from 1 on."""
-    bad = [
-        f"{name}={size!r}"
-        for name, size in sizes.items()
-        if not isinstance(size, Integral) or size < 1
-    ]
+    bad = []
+    for name, size in sizes.items():
+        if not isinstance(size, Integral) or size < 1:
+            bad.append(f"{name}={size!r}")
     if bad:
         raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")
 
@@ -284,11 +292,13 @@ def mark_unreduced(params: nnx.State) -> nnx.State:
     """
 
     def mark(param: Variable) -> Variable:
-        if not (axes := _replica_axes(param)):
+        axes = _replica_axes(param)
+        if not axes:
             return param
-        *leading, last = spec = spec_of(param)
+        spec = spec_of(param)
+        *leading, last = spec
         side_by_side = PartitionSpec(*leading, (*axes_of(last), *axes))
-        view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
+        view = device_view(lambda shard: shard, GRADIENTS, (spec,), side_by_side)
         return param.copy(view(param[...]), out_sharding=side_by_side)
 
     return jax.tree.map(mark, params, is_leaf=is_variable)
@@ -299,12 +309,14 @@ def sum_over_replicas(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> 
 
     def total(param: Variable, grad: Variable) -> Variable:
         axes = _replica_axes(param)
+        if not axes:
+            return grad
 
         def add(shard: Array) -> Array:
             return all_reduce(shard.astype(dtype), *axes).astype(shard.dtype)
 
-        view = device_view(add, GRADIENTS, in_specs=(spec_of(grad),), out_specs=spec_of(param))
-        return param.copy(view(grad[...])) if axes else grad
+        view = device_view(add, GRADIENTS, (spec_of(grad),), spec_of(param))
+        return param.copy(view(grad[...]))
 
     return jax.tree.map(total, params, grads, is_leaf=is_variable)
 

@@ -5,6 +5,7 @@ the operands of a layer, and `multiply` multiplies them, with hand-written gradi
 would save or multiply something else.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,6 +50,11 @@ class NeedsGrad:
     inputs: tuple[bool, ...]
     kernels: tuple[bool, ...]
 
+    @classmethod
+    def of(cls, inputs: Iterable[object], kernels: Iterable[object]) -> "NeedsGrad":
+        """Reads the arguments of the forward pass of a `custom_vjp`."""
+        return cls(tuple(map(perturbed, inputs)), tuple(map(perturbed, kernels)))
+
 
 def as_operand(x: Array, matmul: Matmul, *axes: str) -> Operand:
     """Returns an activation as an operand of a layer; the mesh axes `axes` split its features."""
@@ -66,7 +72,8 @@ def load_kernel(
     """Loads a kernel as an operand of a layer; the mesh axes `axes` split its input features."""
     if matmul == "float8":
         dtypes = WeightDtypes(precision.compute, precision.reduce, precision.compute)
-        return load_float8(shard, dtypes, WeightLayout(fsdp_dim=fsdp_dim, **layout), axes)
+        weight_layout = WeightLayout(fsdp_dim=fsdp_dim, **layout)
+        return load_float8(shard, dtypes, weight_layout, axes)
     kernel = precision.load(shard, fsdp_dim, **layout)
     return BlockScaled(kernel) if matmul == "mxfp8" else kernel
 
@@ -92,25 +99,32 @@ def _multiply(x: Operand, w: Operand, axes: tuple[str, ...]) -> Array:
     return product(value_of(x), value_of(w), x.dtype)
 
 
-def _multiply_forward(
-    x: object, w: object, axes: tuple[str, ...]
-) -> tuple[Array, tuple[Value | None, Value | None]]:
+# Values of x and w: what a gradient needs is its only residual, x for the gradient of w and w for
+# the gradient of x.
+_Residuals = tuple[Value | None, Value | None]
+
+
+def _multiply_forward(x: object, w: object, axes: tuple[str, ...]) -> tuple[Array, _Residuals]:
     y = _multiply.fun(unwrapped(x), unwrapped(w), axes)
-    # What a gradient needs is its only residual: x for the gradient of w, w for the gradient of x.
     saved_x = value_of(unwrapped(x)) if perturbed(w) else None
     saved_w = value_of(unwrapped(w)) if perturbed(x) else None
     return y, (saved_x, saved_w)
 
 
 def _multiply_backward(
-    axes: tuple[str, ...], residuals: tuple[Value | None, Value | None], grad: Array
+    axes: tuple[str, ...], residuals: _Residuals, grad: Array
 ) -> tuple[object, object]:
     x, w = residuals
+    grad_x = None
+    grad_w = None
     in_8_bits = isinstance(x, Float8) or isinstance(w, Float8)
     if isinstance(x, Array):
         x, grad = compiler_hints.product_apart(x, grad)
-    grad_x = None if w is None else product(*input_gradient(grad, w, *axes), grad.dtype)
-    grad_w = None if x is None else kernel_gradient(x, grad, grad.dtype)
+    if w is not None:
+        scaled_grad, transposed = input_gradient(grad, w, *axes)
+        grad_x = product(scaled_grad, transposed, grad.dtype)
+    if x is not None:
+        grad_w = kernel_gradient(x, grad, grad.dtype)
     if in_8_bits:
         return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
     return compiler_hints.kernel_gradient_first(grad_x, grad_w)
@@ -132,15 +146,15 @@ def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
     # more. Sums of float8 can exceed float16.
     result = jnp.float32 if dtype == jnp.float16 else dtype
     with jax.named_scope(FLOAT8):
-        dims = (((len(x.shape) - 1,), (0,)), ((), ()))
         y: Array = lax.dot_general(
             x.numbers,
             w.numbers,
-            dims,
+            (((len(x.shape) - 1,), (0,)), ((), ())),
             precision=lax.Precision.HIGHEST,
             preferred_element_type=result,
         )
-    return (y.astype(jnp.float32) * x.scale * w.scale[0]).astype(dtype)
+    scaled = y.astype(jnp.float32) * x.scale * w.scale[0]
+    return scaled.astype(dtype)
 
 
 def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
@@ -150,8 +164,9 @@ def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
     """
     if not isinstance(w, Float8):
         return grad, w.T
-    scaled = Float8.of(grad.astype(jnp.float32) * w.scale[0], dim=-1, axes=axes)
-    return scaled, Float8(w.bits.T, jnp.ones((1, w.shape[0])))
+    scaled_grad = grad.astype(jnp.float32) * w.scale[0]
+    quantised = Float8.of(scaled_grad, dim=-1, axes=axes)
+    return quantised, Float8(w.bits.T, jnp.ones((1, w.shape[0])))
 
 
 def unwrapped(operands: object) -> Any:

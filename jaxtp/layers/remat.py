@@ -96,11 +96,12 @@ def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _offload() -> Callable[..., Any]:
-    kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise RematError(
-            f"model.remat=offload needs pinned host memory, and {jax.devices()[0].device_kind} "
-            f"devices address {', '.join(kinds)}; use full"
+            f'remat="offload" needs pinned host memory, and {device.device_kind} devices address '
+            f'{", ".join(kinds)}; use "full"'
         )
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[KEPT],

@@ -97,7 +97,11 @@ def rotated_dims(head_dim: int, scaling: RopeScaling, fraction: float) -> tuple[
 
 
 def rope_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling, length: int, fraction: float = 1.0
+    head_dim: int,
+    theta: float,
+    scaling: RopeScaling,
+    length: int,
+    fraction: float = 1.0,
 ) -> Frequencies:
     """Returns radians per position, `[rotated / 2]` float64: `theta^(-2i / rotated)`, then scaled.
 
@@ -152,7 +156,9 @@ def apply_rope(
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     halves = [first * cos - second * sin, second * cos + first * sin]
     rotated = jnp.concatenate(halves, axis=-1).astype(x.dtype)
-    return rotated if rotates_all else jnp.concatenate([rotated, x_BTNH[..., width:]], axis=-1)
+    if rotates_all:
+        return rotated
+    return jnp.concatenate([rotated, x_BTNH[..., width:]], axis=-1)
 
 
 def _angles(positions: Array, frequencies: Frequencies) -> Array:
@@ -166,11 +172,11 @@ def _angles(positions: Array, frequencies: Frequencies) -> Array:
     unit = 2 * math.pi / 2**32
     units = frequencies / (2 * math.pi) * 2**32
     whole_units = np.round(units)
-    remainder = ((units - whole_units) * unit).astype(np.float32)
+    remainder = (units - whole_units) * unit
     # The cast to int32 and the product with it wrap around.
     wrapped_units = whole_units.astype(np.int64).astype(np.int32)
     angle_units = positions[..., None].astype(jnp.int32) * wrapped_units
-    small_angle = positions[..., None].astype(jnp.float32) * remainder
+    small_angle = positions[..., None].astype(jnp.float32) * remainder.astype(np.float32)
     return angle_units.astype(jnp.float32) * np.float32(unit) + small_angle
 
 
@@ -193,8 +199,10 @@ def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequenci
     See Peng et al., arXiv 2309.00071, section 3.2.
     """
 
+    log_length = math.log(scaling.original_length)
+
     def dim_that_turns(times: float) -> float:
-        log_wavelength = math.log(scaling.original_length) - math.log(times) - math.log(2 * math.pi)
+        log_wavelength = log_length - math.log(times) - math.log(2 * math.pi)
         return head_dim * log_wavelength / (2 * math.log(theta))
 
     low = dim_that_turns(scaling.beta_fast)
@@ -206,7 +214,8 @@ def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequenci
     high = min(high, head_dim - 1)
     # As in transformers, 0.001 avoids a division by zero.
     span = high - low or 0.001
-    return 1 - np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
+    ramp = (np.arange(head_dim // 2) - low) / span
+    return 1 - np.clip(ramp, 0, 1)
 
 
 def _attention_factor(scaling: RopeScaling) -> float:

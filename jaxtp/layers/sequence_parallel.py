@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxtp.collectives import batch_spec, constrain
+from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain
 from jaxtp.mesh import CONTEXT, SEQUENCE, TP, current_mesh, mesh_sizes, parts
 
 SEQUENCE_DIM = 1
@@ -51,7 +51,15 @@ def segment_positions(segments_BT: Array) -> Array:
     """Returns each token's position in its document, `[B, T]`."""
     index = jnp.arange(segments_BT.shape[1])
     begins = segments_BT != jnp.roll(segments_BT, 1, axis=1)
-    return index - jax.lax.cummax(jnp.where(begins.at[:, 0].set(True), index, 0), axis=1)
+    begins = begins.at[:, 0].set(True)
+    begin = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    return index - begin
+
+
+def own_part(x: Array, axis: str, dim: int) -> Array:
+    """Returns this device's part of a dim along a mesh axis; all devices of the axis have `x`."""
+    size = x.shape[dim] // axis_size(axis)
+    return jax.lax.dynamic_slice_in_dim(x, axis_index(axis) * size, size, dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +93,7 @@ class LocalShape:
 
     def between(self, setting: SequenceParallel) -> int:
         """Returns the tokens on the device between parallel layers."""
-        return self.tokens // (self.tp if self.is_split(setting) else 1)
+        return self.tokens // self.tp if self.is_split(setting) else self.tokens
 
 
 class Part(NamedTuple):
@@ -142,20 +150,51 @@ def query_ranges(
         return last, num_keys - 1 - mirrored[:, ::-1]
     keys = jnp.arange(num_keys, dtype=jnp.int32)
     find = partial(jnp.searchsorted, v=keys, method="scan_unrolled")
-    begin = jax.vmap(partial(find, side="left"))(last).astype(jnp.int32)
-    end = jax.vmap(partial(find, side="right"))(first).astype(jnp.int32)
+    find_begin = jax.vmap(partial(find, side="left"))
+    find_end = jax.vmap(partial(find, side="right"))
+    begin = find_begin(last).astype(jnp.int32)
+    end = find_end(first).astype(jnp.int32)
     return begin, end - 1
+
+
+def round_up(length: int, block: int) -> int:
+    """Returns the smallest multiple of `block` that is at least `length`."""
+    return -(-length // block) * block
+
+
+def pad_to(x: Array, sizes: Mapping[int, int], value: int = 0) -> Array:
+    """Pads dims with `value`, at their ends, to sizes given by dim."""
+    padding = [(0, 0)] * x.ndim
+    for dim, size in sizes.items():
+        padding[dim] = (0, size - x.shape[dim])
+    return jnp.pad(x, padding, constant_values=value)
+
+
+def pad_ranges(ranges: tuple[Array, Array], block: int, beyond: int) -> tuple[Array, Array]:
+    """Pads the first and last indices that positions see, `[B, T]`, to whole blocks of positions.
+
+    Padding sees nothing; no index reaches `beyond`.
+    """
+    first, last = ranges
+    sizes = {1: round_up(first.shape[1], block)}
+    return pad_to(first, sizes, beyond), pad_to(last, sizes, -1)
 
 
 def segment_mask(segments_BT: Array) -> Array:
     """Returns whether query and key are in the same document, `[B, 1, T, S]`."""
     begins = segments_BT[:, 1:] != segments_BT[:, :-1]
-    document = jnp.pad(jnp.cumsum(begins, axis=1), ((0, 0), (1, 0)))
-    return (document[:, :, None] == document[:, None, :])[:, None]
+    document = jnp.cumsum(begins, axis=1)
+    document = jnp.pad(document, ((0, 0), (1, 0)))
+    same_document = document[:, :, None] == document[:, None, :]
+    return same_document[:, None]
 
 
 def dropout(
-    x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array
+    x: Array,
+    rate: float,
+    keys: Array | None,
+    spec: PartitionSpec,
+    positions_T: Array,
 ) -> Array:
     """Zeroes elements of a global `x` with probability `rate`, and scales the others by 1/(1-rate).
 
@@ -167,8 +206,10 @@ def dropout(
         return x
 
     def keep_token(row_key: Array, position: Array) -> Array:
-        return jax.random.bernoulli(jax.random.fold_in(row_key, position), 1 - rate, x.shape[2:])
+        key = jax.random.fold_in(row_key, position)
+        return jax.random.bernoulli(key, 1 - rate, x.shape[2:])
 
     keep_row = jax.vmap(keep_token, in_axes=(None, 0))
-    keep = constrain(jax.vmap(keep_row, in_axes=(0, None))(keys, positions_T), spec)
+    keep_all = jax.vmap(keep_row, in_axes=(0, None))
+    keep = constrain(keep_all(keys, positions_T), spec)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

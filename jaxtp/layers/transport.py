@@ -116,7 +116,8 @@ class Ring(Gather):
         """See `Gather`."""
         if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
             return super().leave(inputs, kernels, sequence_dim)
-        return checkpoint_name(matmul_scatter(tuple(inputs), tuple(kernels)), REDUCED)
+        reduced = matmul_scatter(tuple(inputs), tuple(kernels))
+        return checkpoint_name(reduced, REDUCED)
 
 
 def _multiply_each(
@@ -125,8 +126,10 @@ def _multiply_each(
     x = sequence_first(x, sequence_dim)
     # Dequantised once; the products of all adapters read it.
     plain = x.astype(x.dtype)
+    inputs = inputs_of_separate_products(plain, kernels)
     products = []
-    for kernel, separate in zip(kernels, inputs_of_separate_products(plain, kernels), strict=True):
-        y = multiply(x if isinstance(kernel, Quantised) else separate, kernel, TP)
+    for kernel, plain_input in zip(kernels, inputs, strict=True):
+        operand = x if isinstance(kernel, Quantised) else plain_input
+        y = multiply(operand, kernel, TP)
         products.append(sequence_first(y, sequence_dim))
     return tuple(products)

@@ -63,7 +63,8 @@ def _attention_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterato
     width = block.rope_head_dim // 2 * 2 or block.head_dim
     ropes = rope_problems(width, block.rope_theta, block.rope_scaling, block.rotary_fraction)
     yield from map(Problem, ropes)
-    yield from map(Problem, unsupported(block.attention, block.use()))
+    for problem in unsupported(block.attention, block.use()):
+        yield Problem(f"model.attention={block.attention}: {problem}")
 
 
 def _idle_devices(setting: str, heads: int, tp: int) -> Iterator[Problem]:

@@ -632,8 +632,8 @@ def _mxfp8_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
     if problems:
         first = next(iter(problems.values()))
         yield Problem(
-            f"{first} ({', '.join(problems)}); use another mesh.tp, {setting}_layers without them, "
-            f"or {setting}=float8"
+            f"{setting}=mxfp8: {first} ({', '.join(problems)}); use another mesh.tp, "
+            f"{setting}_layers without them, or {setting}=float8"
         )
 
 

@@ -121,12 +121,14 @@ def kernel_problems(config: TrainConfig, mesh: Sizes, platform: str | None = Non
     """Yields the reasons why requested kernels cannot compute this run."""
     model = config.model
     uses = run_uses(config, mesh, platform)
-    yield from dict.fromkeys(chain(*(unsupported(model.attention, use) for use in uses)))
+    for problem in dict.fromkeys(chain(*(unsupported(model.attention, use) for use in uses))):
+        yield f"model.attention={model.attention}: {problem}"
     if model.most_experts:
-        yield from grouped.unsupported(model.grouped, platform)
-    problem = matmul_problem(model.precision.matmul, platform or "cpu")
-    if problem:
-        yield problem
+        for problem in grouped.unsupported(model.grouped, platform):
+            yield f"model.grouped={model.grouped}: {problem}"
+    matmul = model.precision.matmul
+    if matmul_obstacle := matmul_problem(matmul, platform or "cpu"):
+        yield f"model.precision.matmul={matmul}: {matmul_obstacle}"
 
 
 def chosen_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> dict[KernelName, str]:

@@ -154,7 +154,7 @@ def traced(length=T, **given):
 def test_a_mesh_that_the_heads_or_a_cache_do_not_allow_is_refused():
     decode = lambda ids: continue_rows(DecodeModel(decoder(LLAMA)(), ()), ids, (), ids[:, 0])
     with use_mesh(cp=8, tp=2):
-        with pytest.raises(ValueError, match=r"context='ulysses': cp=8 .* 4 query heads"):
+        with pytest.raises(ValueError, match=r'context="ulysses": cp=8 .* 4 query heads'):
             traced(context="ulysses")
         with pytest.raises(ConfigError, match=r"KV cache .* cp=8; use cp=1"):
             jax.eval_shape(decode, jax.ShapeDtypeStruct((2, T), np.int32))

@@ -141,7 +141,7 @@ def test_it_is_written_as_mappings_and_read_back(tmp_path):
         ),
         (
             "{attention: cudnn, head_dim: 16, pattern: [{attention_softcap: 5.0}]}",
-            "attention=cudnn: it has no model.att",
+            "attention=cudnn: it has no att",
         ),
         (
             "{num_layers: 2, first_blocks: [{}, {}, {}]}",

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtp.collectives import vary_like
+from jaxtp.collectives import vary_alike, vary_like
 from jaxtp.layers.parameter import Weights
 
 # Named scope of loops that rarely run; cost analysis counts zero iterations
@@ -47,13 +47,13 @@ class Rows:
     def of(cls, experts: Array, count: int) -> "Rows":
         """Sorts choices `[N, k]` of `count` experts; expert `count` means none."""
         choices = experts.reshape(-1)  # [N * k]
+        none = choices.size
         order = jnp.argsort(choices, stable=True).astype(jnp.int32)
         places = jnp.zeros_like(choices)
-        index = jnp.arange(choices.size, dtype=choices.dtype)
+        index = jnp.arange(none, dtype=choices.dtype)
         places = places.at[order].set(index, unique_indices=True)
         sizes = jnp.sum(jax.nn.one_hot(choices, count, dtype=jnp.int32), axis=0)
-        none = choices.size
-        is_surplus = jnp.arange(choices.size) >= jnp.sum(sizes)
+        is_surplus = jnp.arange(none) >= jnp.sum(sizes)
         row_of_choice = jnp.where(choices < count, places, none).reshape(experts.shape)
         return cls(sizes, row_of_choice, jnp.where(is_surplus, none, order))
 
@@ -64,8 +64,9 @@ class Rows:
         index = jnp.arange(size, dtype=jnp.int32)
         sizes = jnp.diff(jnp.clip(ends - begin, 0, size), prepend=0)
         places = self.row_of_choice - begin
-        choices = jnp.take(self.choice_of_row, begin + index, mode="fill", fill_value=none)
-        return Rows(sizes, jnp.where((places < 0) | (places >= size), none, places), choices)
+        choice_of_row = jnp.take(self.choice_of_row, begin + index, mode="fill", fill_value=none)
+        is_outside = (places < 0) | (places >= size)
+        return Rows(sizes, jnp.where(is_outside, none, places), choice_of_row)
 
     def spread(self, x: Array) -> Array:
         """Copies tokens to their rows: `[N, D] -> [rows, D]`."""
@@ -78,24 +79,27 @@ class Rows:
     def of_experts(self, values: Array) -> Array:
         """Copies values of experts to their rows: `[experts, F] -> [rows, F]`."""
         row = jnp.arange(self.choice_of_row.size)
-        expert_of_row = jnp.sum(row[:, None] >= jnp.cumsum(self.sizes), axis=1)
-        return _of_experts(values, expert_of_row, self.sizes)
+        is_later = row[:, None] >= jnp.cumsum(self.sizes)  # [rows, experts]
+        return _of_experts(values, jnp.sum(is_later, axis=1), self.sizes)
 
     def of_choices(self, values: Array) -> Array:
         """Copies values of choices to their rows: `[N * k] -> [rows]`."""
-        return _spread(values[:, None], self.row_of_choice.reshape(-1, 1), self.choice_of_row)[:, 0]
+        column = values[:, None]
+        row_of_choice = self.row_of_choice.reshape(-1, 1)
+        return _spread(column, row_of_choice, self.choice_of_row)[:, 0]
 
 
 @jax.custom_vjp
 def _spread(x: Array, row_of_choice: Array, choice_of_row: Array) -> Array:
     """Gathers rows. The hand-written transpose gathers too; JAX's would scatter-add row by row."""
-    return jnp.take(x, choice_of_row // row_of_choice.shape[1], axis=0, mode="fill", fill_value=0)
+    token_of_row = choice_of_row // row_of_choice.shape[1]
+    return _take(x, token_of_row)
 
 
 @jax.custom_vjp
 def _collect(rows: Array, row_of_choice: Array, choice_of_row: Array) -> Array:
-    # The rows of choices are [N, k, D]. XLA fuses their sum.
-    chosen = jnp.take(rows, row_of_choice, axis=0, mode="fill", fill_value=0).astype(jnp.float32)
+    # XLA fuses the sum over the rows of choices, [N, k, D].
+    chosen = _take(rows, row_of_choice).astype(jnp.float32)
     return jnp.sum(chosen, axis=1).astype(rows.dtype)
 
 
@@ -112,7 +116,7 @@ _collect.defvjp(
 @jax.custom_vjp
 def _of_experts(values: Array, expert_of_row: Array, sizes_E: Array) -> Array:
     """As `_spread`, but the transpose is a product."""
-    return jnp.take(values, expert_of_row, axis=0, mode="fill", fill_value=0)
+    return _take(values, expert_of_row)
 
 
 def _sum_by_expert(indices: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
@@ -125,6 +129,11 @@ def _sum_by_expert(indices: tuple[Array, Array], grad: Array) -> tuple[Array, No
 _of_experts.defvjp(
     lambda values, *indices: (_of_experts(values, *indices), indices), _sum_by_expert
 )
+
+
+def _take(x: Array, index: Array) -> Array:
+    """Gathers rows; 0 for an index that does not exist."""
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
 
 
 class Operands(NamedTuple):
@@ -181,8 +190,7 @@ def sum_over_parts(
     summed = jax.custom_vjp(lambda *args: forward(*args)[0])
     summed.defvjp(forward, backward)
     # Loops carry sums that vary over the axes of every operand.
-    leaves = jax.tree.leaves((operands, frozen, rows))
-    return summed(*jax.tree.map(lambda x: vary_like(x, *leaves), (operands, frozen, rows)))
+    return summed(*vary_alike((operands, frozen, rows)))
 
 
 def _add_parts(first: _T, compute: Callable[[Rows], _T], size: int, rows: Rows) -> _T:
@@ -190,9 +198,11 @@ def _add_parts(first: _T, compute: Callable[[Rows], _T], size: int, rows: Rows) 
 
     def add_part(state: tuple[Array, _T]) -> tuple[Array, _T]:
         begin, sums = state
-        return begin + size, jax.tree.map(jnp.add, sums, compute(rows.part(begin, size)))
+        part = rows.part(begin, size)
+        return begin + size, jax.tree.map(jnp.add, sums, compute(part))
 
     with jax.named_scope(RARELY):
         begin = vary_like(jnp.int32(size), rows.sizes)
         total = jnp.sum(rows.sizes)
-        return jax.lax.while_loop(lambda state: state[0] < total, add_part, (begin, first))[1]
+        _, sums = jax.lax.while_loop(lambda state: state[0] < total, add_part, (begin, first))
+        return sums

@@ -42,7 +42,7 @@ from jaxtp.layers.lora import Float8Kernel, Lora, LoraConfig, Target
 from jaxtp.layers.mlp import ACTIVATIONS, MLP, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
 from jaxtp.layers.parameter import Variable, Weights, parameter, params_and_specs
-from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.layers.sequence_parallel import activation_spec, own_part, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
@@ -107,12 +107,14 @@ class MixtureOfExperts(PositionwiseBranch):
                 bias_dims = dims[0] + dims[2]
                 zeros = jnp.zeros(stacked.shape(bias_dims), dtype)
                 setattr(self, f"{name}_bias", stacked.parameter(f"{name} bias", bias_dims, zeros))
+        stack = (self.config.num_experts,)
         for name, dims in projections.items():
             if lora.adapted(EXPERT_TARGETS[name]):
-                features = (stacked.sizes[dims[1]], stacked.sizes[dims[2]])
-                specs = (stacked.spec(f"{dims[:2]}r"), stacked.spec(f"Er{dims[2]}"))
-                stack = (self.config.num_experts,)
-                setattr(self, f"{name}_lora", Lora(features, lora, specs, stack=stack, rngs=rngs))
+                expert, inner, outer = tuple(dims)
+                features = (stacked.sizes[inner], stacked.sizes[outer])
+                specs = (stacked.spec(f"{expert}{inner}r"), stacked.spec(f"{expert}r{outer}"))
+                adapter = Lora(features, lora, specs, stack=stack, rngs=rngs)
+                setattr(self, f"{name}_lora", adapter)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> tuple[Array, Routing]:  # type: ignore[override]
         """Returns the output and the `Routing`.
@@ -143,7 +145,12 @@ class MixtureOfExperts(PositionwiseBranch):
         return transform(x_BTD, weights, token_data)
 
     def _transform(
-        self, split_dim: int | None, record: bool, x: Array, weights: Weights, token_data: Weights
+        self,
+        split_dim: int | None,
+        record: bool,
+        x: Array,
+        weights: Weights,
+        token_data: Weights,
     ) -> tuple[Array, Routing]:
         """Transforms a device's tokens `[b, t, D]`; tp splits their dim `split_dim`, if any.
 
@@ -152,7 +159,7 @@ class MixtureOfExperts(PositionwiseBranch):
         config = self.config
         k = config.experts_per_token
         if split_dim is not None:
-            token_data = _part_of_tp(token_data, x.shape[1])
+            token_data = {name: own_part(x, TP, 1) for name, x in token_data.items()}
         segments = token_data.get("segments")
         not_padding = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         router = Router(config, self.precision, weights, is_split=split_dim is not None)
@@ -169,25 +176,30 @@ class MixtureOfExperts(PositionwiseBranch):
         experts = choice[..., k : 2 * k].astype(jnp.int32)
         shared_gate = choice[..., 2 * k :]
         if config.dense_mlp:
-            scale = self.precision.load(
-                weights["input_scale"], 0, used_by_all_tp=split_dim is not None
-            )
-            x = x * scale
-        x = sequence_first(enter_parallel(x.astype(self.precision.compute), split_dim), split_dim)
+            is_split = split_dim is not None
+            x = x * self.precision.load(weights["input_scale"], 0, used_by_all_tp=is_split)
+        x = enter_parallel(x.astype(self.precision.compute), split_dim)
+        x = sequence_first(x, split_dim)
         tokens = x.reshape(-1, x.shape[-1])  # [N, D]
-        y, num_rows = self._routed(tokens, gates.reshape(-1, k), experts.reshape(-1, k), weights)
+        gates = gates.reshape(-1, k)
+        experts = experts.reshape(-1, k)
+        y, num_rows = self._routed(tokens, gates, experts, weights)
         if config.shared_experts:
             y += self._shared(x, shared_gate, weights).reshape(y.shape)
         if not config.over_tp(axis_size(TP)):
             # Every device of a tp group computes a part of each row; only the first counts it.
             num_rows = on_first_device(num_rows)
         is_first_sequence = jnp.arange(len(routing.entropy))[:, None] == 0
-        routing = replace(routing, computed=jnp.where(is_first_sequence, num_rows, 0.0))
+        computed = jnp.where(is_first_sequence, num_rows, 0.0)
         y = sequence_first(y.reshape(*x.shape[:2], -1), split_dim)
-        return leave_parallel(y, split_dim), routing
+        return leave_parallel(y, split_dim), replace(routing, computed=computed)
 
     def _routed(
-        self, x: Array, gates: Array, experts: Array, weights: Weights
+        self,
+        x: Array,
+        gates: Array,
+        experts: Array,
+        weights: Weights,
     ) -> tuple[Array, Array]:
         """Returns this device's summands of tokens `[N, D]`, and the number of its rows.
 
@@ -204,7 +216,8 @@ class MixtureOfExperts(PositionwiseBranch):
             holders = (TP, *holders)
         count = placement.experts
         local = experts - axis_index(*holders) * count
-        rows = Rows.of(jnp.where((local >= 0) & (local < count), local, count), count)
+        is_local = (local >= 0) & (local < count)
+        rows = Rows.of(jnp.where(is_local, local, count), count)
         loaded = self._load_experts(weights, gathered=not gathers_tokens)
         bias = loaded.pop("down_bias", None)
         frozen = {name: w for name, w in loaded.items() if not trained and "_lora" not in name}
@@ -212,8 +225,8 @@ class MixtureOfExperts(PositionwiseBranch):
         operands = Operands(x, gates, changing)
         y = sum_over_parts(self._compute, placement.part_rows, operands, frozen, rows)
         if bias is not None:
-            by_expert = jnp.sum(jax.nn.one_hot(local, count) * gates[..., None], axis=1)  # [N, E]
-            by_expert = by_expert.astype(bias.dtype)
+            weighted = jax.nn.one_hot(local, count) * gates[..., None]  # [N, k, E]
+            by_expert = jnp.sum(weighted, axis=1).astype(bias.dtype)
             if TP not in holders:
                 # Every device of a tp group has all experts; only the first adds their biases.
                 bias = on_first_device(bias)
@@ -238,14 +251,13 @@ class MixtureOfExperts(PositionwiseBranch):
             arrays |= {name: dims, f"{name}_bias": dims[0] + dims[2], **adapter}
         stored = storage_dim(self.config)
         over_tp = self.config.over_tp(axis_size(TP))
+        load = partial(self.precision.load, gathered=gathered)
         loaded: Weights = {}
         for name, dims in arrays.items():
             if name in weights:
                 fsdp_dim = dims.index(stored) if stored in dims else None
-                same = "F" not in dims and not over_tp
-                loaded[name] = self.precision.load(
-                    weights[name], fsdp_dim, gathered=gathered, used_by_all_tp=same
-                )
+                is_whole = "F" not in dims and not over_tp
+                loaded[name] = load(weights[name], fsdp_dim, used_by_all_tp=is_whole)
         return loaded
 
     def _compute(self, operands: Operands, frozen: Weights, rows: Rows) -> Array:
@@ -283,7 +295,8 @@ class MixtureOfExperts(PositionwiseBranch):
         config = self.config
         load = self.precision.load
         columns = "up" if config.mlp == "plain" else "gate_up"
-        products = self.shared.columns.project(None, x, _weights_of(f"shared.{columns}", weights))
+        column_weights = _weights_of(f"shared.{columns}", weights)
+        products = self.shared.columns.project(None, x, column_weights)
         hidden = hidden_features(ACTIVATIONS[config.activation], products, config.swiglu_limit)
         if config.shared_experts_gate:
             hidden = (hidden * gate).astype(hidden.dtype)
@@ -300,30 +313,22 @@ class MixtureOfExperts(PositionwiseBranch):
         return y
 
 
-def _part_of_tp(token_data: Weights, length: int) -> Weights:
-    """Returns this device's part, `length` tokens, of its tp group's arrays `[b, T/cp, ...]`."""
-    return {
-        name: jax.lax.dynamic_slice_in_dim(values, axis_index(TP) * length, length, axis=1)
-        for name, values in token_data.items()
-    }
-
-
 def _gathered_tokens(x: Array, gates: Array, experts: Array) -> tuple[Array, Array, Array]:
     """Gathers tokens along the storage, with their choices in one exchange."""
     k = gates.shape[1]
     choices = jnp.concatenate([gates, experts.astype(jnp.float32)], axis=-1)
     choices = all_gather(choices, *STORAGE)
     x = all_gather(x, *STORAGE)
-    return x, choices[:, :k], choices[:, k:].astype(jnp.int32)
+    gates = choices[:, :k]
+    experts = choices[:, k:].astype(jnp.int32)
+    return x, gates, experts
 
 
 def _weights_of(module: str, weights: Weights) -> Weights:
+    """Returns the weights of a module of the layer, by their paths in it."""
     prefix = f"{module}."
-    return {
-        path.removeprefix(prefix): shard
-        for path, shard in weights.items()
-        if path.startswith(prefix)
-    }
+    own = [path for path in weights if path.startswith(prefix)]
+    return {path.removeprefix(prefix): weights[path] for path in own}
 
 
 class ExpertsBesideMLP(PositionwiseBranch):
@@ -353,4 +358,5 @@ class ExpertsBesideMLP(PositionwiseBranch):
         """Sums the results for the residual stream."""
         y_BTD, routing = self.experts(self.experts_norm(x_BTD), sequences)
         y_BTD = self.experts_after_norm(y_BTD)
-        return y_BTD + self.mlp_after_norm(self.mlp(self.mlp_norm(x_BTD))), routing
+        dense_BTD = self.mlp(self.mlp_norm(x_BTD))
+        return y_BTD + self.mlp_after_norm(dense_BTD), routing

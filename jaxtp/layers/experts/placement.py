@@ -68,11 +68,20 @@ def place(
     moved_tokens = 5 * token_bytes * tokens * shards * tp
     if not config.stored_by_expert(tp, shards) or moved_tokens >= moved_kernels:
         shards = 1
-    devices = shards * (tp if over_tp else 1)
-    width = config.d_ff if over_tp else PaddedDim((config.d_ff,)).local(tp)
+    devices = shards
+    width = PaddedDim((config.d_ff,)).local(tp)
+    if over_tp:
+        devices *= tp
+        width = config.d_ff
     choices = shards * tokens * config.experts_per_token
-    part_rows = min(choices, max(FEW_ROWS, math.ceil(SPARE * choices / devices)))
-    return Placement(shards, config.num_experts // devices, width, choices // devices, part_rows)
+    max_rows = max(FEW_ROWS, math.ceil(SPARE * choices / devices))
+    return Placement(
+        shards=shards,
+        experts=config.num_experts // devices,
+        width=width,
+        rows=choices // devices,
+        part_rows=min(choices, max_rows),
+    )
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,12 @@ class StackedDims:
         axes = dict[str, tuple[str, ...]](E=(), D=(), F=())
         axes["E" if over_tp else "F"] += (TP,)
         axes[storage_dim(config)] += STORAGE
-        features = (ExactDim if over_tp else PaddedDim)((config.d_ff,))
-        sizes = {"E": ExactDim((config.num_experts,)), "D": ExactDim((d_model,)), "F": features}
+        features = ExactDim if over_tp else PaddedDim
+        sizes = {
+            "E": ExactDim((config.num_experts,)),
+            "D": ExactDim((d_model,)),
+            "F": features((config.d_ff,)),
+        }
         return cls(sizes, axes)
 
     def shape(self, dims: str) -> tuple[int, ...]:

@@ -39,7 +39,12 @@ class Router:
     is_split: bool  # whether each device of a tp group has other tokens
 
     def route(
-        self, x: Array, not_padding: Array, replayed: Array | None, *, record: bool
+        self,
+        x: Array,
+        not_padding: Array,
+        replayed: Array | None,
+        *,
+        record: bool,
     ) -> tuple[Array, Array, Routing]:
         """Returns the experts of tokens `[b, t, D]`, their gates, and router statistics.
 
@@ -65,13 +70,14 @@ class Router:
             if group_margin is not None:
                 margin = jnp.minimum(margin, group_margin)
             routing = replace(routing, experts=choice, margin=margin)
-        return jnp.where(not_padding[..., None], experts, config.num_experts), gates, routing
+        experts = jnp.where(not_padding[..., None], experts, config.num_experts)
+        return experts, gates, routing
 
     def project(self, x: Array, name: str) -> Array:
         """Multiplies tokens with the kernel `[D, n]` of this name, in float32."""
         kernel = self._load(name, 0)
-        highest = jax.lax.Precision.HIGHEST
-        return jnp.einsum("btd,de->bte", x.astype(jnp.float32), kernel, precision=highest)
+        x32 = x.astype(jnp.float32)
+        return jnp.einsum("btd,de->bte", x32, kernel, precision=jax.lax.Precision.HIGHEST)
 
     def _load(self, name: str, fsdp_dim: int | None) -> Array:
         in_float32 = replace(self.precision, compute="float32")
@@ -98,7 +104,8 @@ class Router:
         if self.config.selection_bias:
             candidates = candidates + self.weights["selection_bias"]
         candidates, group_margin = self._in_best_groups(candidates)
-        best, choice = jax.lax.top_k(candidates, min(k + record, self.config.num_experts))
+        num_best = min(k + record, self.config.num_experts)
+        best, choice = jax.lax.top_k(candidates, num_best)
         # Saved under every remat policy: recomputed scores could round differently and choose other
         # experts.
         return checkpoint_name(choice[..., :k], KEPT), best, group_margin
@@ -115,15 +122,18 @@ class Router:
             return scores, None
         by_group = scores.reshape(*scores.shape[:2], groups, -1)  # [b, t, groups, E / groups]
         summands = 2 if self.config.group_score == "top2" else 1
-        best, _ = jax.lax.top_k(by_group, min(summands, by_group.shape[-1]))
-        best, order = jax.lax.top_k(jnp.sum(best, axis=-1), count + 1)  # [b, t, count + 1]
-        is_chosen = jnp.any(jax.nn.one_hot(order[..., :count], groups, dtype=bool), axis=-2)
+        best_scores, _ = jax.lax.top_k(by_group, min(summands, by_group.shape[-1]))
+        group_scores = jnp.sum(best_scores, axis=-1)
+        best, order = jax.lax.top_k(group_scores, count + 1)  # [b, t, count + 1]
+        chosen = jax.nn.one_hot(order[..., :count], groups, dtype=bool)
+        is_chosen = jnp.any(chosen, axis=-2)
         limited = jnp.where(is_chosen[..., None], by_group, -jnp.inf)
-        return limited.reshape(scores.shape), best[..., count - 1] - best[..., count]
+        limited = limited.reshape(scores.shape)
+        margin = best[..., count - 1] - best[..., count]
+        return limited, margin
 
     def _gates(self, scores: Scores, experts: Array) -> Array:
         config = self.config
-
         take = partial(jnp.take_along_axis, indices=experts, axis=-1)
         if config.normalize_experts:
             # Scores over their sum are a softmax of their logarithms, so the gradient of the other

@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.collectives import ATTENDED, vary_like
-from jaxtp.layers.sequence_parallel import Part, key_ranges
+from jaxtp.collectives import ATTENDED, vary_alike
+from jaxtp.layers.sequence_parallel import Part, key_ranges, pad_ranges, pad_to, round_up
 
 MAX_BLOCK = 256
 """Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs
@@ -73,8 +73,7 @@ def blockwise_attention(
     settings = _Settings(scale, window, softcap, block_size(q_BTNH.shape[1]))
     operands = _Operands(q_BTNH, k_BSKH, v_BSKH, sinks, segments_BT, part)
     operands = jax.tree.map(jnp.asarray, operands)
-    leaves = jax.tree.leaves(operands)
-    return _attend(settings, jax.tree.map(lambda x: vary_like(x, *leaves), operands))
+    return _attend(settings, vary_alike(operands))
 
 
 def sinks_gradient(sinks: Array, log_sum: Array, means: Array) -> Array:
@@ -88,7 +87,8 @@ def sinks_gradient(sinks: Array, log_sum: Array, means: Array) -> Array:
 
 def block_size(length: int) -> int:
     """Returns the positions per block; short sequences have several blocks too."""
-    return min(MAX_BLOCK, max(_MIN_BLOCK, -(-length // _MIN_BLOCKS)))
+    size = -(-length // _MIN_BLOCKS)
+    return min(MAX_BLOCK, max(_MIN_BLOCK, size))
 
 
 @lru_cache(maxsize=4096)
@@ -98,12 +98,14 @@ def num_visited(chunks: tuple[range, ...], window: int | None) -> int:
     `chunks` are the queries' positions, ascending; keys start at position 0.
     """
     ends = np.cumsum(list(map(len, chunks)))
+    length = int(ends[-1])
+    block = block_size(length)
     # The offset from a query's index to its position
     ahead = np.array([chunk.stop for chunk in chunks]) - ends
-    block = block_size(int(ends[-1]))
 
-    first = np.arange(0, ends[-1], block)
-    last = np.minimum(first + block, ends[-1]) - 1
+    # The first and the last query of each block
+    first = np.arange(0, length, block)
+    last = np.minimum(first + block, length) - 1
     first += ahead[np.searchsorted(ends, first, side="right")]
     last += ahead[np.searchsorted(ends, last, side="right")]
     first_key = 0 if window is None else np.maximum(first - (window - 1), 0)
@@ -123,32 +125,39 @@ def _forward(settings: _Settings, operands: _Operands) -> tuple[Array, _Residual
     v = operands.v
 
     def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        highest, total, weighted = sums
+        max_scores, totals, weighted = sums
         i, j = pairs.at(turn)
         scores, visible = pairs.scores(i, j)
-        new = jnp.maximum(highest[i], jnp.max(scores, axis=-1, where=visible, initial=_NO_SCORE))
-        weights = jnp.exp(jnp.where(visible, scores - new[..., None], -jnp.inf))
-        shrink = jnp.exp(highest[i] - new)
+        running_max = max_scores[i]
+        block_max = jnp.max(scores, axis=-1, where=visible, initial=_NO_SCORE)
+        new_max = jnp.maximum(running_max, block_max)
+        shifted = jnp.where(visible, scores - new_max[..., None], -jnp.inf)
+        weights = jnp.exp(shifted)
+        shrink = jnp.exp(max_scores[i] - new_max)
         added = _product(weights.astype(v.dtype), pairs.values[j], 3, 2)
-        return (
-            highest.at[i].set(new),
-            total.at[i].set(total[i] * shrink + weights.sum(-1)),
-            weighted.at[i].set(weighted[i] * shrink[..., None] + added),
-        )
+        max_scores = max_scores.at[i].set(new_max)
+        total = totals[i] * shrink + weights.sum(-1)
+        totals = totals.at[i].set(total)
+        return max_scores, totals, weighted.at[i].set(weighted[i] * shrink[..., None] + added)
 
     shape = (*pairs.queries.shape[:-1], v.shape[3])
     weighted = jnp.zeros_like(pairs.queries, pairs.wide, shape=shape)
-    zeros = jnp.zeros_like(pairs.queries[..., 0], pairs.wide)
+    totals = jnp.zeros_like(pairs.queries[..., 0], pairs.wide)
     # The softmax begins with the sink. The log-sum-exp then contains it, so that the backward loop
     # is the same.
     if operands.sinks is None:
-        begin = (zeros + _NO_SCORE, zeros)
+        max_scores = totals + _NO_SCORE
     else:
-        begin = (zeros + pairs.of_heads(operands.sinks), zeros + 1)
-    highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (*begin, weighted))
-    total = jnp.where(total == 0, 1, total)  # for queries that see nothing
-    y = checkpoint_name(pairs.joined(weighted / total[..., None], operands.q), ATTENDED)
-    return y, (operands, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
+        max_scores = totals + pairs.of_heads(operands.sinks)
+        totals += 1
+    sums = (max_scores, totals, weighted)
+    max_scores, totals, weighted = lax.fori_loop(0, pairs.count, visit, sums)
+    # Queries that see nothing have a total of 0.
+    totals = jnp.where(totals == 0, 1, totals)
+    y = pairs.joined(weighted / totals[..., None], operands.q)
+    y = checkpoint_name(y, ATTENDED)
+    log_sum = checkpoint_name(max_scores + jnp.log(totals), ATTENDED)
+    return y, (operands, y, log_sum)
 
 
 def _backward(settings: _Settings, residuals: _Residuals, dy: Array) -> tuple[_Operands]:
@@ -166,28 +175,25 @@ def _backward(settings: _Settings, residuals: _Residuals, dy: Array) -> tuple[_O
         i, j = pairs.at(turn)
         scores, visible = pairs.scores(i, j)
         weights = jnp.exp(jnp.where(visible, scores - log_sum[i][..., None], -jnp.inf))
-        d_scores = weights * (_product(grads[i], pairs.values[j], 3, 3) - means[i])
+        d_weights = _product(grads[i], pairs.values[j], 3, 3)
+        d_scores = weights * (d_weights - means[i])
         if settings.softcap is not None:
             d_scores *= 1 - jnp.square(scores / settings.softcap)
         d_scores = (d_scores * settings.scale).astype(q.dtype)
-        return (
-            dq.at[i].add(_product(d_scores, pairs.keys[j], 3, 2)),
-            dk.at[j].add(_product(d_scores, pairs.queries[i], 2, 2)),
-            dv.at[j].add(_product(weights.astype(q.dtype), grads[i], 2, 2)),
-        )
+        dq = dq.at[i].add(_product(d_scores, pairs.keys[j], 3, 2))
+        dk = dk.at[j].add(_product(d_scores, pairs.queries[i], 2, 2))
+        dv = dv.at[j].add(_product(weights.astype(q.dtype), grads[i], 2, 2))
+        return dq, dk, dv
 
     zeros = jax.tree.map(
-        lambda blocks: jnp.zeros_like(blocks, pairs.wide),
-        (pairs.queries, pairs.keys, pairs.values),
+        partial(jnp.zeros_like, dtype=pairs.wide), (pairs.queries, pairs.keys, pairs.values)
     )
     dq, dk, dv = lax.fori_loop(0, pairs.count, visit, zeros)
-    d_sinks = None
-    if sinks is not None:
-        d_sinks = sinks_gradient(pairs.of_heads(sinks), log_sum, means[..., 0])
-        d_sinks = d_sinks.reshape(*d_sinks.shape[:3], pairs.group, -1)  # [n, b, K, G, c]
-        d_sinks = d_sinks.sum((0, 1, 4)).reshape(sinks.shape).astype(sinks.dtype)
-    gradients = (pairs.joined(dq, q), pairs.joined(dk, k), pairs.joined(dv, v), d_sinks)
-    return (_Operands(*gradients, None, None),)
+    d_sinks = pairs.sinks_gradient(sinks, log_sum, means)
+    dq = pairs.joined(dq, q)
+    dk = pairs.joined(dk, k)
+    dv = pairs.joined(dv, v)
+    return (_Operands(dq, dk, dv, d_sinks, None, None),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -203,17 +209,17 @@ class _Pairs:
         self.settings = settings
         self.group = heads // kv_heads
         self.wide = jnp.promote_types(q.dtype, jnp.float32)
-        first, last = key_ranges((rows, length), num_keys, settings.window, segments, part)
-        # Padding sees nothing.
-        padding = ((0, 0), (0, -length % settings.block))
-        self.first = jnp.pad(first, padding, constant_values=num_keys)
-        self.last = jnp.pad(last, padding, constant_values=-1)
-        first, last = (x.reshape(rows, -1, settings.block) for x in (self.first, self.last))
-        # The first key block that any row needs, and the number of key blocks, per query block
-        begins = jnp.min(first, axis=(0, 2)) // settings.block
-        turns = jnp.maximum(jnp.max(last, axis=(0, 2)) // settings.block + 1 - begins, 0)
+        block = settings.block
+        ranges = key_ranges((rows, length), num_keys, settings.window, segments, part)
+        self.first, self.last = pad_ranges(ranges, block, num_keys)
+        first = self.first.reshape(rows, -1, block)
+        last = self.last.reshape(rows, -1, block)
+        # The first and the last key block that any row needs, per query block
+        first_block = jnp.min(first, axis=(0, 2)) // block
+        last_block = jnp.max(last, axis=(0, 2)) // block
+        turns = jnp.maximum(last_block + 1 - first_block, 0)
         self.ends = jnp.cumsum(turns)
-        self.offsets = begins - (self.ends - turns)
+        self.offsets = first_block - (self.ends - turns)
         self.count: int | Array
         if segments is None and part is None:
             self.count = num_visited((range(length),), settings.window)
@@ -238,7 +244,8 @@ class _Pairs:
         first = lax.dynamic_slice_in_dim(self.first, i * block, block, axis=1)
         last = lax.dynamic_slice_in_dim(self.last, i * block, block, axis=1)
         visible = (first[:, :, None] <= key) & (key <= last[:, :, None])  # [b, c, c]
-        return scores, jnp.tile(visible, (1, self.group, 1))[:, None]
+        visible = jnp.tile(visible, (1, self.group, 1))  # [b, G*c, c]
+        return scores, visible[:, None]
 
     def of_queries(self, x: Array) -> Array:
         return self._blocks(x, self.group)
@@ -248,19 +255,30 @@ class _Pairs:
         block = self.settings.block
         return jnp.repeat(x.astype(self.wide), block).reshape(-1, self.group * block)
 
+    def sinks_gradient(self, sinks: Array | None, log_sum: Array, means: Array) -> Array | None:
+        """Sums `sinks_gradient` over the queries of each head."""
+        if sinks is None:
+            return None
+        summands = sinks_gradient(self.of_heads(sinks), log_sum, means[..., 0])
+        summands = summands.reshape(*summands.shape[:3], self.group, -1)  # [n, b, K, G, c]
+        return summands.sum((0, 1, 4)).reshape(sinks.shape).astype(sinks.dtype)
+
     def _blocks(self, x: Array, group: int) -> Array:
         rows, length, heads, width = x.shape
         block = self.settings.block
-        x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
-        x = x.reshape(rows, -1, block, heads // group, group, width)
-        return x.transpose(1, 0, 3, 4, 2, 5).reshape(-1, rows, heads // group, group * block, width)
+        kv_heads = heads // group
+        x = pad_to(x, {1: round_up(length, block)})
+        x = x.reshape(rows, -1, block, kv_heads, group, width)
+        x = x.transpose(1, 0, 3, 4, 2, 5)  # [n, b, K, G, c, H]
+        return x.reshape(-1, rows, kv_heads, group * block, width)
 
     def joined(self, blocks: Array, like: Array) -> Array:
         """Undoes the division into blocks: `[n, b, K, G*c, H] -> [b, T, heads, H]`."""
         rows, length, heads, _ = like.shape
         _, _, kv_heads, _, width = blocks.shape
         x = blocks.reshape(-1, rows, kv_heads, heads // kv_heads, self.settings.block, width)
-        x = x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, width)
+        x = x.transpose(1, 0, 4, 2, 3, 5)  # [b, n, c, K, G, H]
+        x = x.reshape(rows, -1, heads, width)
         return x[:, :length].astype(like.dtype)
 
 

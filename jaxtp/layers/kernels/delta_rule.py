@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.collectives import vary_like
+from jaxtp.collectives import vary_alike, vary_like
+from jaxtp.layers.sequence_parallel import pad_to, round_up
 
 CARRIED = "carried"
 """`checkpoint_name` of the states and new values that the backward pass of `chunk_states` needs."""
@@ -46,7 +47,11 @@ class Tokens(NamedTuple):
 
 
 def delta_rule(
-    tokens: Tokens, state: State = None, *, chunk: int = 64, scan: Scan | None = None
+    tokens: Tokens,
+    state: State = None,
+    *,
+    chunk: int = 64,
+    scan: Scan | None = None,
 ) -> tuple[Array, Array]:
     """Returns the queries' results, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`.
 
@@ -60,7 +65,7 @@ def delta_rule(
       chunk: tokens of a chunk, a power of two.
       scan: replaces `chunk_states`.
     """
-    if chunk & (chunk - 1) or chunk < 1:
+    if chunk < 1 or chunk.bit_count() > 1:
         raise ValueError(f"chunk={chunk} is not a power of two")
     q, k, v, log_decay, write, starts = tokens
     rows, length, heads, values = v.shape
@@ -73,23 +78,32 @@ def delta_rule(
     else:
         initial = state
     tokens = Tokens(
-        q.astype(v.dtype), k.astype(v.dtype), v, log_decay.astype(wide), write.astype(wide), starts
+        q.astype(v.dtype),
+        k.astype(v.dtype),
+        v,
+        log_decay.astype(wide),
+        write.astype(wide),
+        starts,
     )
-    arrays = (q, k, v, log_decay, write, starts, initial)
-    tokens, initial = jax.tree.map(lambda x: vary_like(x, *arrays), (tokens, initial.astype(wide)))
-
+    tokens, initial = vary_alike((tokens, initial.astype(wide)))
     begin = state if callable(state) else None
+    save_carried = jax.checkpoint_policies.save_only_these_names(CARRIED)
 
+    @partial(jax.checkpoint, policy=save_carried)
     def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
         return _Chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
 
-    save_carried = jax.checkpoint_policies.save_only_these_names(CARRIED)
-    y, final = jax.checkpoint(run, policy=save_carried)(tokens, initial)
+    y, final = run(tokens, initial)
     return y[:, :length], final
 
 
 def delta_step(
-    q: Array, k: Array, v: Array, log_decay: Array, write: Array, state: Array
+    q: Array,
+    k: Array,
+    v: Array,
+    log_decay: Array,
+    write: Array,
+    state: Array,
 ) -> tuple[Array, Array]:
     """Returns one token's result of each row, `[B, Hv, V]`, and the new state, `[B, Hv, K, V]`."""
     group = v.shape[1] // k.shape[1]
@@ -101,7 +115,9 @@ def delta_step(
     read = decay[..., None] * jnp.einsum("bhsk,bhkv->bhsv", jnp.stack([q, k], axis=2), state)
     new = write[..., None] * (v - read[:, :, 1])
     after = decay[..., None] * state + k[..., None] * new[:, :, None]
-    y = read[:, :, 0] + jnp.sum(q * k, axis=-1, keepdims=True) * new
+    from_state = read[:, :, 0]
+    score = jnp.sum(q * k, axis=-1, keepdims=True)
+    y = from_state + score * new
     return y.astype(v.dtype), after
 
 
@@ -111,12 +127,12 @@ class _Chunks:
     def __init__(self, chunk: int, tokens: Tokens):
         q, k, v, log_decay, write, starts = tokens
         rows, length, keys, _ = k.shape
-        padding = -length % chunk
 
         def chunks(x: Array, *heads: int) -> Array:
-            x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
+            x = pad_to(x, {1: round_up(length, chunk)})
             x = x.reshape(rows, -1, chunk, *heads, *x.shape[3:])
-            return jnp.moveaxis(x, range(3, 3 + len(heads)), range(1, 1 + len(heads)))
+            count = len(heads)
+            return jnp.moveaxis(x, range(3, 3 + count), range(1, 1 + count))
 
         group = v.shape[2] // keys
         self.q = chunks(q, keys)
@@ -130,14 +146,15 @@ class _Chunks:
         self.lower = index[:, None] > index
         # Sums of the decays of tokens j+1 to i. Differences of one running sum would lose digits
         # after strong decay.
-        sums = _exact(
-            "il,bgrnlj->bgrnij",
-            (index[:, None] >= index).astype(log_decay.dtype),
-            jnp.where(self.lower, log_decay[..., None], 0),
-        )
+        is_summed = (index[:, None] >= index).astype(log_decay.dtype)
+        decays = jnp.where(self.lower, log_decay[..., None], 0)
+        sums = _exact("il,bgrnlj->bgrnij", is_summed, decays)
         same_document = document[..., :, None] == document[..., None, :]
-        self.between = jnp.where(same_document & (index[:, None] >= index), jnp.exp(sums), 0)
-        self.from_state = jnp.where(document == 0, jnp.exp(sums[..., 0] + log_decay[..., :1]), 0)
+        is_visible = same_document & (index[:, None] >= index)
+        self.between = jnp.where(is_visible, jnp.exp(sums), 0)
+        continues = document == 0
+        from_begin = jnp.exp(sums[..., 0] + log_decay[..., :1])
+        self.from_state = jnp.where(continues, from_begin, 0)
 
     def of_values(self, x: Array) -> Array:
         """Repeats the numbers of each key head for its value heads."""
@@ -150,19 +167,15 @@ class _Chunks:
         return self.of_values(_product("bgnik,bgnjk->bgnij", x, self.k))
 
     def rule(
-        self, scan: Scan, begin: Callable[[Array, Array], Array] | None, initial: Array
+        self,
+        scan: Scan,
+        begin: Callable[[Array, Array], Array] | None,
+        initial: Array,
     ) -> tuple[Array, Array]:
         """Returns what the tokens read, and the final state; see `delta_rule`."""
-        dtype = self.v.dtype
-        weights = self.write[..., None] * self.times_keys(self.k) * self.between
-        inverse = unit_inverse(jnp.where(self.lower, weights, 0)) * self.write[..., None, :]
-        u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
-        decayed_inverse = (inverse * self.from_state[..., None, :]).astype(dtype)
-        # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16
-        # without optimization.
-        w = _product("bgnjk,bgrnij->bgrnik", self.k, decayed_inverse)
+        w, u = self._solved_writes()
         k = self.of_values(self.k) * self.between[..., -1, :, None]
-        w, u, k = (_by_head(x.astype(dtype)) for x in (w, u, k))
+        w, u, k = (_by_head(x.astype(self.v.dtype)) for x in (w, u, k))
         decay = _by_head(self.from_state[..., -1])
         if begin is not None:
             # The affine map of all chunks: the images of the zero state and of the identity
@@ -170,18 +183,39 @@ class _Chunks:
             columns = jnp.concatenate([u, jnp.zeros_like(w)], axis=-1)
             zeros = jnp.zeros_like(initial, shape=(*initial.shape[:3], width))
             identity = zeros + jnp.eye(width, dtype=initial.dtype)
-            *_, image = scan(w, columns, k, decay, jnp.concatenate([initial, identity], axis=-1))
+            basis = jnp.concatenate([initial, identity], axis=-1)
+            *_, image = scan(w, columns, k, decay, basis)
             state = begin(image[..., -width:], image[..., :-width])
             initial = vary_like(state.astype(initial.dtype), initial)
         states, new, final = scan(w, u, k, decay, initial)
-        states, new = (x.reshape(*self.v.shape[:3], *x.shape[2:]) for x in (states, new))
-        y = self.from_state[..., None] * _product(
-            "bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype)
-        )
+        return self._results(states, new), final
+
+    def _solved_writes(self) -> tuple[Array, Array]:
+        """Returns `w` and `u` of `chunk_states`, from the system of all writes of a chunk."""
+        dtype = self.v.dtype
+        weights = self.write[..., None] * self.times_keys(self.k) * self.between
+        system = jnp.where(self.lower, weights, 0)
+        inverse = unit_inverse(system) * self.write[..., None, :]
+        u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
+        decayed_inverse = (inverse * self.from_state[..., None, :]).astype(dtype)
+        # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16
+        # without optimization.
+        w = _product("bgnjk,bgrnij->bgrnik", self.k, decayed_inverse)
+        return w, u
+
+    def _results(self, states: Array, new: Array) -> Array:
+        """Returns what queries read from the state before their chunk, and from the chunk."""
+        dtype = self.v.dtype
+        heads = self.v.shape[:3]
+        states = states.reshape(*heads, *states.shape[2:])
+        new = new.reshape(*heads, *new.shape[2:])
+        decay = self.from_state[..., None]
+        y = decay * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
         scores = self.times_keys(self.q) * self.between
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
         y = _by_head(y).astype(dtype)
-        return jnp.moveaxis(y, 1, 3).reshape(y.shape[0], -1, y.shape[1], y.shape[-1]), final
+        y = jnp.moveaxis(y, 1, 3)  # [B, C, c, Hv, V]
+        return y.reshape(y.shape[0], -1, *y.shape[3:])
 
 
 def _by_head(x: Array) -> Array:
@@ -190,8 +224,12 @@ def _by_head(x: Array) -> Array:
 
 
 def chunk_states(
-    w: Array, u: Array, k_decayed: Array, decay: Array, state: Array
-) -> tuple[Array, Array, Array]:
+    w: Array,
+    u: Array,
+    k_decayed: Array,
+    decay: Array,
+    state: Array,
+) -> _Results:
     """Returns the states before chunks, `[B, H, C, K, V]`, the new values and the final state.
 
     In each chunk, new values = u - w S and then S = decay * S + k_decayed^T (new values).
@@ -206,19 +244,26 @@ def chunk_states(
 
 
 def _recurrence(
-    a: Array, u: Array, b: Array, decay: Array, state: Array, d_states: Array | None = None
+    a: Array,
+    u: Array,
+    b: Array,
+    decay: Array,
+    state: Array,
+    d_states: Array | None,
 ) -> _Results:
     # The carry is one state: a policy that saves everything saves the carry of each turn.
     def step(state: Array, n: Array) -> tuple[Array, tuple[Array, Array]]:
-        read = _product("bhck,bhkv->bhcv", a[:, :, n], state.astype(a.dtype))
-        new = (u[:, :, n] - read if d_states is None else u[:, :, n] + read).astype(u.dtype)
+        product = _product("bhck,bhkv->bhcv", a[:, :, n], state.astype(a.dtype))
+        new = u[:, :, n] - product if d_states is None else u[:, :, n] + product
+        new = new.astype(u.dtype)
         change = _product("bhck,bhcv->bhkv", b[:, :, n], new)
         decayed = decay[:, :, n, None, None] * state
         if d_states is not None:
             change = d_states[:, :, n] - change
         return decayed + change, (state, new)
 
-    final, chunks = lax.scan(step, state, jnp.arange(a.shape[2]), reverse=d_states is not None)
+    index = jnp.arange(a.shape[2])
+    final, chunks = lax.scan(step, state, index, reverse=d_states is not None)
     states, new = (jnp.moveaxis(x, 0, 2) for x in chunks)
     return states, new, final
 
@@ -254,7 +299,8 @@ def _backward(run: Recurrence, saved: tuple[Array, ...], grads: _Results) -> tup
     d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
     d_w = d_w.astype(w.dtype)
     d_k = d_k.astype(k.dtype)
-    return d_w, d_u, d_k, jnp.sum(states * d_after, axis=(-2, -1)), d_state
+    d_decay = jnp.sum(states * d_after, axis=(-2, -1))
+    return d_w, d_u, d_k, d_decay, d_state
 
 
 states_by.defvjp(_forward, _backward)
@@ -271,7 +317,8 @@ def unit_inverse(below: Array) -> Array:
     if size == 1:
         return jnp.ones_like(below)
     half = size // 2
-    inverses = unit_inverse(jnp.stack([below[..., :half, :half], below[..., half:, half:]]))
+    blocks = [below[..., :half, :half], below[..., half:, half:]]
+    inverses = unit_inverse(jnp.stack(blocks))
     corner = _exact("...ij,...jk->...ik", inverses[1], below[..., half:, :half])
     corner = -_exact("...ij,...jk->...ik", corner, inverses[0])
     upper = jnp.concatenate([inverses[0], jnp.zeros_like(corner)], axis=-1)
@@ -292,4 +339,5 @@ def _exact(letters: str, a: Array, b: Array) -> Array:
 
 
 def _product(letters: str, a: Array, b: Array) -> Array:
-    return jnp.einsum(letters, a, b, preferred_element_type=jnp.promote_types(a.dtype, jnp.float32))
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.einsum(letters, a, b, preferred_element_type=wide)

@@ -14,7 +14,7 @@ lengths.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,18 +27,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import ATTENDED, vary_like
+from jaxtp.collectives import ATTENDED, vary_alike
 from jaxtp.layers.kernels.blockwise_attention import sinks_gradient
-from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
+from jaxtp.layers.sequence_parallel import (
+    Part,
+    key_ranges,
+    pad_ranges,
+    pad_to,
+    query_ranges,
+    round_up,
+)
 from jaxtp.mesh import current_platform
 
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of a kernel's operands."""
+
+MIN_SIZE = 16
+"""Narrowest product that Triton computes."""
+
 MAX_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
-
-DTYPES = ("bfloat16", "float16", "float32")  # dtypes of queries, keys and values
-
-_MIN_HEAD_DIM = 16
-"""Narrowest product that Triton computes; narrower heads are padded to it, others to a power of
-two."""
 
 _Ranges = tuple[Array, Array]
 """First and last key that each query sees, or first and last query that sees each key."""
@@ -119,40 +126,27 @@ def fused_attention(
     length = q_BTNH.shape[1]
     num_keys = k_BSKH.shape[1]
     width = v_BSKH.shape[3]
-    forward, backward = block_sizes(max(map(_padded_width, (q_BTNH, v_BSKH))), q_BTNH.dtype)
+    max_width = padded_size(max(q_BTNH.shape[3], width))
+    forward, backward = block_sizes(max_width, q_BTNH.dtype)
     query_block = max(forward.queries, backward.queries)
     key_block = max(forward.keys, backward.keys)
     keys_of_queries = key_ranges(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
     queries_of_keys = query_ranges(keys_of_queries, num_keys, window, segments_BT, part)
     beyond = length + num_keys
-    keys_of_queries = _padded_ranges(keys_of_queries, query_block, beyond)
+    keys_of_queries = pad_ranges(keys_of_queries, query_block, beyond)
     q = _padded(q_BTNH, query_block)
-    queries_of_keys = _padded_ranges(queries_of_keys, key_block, beyond)
+    queries_of_keys = pad_ranges(queries_of_keys, key_block, beyond)
     k = _padded(k_BSKH, key_block)
     v = _padded(v_BSKH, key_block)
     operands = _Operands(q, k, v, sinks, keys_of_queries, queries_of_keys)
-    leaves = jax.tree.leaves(operands)
-    operands = jax.tree.map(lambda x: vary_like(x, *leaves), operands)
     settings = _Settings(scale, softcap, forward, backward)
-    return _attention(settings, operands)[:, :length, :, :width]
-
-
-def _padded_width(x: Array) -> int:
-    return max(_MIN_HEAD_DIM, pl.next_power_of_2(x.shape[3]))
+    return _attention(settings, vary_alike(operands))[:, :length, :, :width]
 
 
 def _padded(x: Array, block: int) -> Array:
-    more_rows = -x.shape[1] % block
-    more_columns = _padded_width(x) - x.shape[3]
-    return jnp.pad(x, ((0, 0), (0, more_rows), (0, 0), (0, more_columns)))
-
-
-def _padded_ranges(ranges: _Ranges, block: int, beyond: int) -> _Ranges:
-    """Pads ranges `[B, T]` to whole blocks; padding sees nothing."""
-    first, last = ranges
-    padding = ((0, 0), (0, -first.shape[1] % block))
-    first = jnp.pad(first, padding, constant_values=beyond)
-    return first, jnp.pad(last, padding, constant_values=-1)
+    """Pads `[B, T, heads, H]` to whole blocks and to a width that Triton multiplies."""
+    _, length, _, width = x.shape
+    return pad_to(x, {1: round_up(length, block), 3: padded_size(width)})
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
@@ -165,12 +159,7 @@ def _check(q: Array, k: Array, v: Array) -> None:
         raise ValueError(
             f"head_dim {width} is above {MAX_HEAD_DIM}, the widest of the fused attention kernels"
         )
-    if {x.dtype for x in (q, k, v)} != {q.dtype} or q.dtype.name not in DTYPES:
-        dtypes = ", ".join(x.dtype.name for x in (q, k, v))
-        raise ValueError(
-            f"queries, keys and values are {dtypes}: fused attention takes one of "
-            f"{', '.join(DTYPES)}"
-        )
+    check_dtypes("queries, keys and values", q, k, v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,72 +171,38 @@ _Residuals = tuple[_Operands, Array, Array]
 
 
 def _forward(settings: _Settings, operands: _Operands) -> tuple[Array, _Residuals]:
-    q, k, v, sinks, keys_of_queries, _ = operands
     blocks = settings.forward
-    wide = v.shape[3]
-    rows, length, heads, _ = q.shape
-    inputs = [
-        *_queries_and_all_keys(q, k, v, blocks.queries),
-        *_ranges(keys_of_queries, blocks.queries),
-    ]
-    if sinks is not None:
-        inputs.append((sinks.astype(jnp.float32), pl.BlockSpec((None,), lambda i, n, b: (n,))))
+    size = blocks.queries
+    rows, length, heads, _ = operands.q.shape
+    width = operands.v.shape[3]
+    inputs = _inputs_of_queries(operands, size)
+    if operands.sinks is not None:
+        sinks = operands.sinks.astype(jnp.float32)
+        inputs.append((sinks, pl.BlockSpec((None,), lambda i, n, b: (n,))))
     o, lse = _run(
         _forward_kernel,
         settings,
         blocks,
-        blocks.queries,
+        size,
         inputs=inputs,
         outputs=[
-            ((rows, length, heads, wide), q.dtype, _block(blocks.queries, wide)),
-            ((rows, heads, length), jnp.float32, _statistics(blocks.queries)),
+            ((rows, length, heads, width), operands.q.dtype, _block(size, width)),
+            ((rows, heads, length), jnp.float32, _statistics(size)),
         ],
     )
     o = checkpoint_name(o, ATTENDED)
-    return o, (operands, o, checkpoint_name(lse, ATTENDED))
+    lse = checkpoint_name(lse, ATTENDED)
+    return o, (operands, o, lse)
 
 
 def _backward(settings: _Settings, residuals: _Residuals, do: Array) -> tuple[_Operands]:
     operands, o, lse = residuals
-    q, k, v, sinks, keys_of_queries, queries_of_keys = operands
-    blocks = settings.backward
-    group = q.shape[2] // k.shape[2]
+    operands, o, lse = residuals
+    sinks = operands.sinks
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2)  # [B, N, T]
-    statistics = _statistics(blocks.queries)
-    per_query = [(do, _block(blocks.queries, do.shape[3])), (lse, statistics), (delta, statistics)]
-    (dq,) = _run(
-        _queries_kernel,
-        settings,
-        blocks,
-        blocks.queries,
-        inputs=[
-            *_queries_and_all_keys(q, k, v, blocks.queries),
-            *_ranges(keys_of_queries, blocks.queries),
-            *per_query,
-        ],
-        outputs=[(q.shape, q.dtype, _block(blocks.queries, q.shape[3]))],
-    )
-    k_block = _block(blocks.keys, k.shape[3])
-    v_block = _block(blocks.keys, v.shape[3])
-
-    def all_queries(x: Array) -> _Input:
-        spec = pl.BlockSpec((None, x.shape[1], group, x.shape[3]), lambda j, n, b: (b, 0, n, 0))
-        return x, spec
-
-    statistics = pl.BlockSpec((None, group, q.shape[1]), lambda j, n, b: (b, n, 0))
-    dk, dv = _run(
-        _keys_kernel,
-        settings,
-        blocks,
-        blocks.keys,
-        inputs=[
-            *(all_queries(q), (k, k_block), (v, v_block)),
-            *_ranges(queries_of_keys, blocks.keys),
-            *(all_queries(do), (lse, statistics), (delta, statistics)),
-        ],
-        outputs=[(k.shape, k.dtype, k_block), (v.shape, v.dtype, v_block)],
-    )
+    dq = _queries_gradient(settings, operands, do, lse, delta)
+    dk, dv = _keys_gradients(settings, operands, do, lse, delta)
     d_sinks = None
     if sinks is not None:
         summands = sinks_gradient(sinks[:, None], lse, delta)
@@ -256,6 +211,67 @@ def _backward(settings: _Settings, residuals: _Residuals, do: Array) -> tuple[_O
 
 
 _attention.defvjp(_forward, _backward)
+
+
+def _queries_gradient(
+    settings: _Settings,
+    operands: _Operands,
+    do: Array,
+    lse: Array,
+    delta: Array,
+) -> Array:
+    q = operands.q
+    size = settings.backward.queries
+    (dq,) = _run(
+        _queries_kernel,
+        settings,
+        settings.backward,
+        size,
+        inputs=[
+            *_inputs_of_queries(operands, size),
+            (do, _block(size, do.shape[3])),
+            (lse, _statistics(size)),
+            (delta, _statistics(size)),
+        ],
+        outputs=[(q.shape, q.dtype, _block(size, q.shape[3]))],
+    )
+    return dq
+
+
+def _keys_gradients(
+    settings: _Settings,
+    operands: _Operands,
+    do: Array,
+    lse: Array,
+    delta: Array,
+) -> list[Array]:
+    q, k, v, _, _, queries_of_keys = operands
+    size = settings.backward.keys
+    group = q.shape[2] // k.shape[2]
+    k_block = _block(size, k.shape[3])
+    v_block = _block(size, v.shape[3])
+    statistics = pl.BlockSpec((None, group, q.shape[1]), lambda j, n, b: (b, n, 0))
+
+    def all_queries(x: Array) -> _Input:
+        shape = (None, x.shape[1], group, x.shape[3])
+        return x, pl.BlockSpec(shape, lambda j, n, b: (b, 0, n, 0))
+
+    return _run(
+        _keys_kernel,
+        settings,
+        settings.backward,
+        size,
+        inputs=[
+            all_queries(q),
+            (k, k_block),
+            (v, v_block),
+            *_ranges(queries_of_keys, size),
+            all_queries(do),
+            (lse, statistics),
+            (delta, statistics),
+        ],
+        outputs=[(k.shape, k.dtype, k_block), (v.shape, v.dtype, v_block)],
+    )
 
 
 def _block(size: int, width: int) -> pl.BlockSpec:
@@ -270,14 +286,17 @@ def _statistics(size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, size), lambda i, n, b: (b, n, i))
 
 
-def _queries_and_all_keys(q: Array, k: Array, v: Array, size: int) -> list[_Input]:
+def _inputs_of_queries(operands: _Operands, size: int) -> list[_Input]:
+    """Returns blocks of `size` queries, all keys and values, and the ranges of keys."""
+    q, k, v = operands[:3]
     group = q.shape[2] // k.shape[2]
 
     def all_keys(x: Array) -> _Input:
         shape = (None, x.shape[1], None, x.shape[3])
         return x, pl.BlockSpec(shape, lambda i, n, b: (b, 0, n // group, 0))
 
-    return [(q, _block(size, q.shape[3])), all_keys(k), all_keys(v)]
+    queries = (q, _block(size, q.shape[3]))
+    return [queries, all_keys(k), all_keys(v), *_ranges(operands.keys_of_queries, size)]
 
 
 def _run(
@@ -288,29 +307,21 @@ def _run(
     *,
     inputs: list[_Input],
     outputs: list[tuple[tuple[int, ...], DTypeLike, pl.BlockSpec]],
-) -> Any:
+) -> list[Array]:
     """Runs a program per block of `size`, head and row of the first output, `[B, T, heads, H]`."""
-    rows, length, heads, _ = outputs[0][0]
-    varying = jax.typeof(inputs[0][0]).manual_axis_type  # all inputs vary equally
-
-    def program(*refs: object) -> None:
-        # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses
-        # operations between a varying array and a kernel constant. jit keeps the kernel whole.
-        jax.jit(partial(kernel, settings))(*refs)
-
     arrays, in_specs = zip(*inputs, strict=True)
     shapes, dtypes, out_specs = zip(*outputs, strict=True)
-    result = partial(jax.ShapeDtypeStruct, manual_axis_type=varying)
-    return pl.pallas_call(
-        program,
+    rows, length, heads, _ = shapes[0]
+    return run_programs(
+        lambda *refs: jax.jit(partial(kernel, settings))(*refs),
+        arrays,
+        [*zip(shapes, dtypes, strict=True)],
         grid=(length // size, heads, rows),
+        options=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        name=f"attention{kernel.__name__}".removesuffix("_kernel"),
         in_specs=in_specs,
         out_specs=out_specs,
-        out_shape=list(map(result, shapes, dtypes)),
-        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=current_platform() != "cuda",
-        name=f"attention{kernel.__name__}".removesuffix("_kernel"),
-    )(*arrays)
+    )
 
 
 def _forward_kernel(settings: _Settings, *refs: Any) -> None:
@@ -321,34 +332,35 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
     size = settings.forward.keys
 
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        o, highest, total = carry
+        o, max_score, total = carry
         keys = pl.ds(j * size, size)
         k = k_ref[keys, :]
         v = v_ref[keys, :]
         s = jnp.where(_visible(j, size, first, last), _scores(q, k, settings), -jnp.inf)
-        higher = jnp.maximum(highest, jnp.max(s, axis=1))
-        p = jnp.exp2(s - higher[:, None])
-        rescale = jnp.exp2(highest - higher)
-        return (
-            rescale[:, None] * o + triton.dot(p.astype(v.dtype), v),
-            higher,
-            rescale * total + jnp.sum(p, axis=1),
-        )
+        new_max = jnp.maximum(max_score, jnp.max(s, axis=1))
+        p = jnp.exp2(s - new_max[:, None])
+        rescale = jnp.exp2(max_score - new_max)
+        o = rescale[:, None] * o
+        o += triton.dot(p.astype(v.dtype), v)
+        total = rescale * total
+        total += jnp.sum(p, axis=1)
+        return o, new_max, total
 
-    zeros = jnp.zeros(first.shape, jnp.float32)
+    total = jnp.zeros(first.shape, jnp.float32)
     o = jnp.zeros(o_ref.shape, jnp.float32)
     # As in `blockwise_attention`, the softmax begins with the sink, and the other kernels need not
     # know it.
     if sink_ref:
-        highest = zeros + sink_ref[0][...] * _LOG2_E
-        total = zeros + 1
+        max_score = total + sink_ref[0][...] * _LOG2_E
+        total += 1
     else:
-        highest = zeros + _NOTHING_SEEN
-        total = zeros
-    o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, (o, highest, total))
-    total = jnp.where(total > 0, total, 1)  # a row that sees nothing outputs 0
+        max_score = total + _NOTHING_SEEN
+    bounds = _visited(first, last, size)
+    o, max_score, total = lax.fori_loop(*bounds, visit, (o, max_score, total))
+    # A row that sees nothing outputs 0.
+    total = jnp.where(total > 0, total, 1)
     o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
-    lse_ref[...] = (highest + jnp.log2(total)) / _LOG2_E
+    lse_ref[...] = (max_score + jnp.log2(total)) / _LOG2_E
 
 
 class _Inputs(NamedTuple):
@@ -385,7 +397,8 @@ def _queries_kernel(settings: _Settings, *refs: Any) -> None:
         _, ds = _gradients(s, visible, lse, dp, settings)
         return dq + triton.dot(ds.astype(k.dtype), k)
 
-    dq = lax.fori_loop(*_visited(first, last, size), visit, jnp.zeros(q.shape, jnp.float32))
+    begin, end = _visited(first, last, size)
+    dq = lax.fori_loop(begin, end, visit, jnp.zeros(q.shape, jnp.float32))
     dq_ref[...] = (dq * settings.scale).astype(dq_ref.dtype)
 
 
@@ -407,13 +420,16 @@ def _keys_kernel(settings: _Settings, *refs: Any) -> None:
         visible = _visible(i, size, first, last)
         dp = triton.dot(v, do, trans_b=True) - inputs.delta[head, queries]
         s = _scores(k, q, settings)
-        p, ds = _gradients(s, visible, inputs.lse[head, queries], dp, settings)
-        return dk + triton.dot(ds.astype(q.dtype), q), dv + triton.dot(p.astype(do.dtype), do)
+        lse = inputs.lse[head, queries]
+        p, ds = _gradients(s, visible, lse, dp, settings)
+        dk += triton.dot(ds.astype(q.dtype), q)
+        dv += triton.dot(p.astype(do.dtype), do)
+        return dk, dv
 
-    blocks = _visited(first, last, size)
+    begin, end = _visited(first, last, size)
 
     def visit_head(head: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        return lax.fori_loop(*blocks, partial(visit, head), carry)
+        return lax.fori_loop(begin, end, partial(visit, head), carry)
 
     zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
     dk, dv = lax.fori_loop(0, inputs.q.shape[1], visit_head, zeros)
@@ -422,8 +438,10 @@ def _keys_kernel(settings: _Settings, *refs: Any) -> None:
 
 
 def _visited(first: Array, last: Array, size: int) -> tuple[Array, Array]:
-    """Returns the block bounds (first, last + 1) that cover all ranges."""
-    return lax.div(jnp.min(first), size), lax.div(jnp.max(last) + size, size)
+    """Returns the first block that covers a part of a range, and the end of these blocks."""
+    begin = lax.div(jnp.min(first), size)
+    end = lax.div(jnp.max(last) + size, size)
+    return begin, end
 
 
 def _visible(block: Array, size: int, first: Array, last: Array) -> Array:
@@ -435,13 +453,19 @@ def _visible(block: Array, size: int, first: Array, last: Array) -> Array:
 def _scores(x: Array, y: Array, settings: _Settings) -> Array:
     """Returns scores times log2(e), because GPUs compute powers of two."""
     s = triton.dot(x, y, trans_b=True)
-    if settings.softcap is None:
-        return s * (settings.scale * _LOG2_E)
-    return jnp.tanh(s * (settings.scale / settings.softcap)) * (settings.softcap * _LOG2_E)
+    scale = settings.scale
+    softcap = settings.softcap
+    if softcap is None:
+        return s * (scale * _LOG2_E)
+    return jnp.tanh(s * (scale / softcap)) * (softcap * _LOG2_E)
 
 
 def _gradients(
-    s: Array, visible: Array, lse: Array, dp: Array, settings: _Settings
+    s: Array,
+    visible: Array,
+    lse: Array,
+    dp: Array,
+    settings: _Settings,
 ) -> tuple[Array, Array]:
     """Returns the attention weights, and the gradient of the unscaled products of queries and keys.
 
@@ -452,3 +476,53 @@ def _gradients(
     if settings.softcap is not None:
         ds *= 1 - (s / (settings.softcap * _LOG2_E)) ** 2
     return p, ds
+
+
+def padded_size(size: int) -> int:
+    """Returns the size of a dim after padding: Triton multiplies powers of two."""
+    return max(MIN_SIZE, pl.next_power_of_2(size))
+
+
+def check_dtypes(names: str, *operands: Array) -> None:
+    """Raises a ValueError unless the operands have the same dtype, one of `DTYPES`."""
+    dtypes = [x.dtype.name for x in operands]
+    if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
+        raise ValueError(
+            f"{names} are {', '.join(dtypes)}: the kernel takes one of {', '.join(DTYPES)}"
+        )
+
+
+def run_programs(
+    program: Callable[..., None],
+    operands: Sequence[Array],
+    results: Sequence[tuple[tuple[int, ...], DTypeLike]],
+    *,
+    grid: tuple[int, ...],
+    options: triton.CompilerParams,
+    name: str,
+    **specs: Any,
+) -> list[Array]:
+    """Runs a program for each index of the grid; off CUDA in Pallas' interpreter, for tests.
+
+    Args:
+      program: a function of references that calls a jitted kernel. Inside shard_map the interpreter
+        evaluates operations one by one, and shard_map refuses operations between a varying array
+        and a kernel constant; jit keeps the kernel whole.
+      operands: arrays that vary over the same mesh axes.
+      results: shapes and dtypes.
+      options: Triton's options.
+      specs: `in_specs` and `out_specs` of `pallas_call`.
+    """
+    manual_axes = jax.typeof(operands[0]).manual_axis_type
+    result = partial(jax.ShapeDtypeStruct, manual_axis_type=manual_axes)
+    call = pl.pallas_call(
+        program,
+        grid=grid,
+        out_shape=[result(shape, dtype) for shape, dtype in results],
+        compiler_params=options,
+        interpret=current_platform() != "cuda",
+        name=name,
+        **specs,
+    )
+    arrays: list[Array] = call(*operands)
+    return arrays

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jaxtp.collectives import vary_like
+from jaxtp.collectives import vary_alike
 
 Method = Literal["pallas", "xla"]
 Implementation = Literal["auto", Method]
@@ -34,8 +34,8 @@ def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: M
     `sizes_E` are the rows per group. Off CUDA, pallas runs in its interpreter, slowly, for tests.
     """
     _check(rows_MK, kernels_EKN, sizes_E)
-    arrays = rows_MK, kernels_EKN, sizes_E.astype(jnp.int32)
-    return _grouped(method, *(vary_like(x, *arrays) for x in arrays))
+    arrays = vary_alike((rows_MK, kernels_EKN, sizes_E.astype(jnp.int32)))
+    return _grouped(method, *arrays)
 
 
 def is_dense(method: Method, platform: str | None) -> bool:
@@ -65,10 +65,7 @@ def _has_pallas(platform: str | None) -> bool:
 def unsupported(requested: Implementation, platform: str | None) -> Iterator[str]:
     """Yields why the requested method cannot run."""
     if requested == "pallas" and not _has_pallas(platform):
-        yield (
-            f"model.grouped=pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}; use "
-            "auto (xla)"
-        )
+        yield f"it runs on {_PALLAS_PLATFORM}, not on {platform}; use auto (xla)"
 
 
 def _check(rows: Array, kernels: Array, sizes: Array) -> None:
@@ -100,10 +97,11 @@ def _backward(
     rows, kernels, sizes = residuals
     d_rows = _product(method, grad, kernels, sizes, transposed=True)
     if method == "pallas":
-        return d_rows, _kernels().kernels_gradient(rows, grad, sizes), None
-    d_kernels = lax.ragged_dot_general(
-        rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32
-    )
+        d_kernels = _kernels().kernels_gradient(rows, grad, sizes)
+    else:
+        d_kernels = lax.ragged_dot_general(
+            rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32
+        )
     return d_rows, d_kernels.astype(rows.dtype), None
 
 
@@ -113,7 +111,12 @@ _grouped.defvjp(
 
 
 def _product(
-    method: Method, rows: Array, kernels: Array, sizes: Array, *, transposed: bool
+    method: Method,
+    rows: Array,
+    kernels: Array,
+    sizes: Array,
+    *,
+    transposed: bool,
 ) -> Array:
     if method == "pallas":
         return _kernels().product(rows, kernels, sizes, transposed=transposed)

@@ -25,11 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jaxtp.mesh import current_platform
-
-DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows and kernels
-
-_MIN_SIZE = 16  # narrowest product that Triton computes
+from jaxtp.layers.kernels.fused_attention import MIN_SIZE, check_dtypes, run_programs
 
 
 @dataclass(frozen=True)
@@ -40,24 +36,28 @@ class Blocks:
     columns: int  # columns of the output
     summed: int  # elements of a sum that are multiplied at a time
     warps: int  # groups of 32 threads that share a program
-    stages: int  # pipeline depth: the current block and the prefetched blocks
+    stages: int = 3  # pipeline depth: the current block and the prefetched blocks
 
 
 def product_blocks(
-    num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike
+    num_rows: int,
+    groups: int,
+    columns: int,
+    summed: int,
+    dtype: DTypeLike,
 ) -> Blocks:
     """Returns the blocks of products.
 
     Small groups get small tiles, because the last tile of a group is half empty on average.
     """
     rows = 128 if num_rows >= 512 * groups else 64
-    warps = rows // 16
-    return Blocks(rows, _fitting(columns, 128), _fitting(summed, _depth(dtype)), warps, 3)
+    depth = _fitting(summed, _depth(dtype))
+    return Blocks(rows, _fitting(columns, 128), depth, warps=rows // 16)
 
 
 def gradient_blocks(rows: int, columns: int, dtype: DTypeLike) -> Blocks:
     """Returns the blocks of kernel gradients, `[rows, columns]` per group."""
-    return Blocks(_fitting(rows, 128), _fitting(columns, 128), _depth(dtype), 8, 3)
+    return Blocks(_fitting(rows, 128), _fitting(columns, 128), _depth(dtype), warps=8)
 
 
 def _depth(dtype: DTypeLike) -> int:
@@ -67,13 +67,17 @@ def _depth(dtype: DTypeLike) -> int:
 def _fitting(width: int, max_size: int) -> int:
     """Returns the size of the largest block that leaves at most 1/8 empty, or the smallest."""
     block = max_size
-    while block > _MIN_SIZE and -width % block > width // 8:
+    while block > MIN_SIZE and -width % block > width // 8:
         block //= 2
     return block
 
 
 def product(
-    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False
+    rows_MK: Array,
+    kernels_EKN: Array,
+    sizes_E: Array,
+    *,
+    transposed: bool = False,
 ) -> Array:
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 
@@ -82,13 +86,13 @@ def product(
     num_rows, summed = rows_MK.shape
     columns = kernels_EKN.shape[1 if transposed else 2]
     blocks = product_blocks(num_rows, len(sizes_E), columns, summed, rows_MK.dtype)
-    tiles = _tiles(sizes_E, num_rows, blocks.rows)
+    group, first_row, end = _tiles(sizes_E, num_rows, blocks.rows)
     return _run(
         partial(_product_kernel, blocks, transposed),
         blocks,
         # Neighbours share rows, which stay in the cache.
-        (pl.cdiv(columns, blocks.columns), len(tiles[0])),
-        (*tiles, rows_MK, kernels_EKN),
+        (pl.cdiv(columns, blocks.columns), len(group)),
+        (group, first_row, end, rows_MK, kernels_EKN),
         (num_rows, columns),
         "transposed_product" if transposed else "product",
     )
@@ -96,15 +100,17 @@ def product(
 
 def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array) -> Array:
     """Returns `rows.T @ grad` of each group, `[E, K, N]`."""
-    shape = len(sizes_E), rows_MK.shape[1], grad_MN.shape[1]
-    blocks = gradient_blocks(*shape[1:], rows_MK.dtype)
-    begins, ends = _ranges(sizes_E, len(rows_MK))
+    groups = len(sizes_E)
+    num_rows, width = rows_MK.shape
+    columns = grad_MN.shape[1]
+    blocks = gradient_blocks(width, columns, rows_MK.dtype)
+    begins, ends = _ranges(sizes_E, num_rows)
     return _run(
         partial(_gradient_kernel, blocks),
         blocks,
-        (pl.cdiv(shape[2], blocks.columns), pl.cdiv(shape[1], blocks.rows), shape[0]),
+        (pl.cdiv(columns, blocks.columns), pl.cdiv(width, blocks.rows), groups),
         (begins[:-1], ends[:-1], rows_MK, grad_MN),
-        shape,
+        (groups, width, columns),
         "kernels_gradient",
     )
 
@@ -122,8 +128,11 @@ def _tiles(sizes: Array, num_rows: int, size: int) -> tuple[Array, Array, Array]
     counts = (ends - begins + size - 1) // size  # tiles of each group
     last_tiles = jnp.cumsum(counts)
     tile = jnp.arange(num_rows // size + len(ends))
-    group = jnp.minimum(jnp.sum(tile[:, None] >= last_tiles, axis=1, dtype=jnp.int32), len(sizes))
-    first_row = begins[group] + (tile - (last_tiles - counts)[group]) * size
+    earlier_groups = jnp.sum(tile[:, None] >= last_tiles, axis=1, dtype=jnp.int32)
+    group = jnp.minimum(earlier_groups, len(sizes))
+    begin = begins[group]
+    first_tiles = last_tiles - counts
+    first_row = begin + (tile - first_tiles[group]) * size
     return group, jnp.minimum(first_row, num_rows), ends[group]
 
 
@@ -136,26 +145,21 @@ def _run(
     name: str,
 ) -> Array:
     *_, x, y = inputs
-    if x.dtype != y.dtype or x.dtype.name not in DTYPES:
-        raise ValueError(
-            f"the operands are {x.dtype} and {y.dtype}: grouped kernels take one of "
-            f"{', '.join(DTYPES)}"
-        )
-    varying = jax.typeof(x).manual_axis_type  # all inputs vary equally
+    check_dtypes("the operands", x, y)
 
     def program(*refs: object) -> None:
-        # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses
-        # operations between a varying array and a kernel constant. jit keeps the kernel whole.
-        jax.jit(kernel)(tuple(pl.program_id(axis) for axis in range(len(grid))), *refs)
+        index = tuple(map(pl.program_id, range(len(grid))))
+        jax.jit(kernel)(index, *refs)
 
-    return pl.pallas_call(
+    (result,) = run_programs(
         program,
+        inputs,
+        [(shape, x.dtype)],
         grid=grid,
-        out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=varying),
-        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=current_platform() != "cuda",
+        options=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         name=f"grouped_{name}",
-    )(*inputs)
+    )
+    return result
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,8 @@ def _product_kernel(
     def visit(i: Array, y: Array) -> Array:
         inner = _block(i, blocks.summed, summed)
         x = _load(x_ref, rows, inner)
-        w = _load(w_ref, group, *((columns, inner) if transposed else (inner, columns)))
+        spans = (columns, inner) if transposed else (inner, columns)
+        w = _load(w_ref, group, *spans)
         return y + triton.dot(x, w, trans_b=transposed)
 
     has_rows = (group < w_ref.shape[0]) & (begin < end)

@@ -25,7 +25,7 @@ from jaxtp.layers.kernels.blockwise_attention import (
     num_visited,
 )
 from jaxtp.layers.kernels.delta_rule import Scan
-from jaxtp.layers.sequence_parallel import Part, key_ranges, segment_mask
+from jaxtp.layers.sequence_parallel import Part, key_ranges, pad_to, segment_mask
 from jaxtp.mesh import platform_of
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
@@ -61,7 +61,8 @@ blockwise."""
 
 def architecture_of(device: Any) -> str:
     """Returns the platform, with the compute capability of an NVIDIA GPU if known: `cuda 9.0`."""
-    if (platform := platform_of(device)) != "cuda":
+    platform = platform_of(device)
+    if platform != "cuda":
         return platform
     capability = getattr(device, "compute_capability", None) or _capability(device.device_kind)
     return f"{platform} {capability}" if capability else platform
@@ -78,10 +79,10 @@ def matmul_problem(matmul: str, architecture: str) -> str | None:
         return None
     if platform == "cuda" and float(capability or minimum) >= minimum:
         return None
-    works = "compute" if matmul == "float8" or matmul_problem("float8", architecture) else "float8"
+    has_float8 = matmul != "float8" and not matmul_problem("float8", architecture)
+    works = "float8" if has_float8 else "compute"
     return (
-        f"model.precision.matmul={matmul}: {architecture} would multiply in 16 bits; it needs cuda "
-        f"{minimum} or newer; use model.precision.matmul={works}"
+        f"{architecture} would multiply in 16 bits; it needs cuda {minimum} or newer; use {works}"
     )
 
 
@@ -177,7 +178,7 @@ class Kernel:
         if self.platforms and use.family not in (None, *self.platforms):
             yield f"it runs on {' and '.join(self.platforms)}, not on {use.family}"
         if self.plain and use.dtype not in (None, "bfloat16", "float16"):
-            yield f"it computes in 16 bits, and model.precision.compute is {use.dtype}"
+            yield f"it computes in 16 bits, not in {use.dtype}"
         if self.head_dims:
             width = use.widest
             max_width, multiple = self.head_dims(use)
@@ -189,14 +190,14 @@ class Kernel:
         if not self.plain:
             return
         if use.packed:
-            yield "packed documents (data.packing=documents) would give it a [T, T] mask"
+            yield "packed documents would give it a [T, T] mask"
         if use.softcap is not None:
-            yield "it has no model.attention_softcap"
+            yield "it has no attention_softcap"
         if use.sinks:
-            yield "it has no model.attention_sinks"
+            yield "it has no attention_sinks"
         if use.part:
             yield (
-                "it needs whole sequences, which devices have with mesh.context=ulysses, but not "
+                "it needs whole sequences, which devices have with the context ulysses, but not "
                 "with gather"
             )
 
@@ -242,14 +243,24 @@ def _cudnn(
     # `Kernel.problems` excludes documents, softcaps, sinks and parts. Never with `return_residual`:
     # its log-sum-exp has no gradient.
     del segments_BT, excluded
-    reach = None if window is None else (window - 1, 0)
-    width = max(q.shape[3], v.shape[3])
+    value_width = v.shape[3]
     # cuDNN takes narrower values on Hopper, but JAX's function does not.
-    q, k, v_padded = (jnp.pad(x, (*[(0, 0)] * 3, (0, width - x.shape[3]))) for x in (q, k, v))
+    width = {3: max(q.shape[3], value_width)}
     y = jax.nn.dot_product_attention(
-        q, k, v_padded, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
+        pad_to(q, width),
+        pad_to(k, width),
+        pad_to(v, width),
+        scale=scale,
+        is_causal=True,
+        local_window_size=_reach(window),
+        implementation="cudnn",
     )
-    return y[..., : v.shape[3]]
+    return y[..., :value_width]
+
+
+def _reach(window: int | None) -> tuple[int, int] | None:
+    """Returns how many positions before and after its own a query sees; None for all before."""
+    return None if window is None else (window - 1, 0)
 
 
 @cache
@@ -264,9 +275,11 @@ def installed_cudnn() -> tuple[int, ...] | None:
 def _heads_of_cudnn(use: Use) -> tuple[int, int]:
     """Returns the widest head with a backward pass: JAX's check, corrected for Blackwell."""
     major = _HOPPER if use.capability is None else use.capability[0]
+    is_wide = major == _HOPPER
     if major == _BLACKWELL:
-        return (256 if (installed_cudnn() or _WIDE_ON_BLACKWELL) >= _WIDE_ON_BLACKWELL else 128), 8
-    return (256 if major == _HOPPER else 128), 8
+        version = installed_cudnn() or _WIDE_ON_BLACKWELL
+        is_wide = version >= _WIDE_ON_BLACKWELL
+    return 256 if is_wide else 128, 8
 
 
 def _fused(*arrays: Any, **settings: Any) -> Array:
@@ -291,13 +304,13 @@ def _xla(
     jax_supports = softcap is None and sinks is None and q.shape[3] == v.shape[3]
     if jax_supports and part is None:
         mask = None if segments_BT is None else segment_mask(segments_BT)
-        reach = None if window is None else (window - 1, 0)
         return _jax_attention(
-            q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach
+            q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=_reach(window)
         )
-    ranges = key_ranges(q.shape[:2], k.shape[1], window, segments_BT, part)
+    num_keys = k.shape[1]
+    ranges = key_ranges(q.shape[:2], num_keys, window, segments_BT, part)
     first, last = (x[:, :, None] for x in ranges)  # [b, T, 1]
-    index = jnp.arange(k.shape[1])
+    index = jnp.arange(num_keys)
     sees_any = first <= last
     # A query without keys sees all of them, as a softmax over nothing would be NaN.
     visible = ((first <= index) & (index <= last)) | ~sees_any  # [b, T, S]
@@ -336,9 +349,8 @@ def masked_attention(
     rows, length, heads, width = q_BTNH.shape
     # Each of K kv heads has N / K query heads: [B, T, K, N / K, H].
     groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
-    scores = scale * jnp.einsum(
-        "btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32
-    )
+    products = jnp.einsum("btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
+    scores = scale * products
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible_BTS[:, None, None], scores, -jnp.inf)
@@ -346,13 +358,15 @@ def masked_attention(
         probabilities = jax.nn.softmax(scores)
     else:
         sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)
-        highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks))
-        probabilities = jnp.exp(scores - highest)
-        probabilities /= probabilities.sum(-1, keepdims=True) + jnp.exp(sinks - highest)
+        max_score = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sinks)
+        max_score = jax.lax.stop_gradient(max_score)
+        probabilities = jnp.exp(scores - max_score)
+        probabilities /= probabilities.sum(-1, keepdims=True) + jnp.exp(sinks - max_score)
     probabilities = probabilities.astype(v_BKSH.dtype)
     # The output dims follow the operands' order; otherwise XLA for CPUs transposes the values.
     y = jnp.einsum("bkgts,bksh->bkgth", probabilities, v_BKSH, preferred_element_type=jnp.float32)
-    return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(rows, length, heads, -1)
+    y = jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype)
+    return y.reshape(rows, length, heads, -1)
 
 
 _KERNELS = (
@@ -424,8 +438,8 @@ def pick_kernel(requested: KernelChoice, use: Use) -> tuple[Kernel, str]:
         if problem is None:
             break
         reasons.append(f"{kernel.name}: {problem}")
-    default = "cudnn is preferred on Hopper" if on_hopper else "cudnn is preferred on Hopper only"
-    return kernel, "; ".join(reasons) or default
+    only = "" if on_hopper else " only"
+    return kernel, "; ".join(reasons) or f"cudnn is preferred on Hopper{only}"
 
 
 def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
@@ -434,12 +448,14 @@ def unsupported(requested: KernelChoice, use: Use) -> Iterator[str]:
         return
     supported: list[str] = []
     for kernel in KERNELS.values():
-        if not any(kernel.problems(use)):
-            is_limited = kernel.platforms and use.platform is None
-            where = f" on {' and '.join(kernel.platforms or ())}" if is_limited else ""
-            supported.append(kernel.name + where)
+        if any(kernel.problems(use)):
+            continue
+        if kernel.platforms and use.platform is None:
+            supported.append(f"{kernel.name} on {' and '.join(kernel.platforms)}")
+        else:
+            supported.append(kernel.name)
     for problem in KERNELS[requested].problems(use):
-        yield f"model.attention={requested}: {problem}; use auto ({' or '.join(supported)})"
+        yield f"{problem}; use auto ({' or '.join(supported)})"
 
 
 def pick_scan(key_dim: int, platform: str | None) -> tuple[Scan | None, str]:

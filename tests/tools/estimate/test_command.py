@@ -405,7 +405,7 @@ REFUSED = {
     f"--hardware mi300x{IN_CUDNN}": "it runs on cuda, not on rocm; use auto (blockwise or xla)",
     f"--hardware v5e{IN_CUDNN}": "it runs on cuda, not on tpu; use auto (blockwise or xla)",
     f"--hardware h100{IN_CUDNN} --model.precision.compute float32": "it computes in 16 bits",
-    f"--hardware h100{IN_CUDNN}": "packed documents (data.packing=documents)",
+    f"--hardware h100{IN_CUDNN}": "packed documents would give it",
     "--hardware a100x8 --model.precision.matmul float8 --model.precision.matmul-least 16": (
         "model.precision.matmul=float8: a100 has no such products"
     ),
