@@ -316,7 +316,7 @@ def test_products_with_all_experts_are_warned_of_and_cost_as_much():
     mixture = facts(MIXTURE)
     assert "pallas products of experts (it multiplies each row" in heading(MIXTURE, WHERE, mixture)
     warned = heading(dense.settings[0].config, WHERE, mixture)
-    assert "WARNING: it multiplies every row by every expert, 6 times" in warned
+    assert "WARNING: it multiplies every row by every expert, with 6 times" in warned
     assert dense.settings[0].time.products > 2 * own.settings[0].time.products
     assert "--model.grouped auto" in words(dense, None, faster(dense))["try"]
     assert "grouped" not in str(list(proposed(faster(own))))
