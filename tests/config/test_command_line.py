@@ -152,9 +152,7 @@ def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
     assert len(listed.splitlines()) <= 60
     with pytest.raises(SystemExit):
         jaxtp_main(["convert"])
-    assert "models that it refuses, with the reason." in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "models that it refuses, with the reason." in " ".join(capsys.readouterr().out.split())
     assert jaxtp_main(["--version"]) == 0
     assert re.fullmatch(r"jaxtp \d+\.\d+\.\d+\n", capsys.readouterr().out)
     for words, said in {
