@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tables import read_json
+from tables import read_json, read_table
 
 from jaxtp.tools.launch.__main__ import main as launch
 
@@ -91,9 +91,10 @@ class Source:
         return {"inputs": np.full(4, index, np.int32)}
 
 found = []
-for sizes, order in json.loads(%r):
+for mesh in json.loads(%r):
     Source.read = Counter({0: -1})  # the first is also read for its columns
-    mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
+    devices = [jax.devices()[index] for index in mesh["devices"]]
+    mesh = jaxtp.make_mesh(*mesh["sizes"], devices=devices)
     total = 0
     samples = grain.MapDataset.source(Source())
     for step, (batch, _) in enumerate(on_mesh(token_batches(samples, 8), mesh, Position(0, 5), 2)):
@@ -107,21 +108,12 @@ for sizes, order in json.loads(%r):
 with open(f"rows{process}.json", "w") as file:
     json.dump(found, file)
 """
-MESHES = [
-    ((1, 8, 1), (0, 1, 2, 3, 4, 5, 6, 7), [0, 1, 2, 3], [4, 5, 6, 7]),
-    ((2, 4, 1), (0, 4, 1, 5, 2, 6, 3, 7), [0, 2, 4, 6], [1, 3, 5, 7]),
-    ((2, 4, 1), (6, 2, 3, 7, 0, 4, 5, 1), [1, 2, 4, 7], [0, 3, 5, 6]),
-    ((2, 2, 2), (0, 4, 1, 5, 2, 6, 3, 7), list(range(8)), list(range(8))),
-    ((1, 4, 2), (0, 1, 2, 4, 3, 5, 6, 7), [0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7]),
-]
-"""Sizes, the order of the devices (each process has four), and the rows that each process needs
-of eight.
-"""
+MESHES = read_table(__file__)
 
 
 @pytest.mark.journey
 def test_two_processes_read_what_their_devices_need_and_notice_different_rows():
-    code = STREAMS + ROWS % json.dumps([mesh[:2] for mesh in MESHES])
+    code = STREAMS + ROWS % json.dumps(MESHES)
     assert launch(["--processes=2", "--devices=4", "--", "-c", code]) == 0
     total = 4 * sum(range(5, 21))
     for process in range(2):
@@ -130,4 +122,4 @@ def test_two_processes_read_what_their_devices_need_and_notice_different_rows():
         assert "rows_of_process" in refused
         assert "step 1: processes read different rows" in refused
         rows = read_json(Path(f"rows{process}.json"))
-        assert rows == [[total, mesh[2 + process]] for mesh in MESHES]
+        assert rows == [[total, mesh["rows"][process]] for mesh in MESHES]

