@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +31,7 @@ PLANNED = ["vit", "mixer", "encoder_decoder", "recurrent", "diffusion"]
 """Models of plain Flax, with a plan."""
 RATED = ["reward_model", "classifier"]
 """Examples that print an accuracy."""
-NAMES = [*PLANNED, "own_loss", "public_model", *RATED]
+NAMES = [*PLANNED, "own_loss", *RATED]
 MESHES = ["dp=2,tp=2", "fsdp=2,tp=2", "tp=4", "fsdp=4", "dp=2,fsdp=2,tp=2", "dp=4"]
 OPTIMIZER = optax.sgd(0.05, momentum=0.9)
 """Adam divides a gradient that is zero but for rounding, such as that of a bias of keys, by
@@ -47,10 +46,6 @@ def _in_a_folder_of_data(monkeypatch, tmp_path_factory):
 
 
 def example(name):
-    if name == "public_model":
-        # Tunix uses deprecated names of JAX and Flax
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        pytest.importorskip("tunix")
     return importlib.import_module(name)
 
 
@@ -158,7 +153,7 @@ def test_a_killed_run_goes_on_on_another_mesh(name, tmp_path):
         assert found[step] == pytest.approx(expected[step], rel=1e-4)
 
 
-CHECKED = ["vit", "own_loss", "public_model", "encoder_decoder"]
+CHECKED = ["vit", "own_loss", "encoder_decoder"]
 
 
 @pytest.mark.parametrize("name", journeys(CHECKED, "vit", "own_loss"))

@@ -10,7 +10,6 @@ from jaxtp.config.affects import settings_of
 from jaxtp.config.schema import ConfigError, Settings, part_of, validate
 from jaxtp.generate.sampling import GenerationSettings
 from jaxtp.layers.attention import AttentionConfig
-from jaxtp.layers.gated_delta import GatedDeltaConfig
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision
@@ -58,9 +57,6 @@ def test_a_constructor_says_of_nonsense_what_is_said_of_a_file():
         (ModelConfig, {"d_model": -3}, "d_model = -3: should be greater than or equal to 1"),
         (ModelConfig, {"norm": "foo"}, "norm = 'foo': should be 'rms', 'rms_plus_one', "),
         (ModelConfig, {"lora": {"rank": -1}}, "lora.rank = -1: should be greater than or equal to"),
-        (ModelConfig, {"num_layers": True}, "num_layers = True: should be a number"),
-        (AttentionConfig, {"num_heads": 0}, "num_heads = 0: should be greater than or equal to 1"),
-        (LoraConfig, {"rank": -1}, "rank = -1: should be greater than or equal to 0"),
         (Precision, {"param": "int3"}, "param = 'int3': should be 'float32', 'bfloat16' or 'fl"),
     ],
 )
@@ -79,7 +75,6 @@ def test_lists_become_tuples_so_that_settings_can_be_hashed():
 
 
 def test_a_block_answers_as_the_attention_that_it_has():
-    assert not issubclass(GatedDeltaConfig, AttentionConfig)
     shape = LocalShape(sizes=mesh_shape(cp=2), rows=1, length=8, context="gather")
     for kind, settings, zigzag in (
         (AttentionConfig, {}, True),

@@ -442,10 +442,6 @@ WRONG = {
         lambda step: {"x": {"ids": np.zeros(4), "mask": np.ones(4)}},
         "column 'x' is a dict of ids, mask, and a column is one array; .* such as 'x_ids'",
     ),
-    "a dict in a tuple": (
-        lambda step: ({"ids": np.zeros(4)}, np.ones(4)),
-        "column '0' is a dict of ids",
-    ),
     "a dict in a sample": ([{"x": {"ids": 1}}] * 8, "column 'x' is a dict of ids"),
     "equal names": (
         lambda step: {0: np.zeros(4), "0": np.ones(4)},

@@ -353,12 +353,6 @@ def picture(folder, records, **options):
     return {panel.get_title(): panel for panel in figure.axes}
 
 
-@pytest.mark.wide
-def test_one_logged_step_is_seen_in_the_picture(tmp_path):
-    (line,) = picture(tmp_path, [{"step": 1, "loss": 0.5}])["loss"].lines
-    assert line.get_marker() == "."
-
-
 OWN_METRICS = {"loss": 0.6, "rewards/margins": 0.1, "temperature": 1.0, "rows_per_second": 5.0}
 OTHERS = {"lost_to_start": 0.1, "step_seconds": 0.2, "grad_norm/blocks": 1.0, "nothing": None}
 OWN = [
@@ -371,6 +365,8 @@ OWN = [
 @pytest.mark.wide
 def test_a_picture_has_the_metrics_of_a_loss_and_validation_in_their_panels(tmp_path):
     panels = picture(tmp_path, OWN)
+    (one_step,) = picture(tmp_path, [{"step": 1, "loss": 0.5}])["loss"].lines
+    assert one_step.get_marker() == ".", "a line of one point would not be seen"
     assert list(panels) == ["loss", "rewards/margins", "temperature", "speed"]
     assert panels["speed"].get_ylabel() == "rows per second"
     assert not panels["loss"].get_ylabel(), "the unit of a user's loss is not known"
