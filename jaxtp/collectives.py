@@ -1,7 +1,8 @@
 """All collectives of the package, written from the point of view of one device.
 
 A parallel layer runs its body through `device_view`; inside, arrays are this device's shards and
-each function below is one collective. Autodiff derives the backward pass, except for `load_weight`:
+each function below is one collective. Autodiff derives the backward pass, except for `load_weight`
+and `average_gradient`:
 
     function                       forward          backward
     enter_parallel, no sequence    nothing          all-reduce      (Megatron's f)
@@ -10,8 +11,9 @@ each function below is one collective. Autodiff derives the backward pass, excep
     leave_parallel, sequence       reduce-scatter   all-gather
     load_weight, split             all-gather       reduce-scatter  (over fsdp and cp),
                                                     all-reduce over dp
-    load_weight, not split         nothing          all-reduce over dp, fsdp and cp,
-                                                    and tp if `used_by_all_tp`
+    load_weight, not split         nothing          all-reduce over dp, fsdp and cp
+    load_weight, `used_by_all_tp`                   and all-reduce over tp
+    load_weight, `tp_gather`       and all-gather   and reduce-scatter  (over neighbours along tp)
     average_gradient               nothing          all-gather over neighbours along tp
     all_reduce                     all-reduce       nothing
                                                     (where the sum meets a shard: all-reduce)
@@ -358,8 +360,9 @@ class WeightLayout:
     heads."""
 
     used_by_all_tp: bool = False
-    """The weight is replicated over tp but used on different tokens (a norm under sequence
-    parallelism), so its gradient is summed over tp."""
+    """The weight is replicated over tp, and each device computes a summand of its gradient: it uses
+    the weight on other tokens (a norm under sequence parallelism) or for other features (an
+    adapter)."""
 
     early: bool = False
     """Reduces the gradient inside the layer's backward pass (`computed_here`)."""

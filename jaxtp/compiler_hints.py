@@ -69,7 +69,7 @@ def computed_here(gradient: Array) -> Array:
 
 
 def in_turn(*values: object) -> Any:
-    """Separates the turns of a ring: nothing moves from one turn to another.
+    """Separates the turns of a ring: XLA moves no operation from one turn to another.
 
     XLA would merge products of several turns that share an operand. The merged product waits for
     all permutes, and hides only one.

@@ -155,8 +155,8 @@ def batch_parts(sizes: Sizes) -> int:
 def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str, ...]:
     """Returns the axes over which a weight's gradient is all-reduced.
 
-    `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: devices along tp use the weight on
-    different tokens.
+    `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: each device along tp computes a
+    summand of the gradient, from other tokens or other features.
     """
     axes = [*REPLICAS]
     if not stored_split:

@@ -59,7 +59,8 @@ class Schedule:
 
     # The block gathers the input of its branches and reduces their outputs (`Joined`).
     joined: bool = False
-    # The backward pass computes column layers again, so a ring saves the parts that it receives.
+    # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
+    # that it receives in that second run, because they live for one block only.
     recomputed: bool = False
     # The backward pass does not read an MLP's output, so the whole MLP can be one ring.
     fused_mlp: bool = False
@@ -231,7 +232,7 @@ class ColumnParallelLinear(nnx.Module):
     def _average_shared(self, outputs: Sequence[Array]) -> list[Array]:
         if self.matmul == "compute":
             return list(outputs)
-        # Whole gradients are quantised, not summands of devices that share a head.
+        # The gradient of `y` is quantised, so devices that share a head first need all of it.
         tp = axis_size(TP)
         averaged = []
         for y, dim in zip(outputs, self.features, strict=True):
@@ -323,6 +324,7 @@ class RowParallelLinear(nnx.Module):
         x = x.astype(self.precision.compute)
         load = self.precision.load
         inputs = [as_operand(x, self.matmul, TP)]
+        # `computed_here`: XLA moves the reduction in row layers without tp.
         early = axis_size(TP) == 1
         kernel = weights["kernel"]
         kernels = [load_kernel(self.precision, self.matmul, kernel, 1, (TP,), early=early)]

@@ -7,13 +7,14 @@ ASPLOS 2023, doi 10.1145/3567955.3567959):
     matmul_scatter    reduce_scatter(x @ w)
     ring_mlp          reduce_scatter(hidden(all_gather(x) @ w) @ v)
 
-Gradients are hand-written rings, because autodiff would save every part. Weight gradients are
-summed in float32 and rounded once. Rings are unidirectional: XLA runs one collective at a time, at
-the full bandwidth of a switch.
+Gradients are hand-written rings, because autodiff would save every part; `gather_matmul` saves
+them only on request (`keep`). Weight gradients are summed in float32 and rounded once. Rings are
+unidirectional: XLA runs one collective at a time, at the full bandwidth of a switch.
 
 In each turn of a ring a device sends an array to the next device, multiplies others meanwhile, and
-has the array of the previous device when the turn ends: `_begin_turn` sends, `in_turn` ends the
-turn. The loops over turns are unrolled, because XLA would copy what a loop sends.
+has the array of the previous device when the turn ends. `in_turn` is a barrier at both ends of a
+turn: inside `_begin_turn`, which sends, and after the products. The loops over turns are unrolled,
+because XLA would copy what a loop sends.
 """
 
 import operator
@@ -37,7 +38,7 @@ from jaxtp.layers.products import (
     Operand,
     Value,
     gradient_of,
-    input_gradient,
+    input_gradient_operands,
     product,
     unwrapped,
     value_of,
@@ -110,7 +111,7 @@ def _gather_backward(
     grad_x = None
     grad_w = None
     if needs_grad.inputs[0]:
-        operands = [input_gradient(grads[i], kernels[i], TP) for i in used]
+        operands = [input_gradient_operands(grads[i], kernels[i], TP) for i in used]
         ys, ws = zip(*operands, strict=True)
         grad_x, grad_w = _scatter_ring(ys, ws, dtype, kept_parts, trained_grads)
     else:
@@ -192,6 +193,7 @@ def _scatter_ring(
         part = _as_one_factor(parts, -1)
         low_sum = _plus_products(low_sum, part, low_factors, dtype)
         if kept_parts:
+            # In turn t this ring has the part that a gathering ring has in turn t mod tp.
             grad_w = _plus_kernel_gradient(grad_w, kept_parts[turn % tp], grads, start)
         high_sum, part, low_sum, grad_w = in_turn(arrived, part, low_sum, grad_w)
 
@@ -224,7 +226,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
     part = grad
     for turn in range(axis_size(TP)):
         arrived, sums, part, start = _begin_gather_turn(turn, part, sums)
-        products = [product(*input_gradient(part, kernels[i]), part.dtype) for i in needed]
+        products = [product(*input_gradient_operands(part, kernels[i]), part.dtype) for i in needed]
         kernel_grads = [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
         sums = _plus(sums, kernel_grads)
         part, products, sums = in_turn(arrived, products, sums)

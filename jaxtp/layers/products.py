@@ -88,7 +88,9 @@ def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
     if isinstance(x, Quantised) and isinstance(w, Quantised):
         return _multiply(x, w, axes)
     x = x.astype(w.dtype)
+    # Dequantises a kernel in 8 bits, whose dtype is the compute dtype.
     w = w.astype(w.dtype)
+    # With tp, XLA chooses the order of the gradients: see `kernel_gradient_first`.
     if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
         return compiler_hints.matmul(x, w)
     return _multiply(vary_like(x, w), vary_like(w, x), axes)
@@ -121,7 +123,7 @@ def _multiply_backward(
     if isinstance(x, Array):
         x, grad = compiler_hints.product_apart(x, grad)
     if w is not None:
-        scaled_grad, transposed = input_gradient(grad, w, *axes)
+        scaled_grad, transposed = input_gradient_operands(grad, w, *axes)
         grad_x = product(scaled_grad, transposed, grad.dtype)
     if x is not None:
         grad_w = kernel_gradient(x, grad, grad.dtype)
@@ -157,7 +159,7 @@ def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
     return scaled.astype(dtype)
 
 
-def input_gradient(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
+def input_gradient_operands(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
     """Returns the operands of the gradient of `x` in `x @ w`.
 
     The mesh axes `axes` split the output features.

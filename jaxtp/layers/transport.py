@@ -11,7 +11,7 @@ over the group. A layer chooses one of three ways when it is constructed:
              sum of their outputs.
 
 In the methods, `sequence_dim` is the dim of activations that tp splits outside of the layers, if
-any, and b is `B/(dp*fsdp)`.
+any; b is `B/(dp*fsdp)`, and T is a device's part of the sequence over cp.
 """
 
 import operator
@@ -37,8 +37,9 @@ class Gather:
     """All-gathers before the products, and reduce-scatters or all-reduces after them."""
 
     joined: ClassVar[bool] = False
-    """Whether activations are `[B, T, tp * D]` outside of the layers, split over tp: inputs of
-    column layers come gathered, and outputs of row layers are summands."""
+    """Whether the layers communicate nothing: inputs of column layers come gathered, and outputs of
+    row layers are summands. As a global array, an activation between the block and its layers is
+    `[B, T, tp * D]`, split over tp: one array `[B, T, D]` of each device."""
 
     def is_ring(self, tp: int, *, split: bool) -> bool:
         """Returns whether rings run on tp devices; `split`: tp splits the sequence."""
@@ -94,8 +95,7 @@ class Ring(Gather):
     """Overlaps products with communication under sequence parallelism, else as `Gather`."""
 
     keep: bool = False
-    """As in `gather_matmul`: the backward pass computes column layers again, so their inputs' parts
-    are saved by the second forward pass."""
+    """As in `gather_matmul`; see `Schedule.recomputed`."""
 
     def is_ring(self, tp: int, *, split: bool) -> bool:
         """See `Gather`."""

@@ -36,7 +36,7 @@ _UNLABELED_LEFT_OUT = ("best fit 1", "best fit 2")
 class Restored:
     """A checkpoint to resume from."""
 
-    # Number of updates so far
+    # Number of steps so far, with those that were skipped
     step: int
     # The whole state, except frozen weights under adapters
     state: nnx.State
@@ -85,7 +85,7 @@ def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates
 
     Args:
       stored: the checkpoint's configuration.
-      updates: the number of updates so far.
+      updates: the number of steps so far, with those that were skipped.
     """
     values = configuration.merged(configuration.to_plain(OptimizerConfig()), stored["optimizer"])
     was = validate(OptimizerConfig, values, source="the checkpoint")

@@ -72,7 +72,7 @@ class Run:
     # Leaves and structure of the state
     leaves: list[Array]
     tree: PyTreeDef
-    # Number of updates so far
+    # Number of steps so far, with those that were skipped
     step: int
     # Position of the next batch
     position: Position

@@ -408,12 +408,12 @@ def _sum_over_micro_batches(
 
 
 def _skip_if_useless(
-    new: nnx.State, old: nnx.State, finite: Array, has_weight: Array, max_skipped: int
+    new: nnx.State, old: nnx.State, finite: Array, has_weight: Array, skips_allowed: int
 ) -> tuple[nnx.State, Array]:
     # Returns the old state if the step is useless, and the number of non-finite steps in a row.
     #
     # A step without weight has no gradient, but momentum and decay would still move the parameters.
-    # It does not count as non-finite.
+    # `_divisor` makes its loss NaN, so it is not finite; `has_weight` keeps it out of the count.
     #
     # The loss and the gradient norm are known before the update, so XLA updates in place. Selecting
     # by the norm of the new parameters would keep both states in memory (Llama 3 70B over tp 8: 176
@@ -423,7 +423,7 @@ def _skip_if_useless(
     # After too many non-finite steps, no further step changes the state: the host reads results one
     # step late, and saves the state that it then finds.
     before = jnp.asarray(old["skipped"][...])
-    halted = before > max_skipped
+    halted = before > skips_allowed
     counted = jnp.where(finite, 0, before + 1)
     skipped = jnp.where(halted | ~has_weight, before, counted)
     selected: Any = jax.tree.map(lambda n, o: jnp.where(finite & ~halted, n, o), new, old)

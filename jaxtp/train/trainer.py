@@ -68,7 +68,7 @@ class Step:
 
     def __init__(self, index: int, trainer: "Trainer"):
         self.index = index
-        """Number of updates so far, from 1."""
+        """Number of steps so far, from 1, with those that were skipped."""
         self._trainer = trainer
 
     @property
@@ -300,7 +300,7 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Number of updates so far."""
+        """Number of steps so far, with those that were skipped."""
         return self._run.step
 
     @property

@@ -165,7 +165,7 @@ class MixtureOfExperts(PositionwiseBranch):
         router = Router(config, self.precision, weights, is_split=split_dim is not None)
         replayed = token_data.get("experts")
         experts, gates, routing = router.route(x, not_padding, replayed, record=record)
-        # One exchange for all: float32 holds expert indices exactly.
+        # One exchange for gates, experts and the shared gate: float32 holds indices exactly.
         choices = [gates, experts.astype(jnp.float32)]
         if config.shared_experts_gate:
             choices.append(jax.nn.sigmoid(router.project(x, "shared_gate")))
@@ -225,7 +225,8 @@ class MixtureOfExperts(PositionwiseBranch):
         operands = Operands(x, gates, changing)
         y = sum_over_parts(self._compute, placement.part_rows, operands, frozen, rows)
         if bias is not None:
-            weighted = jax.nn.one_hot(local, count) * gates[..., None]  # [N, k, E]
+            # [tokens, k, count]; an expert of another device has a row of zeros.
+            weighted = jax.nn.one_hot(local, count) * gates[..., None]
             by_expert = jnp.sum(weighted, axis=1).astype(bias.dtype)
             if TP not in holders:
                 # Every device of a tp group has all experts; only the first adds their biases.

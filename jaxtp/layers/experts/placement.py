@@ -56,13 +56,14 @@ def place(
     token_bytes: int,
     kernel_bytes: int,
 ) -> Placement:
-    """Returns a device's part, on tp * `shards` devices with `tokens` tokens each.
+    """Returns a device's part; each of `shards` tp groups has `tokens` tokens.
 
     `token_bytes` is the size of an element of a token, and `kernel_bytes` the bytes that a
     training step moves for each element of a kernel.
     """
     over_tp = config.over_tp(tp)
-    # Bytes for each of the D features of the model
+    # Bytes of a tp group for each of the D features of the model: tp devices hold all kernels
+    # together, and each of them all tokens.
     moved_kernels = config.num_experts * len(config.projections()) * config.d_ff * kernel_bytes
     # Tokens move in, out, in again, and with both gradients.
     moved_tokens = 5 * token_bytes * tokens * shards * tp
