@@ -681,7 +681,7 @@ def torch_step(model: Mapping[str, Any], length: int, rows: int, checkpointing: 
 
 
 def several(machine: Machine, out: Path, log: Path) -> Result:
-    """Measures the bandwidth between devices, and steps, also with rings, beside plain ones."""
+    """Measures the bandwidth between devices, and compares steps with and without rings."""
     if machine.count < 2:
         raise LeftOutError("there is one device")
     file = str(out / "hardware.yaml")

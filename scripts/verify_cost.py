@@ -3,8 +3,8 @@
     python scripts/verify_cost.py | tee scripts/results/verify_cost.txt
 
 The measurements take turns in one run on virtual CPU devices; the table has medians and quartiles
-of `--repeats`. The reading of checksums is separate, because it takes less time than the variation
-of steps. So is the copy of the state to host memory and back, for which a GPU has its own link.
+of `--repeats`. Reading checksums is listed separately, because it takes less time than steps vary
+by. So is the copy of the state to host memory and back, for which a GPU has its own link.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Counts collectives in a jaxpr: the program's own, before compilation.
 
-In a conditional every branch counts, which is an upper bound. In a scan each iteration counts, and
-so it does in a `while` that counts an integer up to a constant. In other loops one iteration
-counts; they are an error unless the caller allows them by name. `hlo.py` counts by the same rules.
+In a conditional every branch counts, which is an upper bound. In a scan each iteration counts,
+and also in a `while` that counts an integer up to a constant. In other loops one iteration counts;
+they are an error unless the caller allows them by name. `hlo.py` counts by the same rules.
 """
 
 import math
@@ -75,7 +75,7 @@ def equations(
 def needed_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """Returns the equations that XLA keeps.
 
-    JAX also has others: kernels in a recomputation that nothing reads.
+    A jaxpr also has equations that nothing reads, such as kernels in a recomputation.
     """
     read = set(map(id, jaxpr.outvars))
     needed = []

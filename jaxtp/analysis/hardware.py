@@ -103,8 +103,8 @@ RANGES = {
     "hop": (0, 0.1, "seconds"),
     "network_hop": (0, 0.1, "seconds"),
 }
-"""Minimum, maximum and unit of the numbers in a file. They reject a wrong unit, such as a memory of
-80."""
+"""Minimum, maximum and unit of the numbers in a file. They reject a wrong unit, such as a memory
+of 80 (GB, not bytes)."""
 
 MAX_DEVICES = 2**20
 PLATFORMS = ("cuda", "rocm", "tpu")

@@ -264,7 +264,7 @@ def _source(instruction: Instruction, computation: Computation, frames: Mapping[
 def walk(
     module: Module, name: str, scope: str = "", times: int = 1, counted: Counted = ""
 ) -> Iterator[tuple[str, Instruction, str, int, Counted]]:
-    """Yields each executed instruction with its computation, scope, count, and count's meaning."""
+    """Yields the computation, instruction, scope, count, and meaning of the count, of what runs."""
     for instruction in module[name]:
         op_name = instruction.op_name
         inner = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")

@@ -25,7 +25,10 @@ Variable = nnx.Variable[Any]
 
 
 def may_be_infinite(variable: Variable) -> bool:
-    """Returns whether a variable may be infinite, such as a mask: if its class is a user's."""
+    """Returns whether a variable may be infinite, such as a mask.
+
+    It may unless its class is jaxtp's own, or it is a parameter or a statistic.
+    """
     return not (
         type(variable).__module__.startswith("jaxtp.")
         or isinstance(variable, nnx.Param | nnx.BatchStat)

@@ -252,7 +252,8 @@ class Checkpoints:
         Meanwhile the devices compute the checksums of the arrays.
 
         Raises:
-          UnwritableError: this save or the previous one failed, or there is a newer step.
+          UnwritableError: this save or the previous one failed, or the newest checkpoint has
+            this step or a later one.
           NonFiniteError, UnequalCopiesError: the previous state is corrupt (`confirm`).
         """
         self.wait()
@@ -303,7 +304,7 @@ class Checkpoints:
             raise self._unwritable(error) from error
 
     def confirm(self) -> None:
-        """Waits for the sums of the last state to save.
+        """Waits for the sums of the last state that `save` was given.
 
         If the state is corrupt, it is not saved, and all processes raise the error.
         """

@@ -449,9 +449,8 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
             command.help_schema(command.used_settings()), tyro.conf.subcommand(name=name)
         ]
     kinds = list(starmap(_subcommand, command.items()))
-    if (
-        len(kinds) == 1
-    ):  # without a second one, tyro would complete flags but not the command's name
+    # tyro would not complete the name of an only command.
+    if len(kinds) == 1:
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
     inner: object = Union[tuple(kinds)]  # noqa: UP007
     return Annotated[

@@ -3,6 +3,7 @@
 A suggested value changes one setting, fixes all problems of this setting, and causes no new ones.
 """
 
+import contextlib
 import difflib
 import fnmatch
 import math
@@ -189,7 +190,13 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
             return []
         # Problems that a change of this setting need not solve
         unrelated = _texts(p for p in current if setting not in {*p.among, *p.multiples})
-        return [str(value) for value in values if _texts(problems({setting: value})) <= unrelated]
+        found = []
+        for value in values:
+            # A value outside of the setting's range raises an error.
+            with contextlib.suppress(UserError):
+                if _texts(problems({setting: value})) <= unrelated:
+                    found.append(str(value))
+        return found
 
     for problem in current:
         hints = []

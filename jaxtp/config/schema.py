@@ -230,38 +230,63 @@ def validate(
 class Settings:
     """Base class of a dataclass of settings: its constructor checks and converts their values.
 
-    It takes and refuses what a file can have, so a list becomes a tuple. Defaults are not checked.
+    It accepts exactly what a file may contain, and converts it in the same way: a list becomes a
+    tuple. Values are checked again when they are copied, so a validator must accept its results.
     """
 
+    # Of types that pydantic does not know it checks the class alone.
+    __pydantic_config__ = pydantic.ConfigDict(arbitrary_types_allowed=True)
+
     def __post_init__(self) -> None:
-        kind: type = type(self)
-        values = {}
-        for name, value in vars(self).items():
-            default = getattr(kind, name, dataclasses.MISSING)
-            if value is not default and name in _kinds_by_key(kind):
-                values[name] = value
-        if values:
-            checked: Any = validate(_without_constructor(kind), values, source=kind.__name__)
-            for name in values:
-                object.__setattr__(self, name, getattr(checked, name))
+        check_values(self)
+
+
+def check_values(config: Settings) -> None:
+    """Checks the values of settings and converts them in place; raises `ConfigError`."""
+    kind: Any = type(config)
+    unchecked_kind = _without_constructor(kind)
+    values = {}
+    for field in dataclasses.fields(kind):
+        value = getattr(config, field.name)
+        # Defaults are checked once.
+        if value is not field.default and field.name in _kinds_by_key(kind):
+            values[field.name] = value
+    if not values:
+        return
+    checked: Any = validate(unchecked_kind, values, source=kind.__name__)
+    for name in values:
+        object.__setattr__(config, name, getattr(checked, name))
 
 
 @cache
-def _without_constructor(kind: type) -> type:
-    """Returns a dataclass with the same fields, whose constructor checks nothing."""
+def _without_constructor(kind: Any) -> type:
+    """Returns a dataclass with the same fields, whose constructor checks nothing.
+
+    The defaults of `kind` are checked.
+    """
     hints = get_type_hints(kind, include_extras=True)
-    fields = [(field.name, hints[field.name], None) for field in dataclasses.fields(kind)]
-    return dataclasses.make_dataclass(kind.__name__, fields)
+    fields = []
+    defaults = {}
+    for field in dataclasses.fields(kind):
+        fields.append((field.name, hints[field.name], None))
+        if field.default is not dataclasses.MISSING and field.name in _kinds_by_key(kind):
+            defaults[field.name] = field.default
+    namespace = {"__pydantic_config__": Settings.__pydantic_config__}
+    unchecked_kind = dataclasses.make_dataclass(kind.__name__, fields, namespace=namespace)
+    validate(unchecked_kind, defaults, source=f"defaults of {kind.__name__}")
+    return unchecked_kind
 
 
 def part_of(config: object, kind: type[T]) -> T:
-    """Returns the settings of `config` that a base class of it has, as that class."""
+    """Returns an instance of `kind`, a base class of the config's class, with its values."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: getattr(config, name) for name in names})
 
 
 def replace_nested(config: T, values: Mapping[str, object]) -> T:
     """Returns a copy with new values by dotted name: `replace_nested(config, {"mesh.tp": 4})`."""
+    if not values:
+        return config
     sections: dict[str, Any] = {}
     for name, value in values.items():
         section, _, inner_name = name.partition(".")
@@ -371,6 +396,8 @@ _COMPLAINTS = {
 
 
 def _complaint(item: ErrorDetails) -> str:
+    if item["type"] == "tuple_type" and isinstance(item["input"], str):
+        return f"should be a list, such as [{item['input']!r}]"
     if item["type"] in _COMPLAINTS:
         return _COMPLAINTS[item["type"]].format(**item.get("ctx", {}))
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")

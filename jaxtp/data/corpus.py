@@ -77,8 +77,8 @@ class Corpus:
 
     @property
     def loss_tokens(self) -> int | None:
-        """Tokens with a loss; None without prompts, if all but each document's first token
-        count."""
+        """Number of tokens with a loss; None if no document has a prompt, so that all tokens count
+        except the first of each document."""
         if not any(source.train.has_prompts for source in self.sources):
             return None
         return sum(source.train.num_loss_tokens for source in self.sources)

@@ -190,7 +190,7 @@ def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | Non
 
 
 def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Samples:
-    """Returns all sources' rows, endlessly; shuffles each epoch anew."""
+    """Returns all sources' rows, endlessly; shuffles each epoch differently."""
     endless = [grain.MapDataset.source(rows).seed(seed).shuffle().repeat() for rows in sources]
     if len(endless) == 1:
         return endless[0]

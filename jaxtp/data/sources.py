@@ -84,12 +84,13 @@ def open_batches(
 ) -> Batches:
     """Returns the batches of a source; reads its first sample or batch.
 
-    A dataset is repeated, and shuffled by `seed`, differently in each epoch. A `grain.MapDataset`
-    has its own order. A function without parameters returns a source, or yields batches.
+    Unless `once`, a dataset is repeated and shuffled by `seed`, differently in each epoch. A
+    `grain.MapDataset` has its own order. A function without parameters returns a source, or yields
+    batches.
 
     Args:
       batch_size: number of rows in a batch, for sources of rows.
-      once: whether to read a dataset in order and once, for evaluation.
+      once: whether a read is a single pass in order, for evaluation.
 
     Raises:
       BatchError: the source is none of these, or is empty.

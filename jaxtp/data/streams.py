@@ -33,7 +33,7 @@ from jaxtp.data.columns import (
 from jaxtp.distributed.agreement import all_gather_json, is_multiprocess
 
 ITERABLE = (
-    "an object whose iter() begins anew, such as a DataLoader, or a function without "
+    "an object whose iter() starts from the beginning, such as a DataLoader, or a function without "
     "parameters that yields batches"
 )
 _ARRAY = "jaxtp.array"

@@ -55,7 +55,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
 
 
 def _answer(template: str, variables: Mapping[str, Any] | None, day: str | None) -> tuple[str, str]:
-    """Returns a problem, or an empty string, and the text.
+    """Returns a problem (empty if there is none) and the text.
 
     In a message, the problem follows the template's name. If `day` is given, the template reads
     noon of this day as the present time, so that it always writes the same text.

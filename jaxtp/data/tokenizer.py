@@ -234,8 +234,7 @@ def encode_isolated(
       name: the tokenizer's name in messages.
       before: the number of characters of each text's first part.
       **settings: the library's settings `add_special_tokens` and `encode_special_tokens`; by
-      default
-        False.
+        default False.
 
     Returns:
       The ids of both parts of each text; a token that spans both parts belongs to the first.

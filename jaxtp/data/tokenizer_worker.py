@@ -61,7 +61,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             raise
         except LookupError:
             problem = UNKNOWN
-        except BaseException as error:  # a panic of the library is no Exception
+        except BaseException as error:  # a panic of the library is not an Exception
             problem = str(error)[:300] or type(error).__name__
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(json.dumps([problem, sizes, cuts]).encode() + b"\n")

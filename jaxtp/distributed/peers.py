@@ -45,7 +45,7 @@ class Peers:
       grace: seconds in which a process may exit by itself after another one reports a failure,
         because both may fail for the same reason.
       end_process: ends this process without cleanup, because JAX aborts it once process 0 has
-      ended.
+        ended.
     """
 
     def __init__(

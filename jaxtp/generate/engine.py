@@ -359,7 +359,7 @@ class Generator:
         """
         parts = self._batch_parts
         # For a single row, XLA on GPUs writes the elementwise products with a kernel to memory, and
-        # sums them later: 1.5 times slower on an H200.
+        # sums them later, which takes 1.5 times as long on an H200.
         min_rows = 1 if current_platform() == "cpu" else 2
         rows = parts * max(math.ceil(min(self._batch_size, len(requests)) / parts), min_rows)
         length = max(request.num_prompt for request in requests) + settings.max_tokens

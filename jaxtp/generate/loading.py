@@ -416,7 +416,7 @@ def _default_dtype(stored: str | None) -> DType:
 
 
 def inference_config(config: ModelConfig, compute: DType) -> ModelConfig:
-    """Drops training settings, and stores weights in the compute dtype, so that no layer casts."""
+    """Drops training settings, and stores weights in the compute dtype, so products cast none."""
     return replace(
         config,
         # The run's kernels may be for another device.

@@ -156,8 +156,8 @@ def propose(history: Array, last: Array, count: int) -> Array:
       history: the row `[S]`; any tokens after the last.
       last: position of the last token, at least 1.
     """
-    # Prompt lookup: finds the latest earlier place where the most of the last tokens occur, and
-    # proposes the tokens after it, again from that place at the row's end.
+    # Prompt lookup: finds the latest earlier place with the longest match of the last tokens, and
+    # proposes the tokens after it; at the row's end it begins again after that place.
     places = score = jnp.arange(history.size)
     equal = places < last
     for back in range(_LOOKED_UP):

@@ -280,7 +280,7 @@ def _first_that_fits(config: ModelConfig, families: Iterable[Family]) -> Family:
             return family
         except HFError as error:
             reasons.append(f"  {error}")
-    # Reasons with different settings come first. A family that needs experts refuses a model
+    # Reasons that name settings come first. A family that needs experts refuses a model
     # without them before it compares any settings.
     reasons.sort(key=lambda reason: (" -> " not in reason, reason.count("; ")))
     raise HFError("\n".join(("no family can represent this model:", *reasons[:_NEAREST])))

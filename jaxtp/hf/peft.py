@@ -731,8 +731,8 @@ def _check_names(
     unknown = sorted(parameters.difference(*map(_suffixes, stems)))
     if unknown:
         raise HFError(
-            f"target_parameters name {truncate(unknown[0], 200)}, which this model does not "
-            f"have{made_for}"
+            f"target_parameters name {truncate(unknown[0], 200)}, which is no parameter that can "
+            f"have adapters here{made_for}"
         )
     expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}
     lists = ("target_modules", "exclude_modules")

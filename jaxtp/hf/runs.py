@@ -31,7 +31,7 @@ from jaxtp.hf.peft import PeftFolder, with_peft
 from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
 from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
-from jaxtp.models.config import ModelConfig, ModelSource, upgrade_settings
+from jaxtp.models.config import ModelConfig, OriginConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.models.own_decoder import call_of_load, decoder_settings
 
@@ -185,7 +185,7 @@ def own_or_decoder(
             f"{checkpoint} has a model of {described}, and jaxtp runs no code that a folder names; "
             f"{remedy}"
         )
-    settings = decoder_settings(build, ModelSource(build=name, arguments=model["arguments"]))
+    settings = decoder_settings(build, OriginConfig(build=name, arguments=model["arguments"]))
     if settings is None:
         return validate(ModelConfig, model, source=source), False
     decoder = validate(type(settings), model, source=source)

@@ -60,7 +60,7 @@ LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig(AttentionConfig):
-    """Settings of latent attention: an attention's, and the widths of its latents."""
+    """Settings of attention that may be latent."""
 
     kv_rank: CountOrZero = 0
     """Width of the latent from which multi-head latent attention computes keys and values; 0 is
@@ -79,11 +79,13 @@ class LatentAttentionConfig(AttentionConfig):
     @property
     def heads(self) -> PaddedHeads:
         """See `AttentionConfig`."""
+        if not self.kv_rank:
+            return super().heads
         return LatentHeads((self.num_heads, 1, self.head_dim))
 
     def use(self, **fields: object) -> Use:
         """See `AttentionConfig`."""
-        return super().use(**fields, value_head_dim=self.value_head_dim)
+        return super().use(**fields, value_head_dim=self.value_head_dim if self.kv_rank else None)
 
 
 class LatentHeads(PaddedHeads):

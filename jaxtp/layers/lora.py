@@ -68,14 +68,14 @@ class LoraConfig(Settings):
 
     dtype: Annotated[DType, STEP] = "float32"
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in
-    precision.param: by default the dtype of their files."""
+    model.precision.param: by default the dtype of their files."""
 
     base: Annotated[Literal["full", "float8"], STEP] = "full"
     """Storage of the frozen kernels of projections. float8: 8 bits (E4M3, and a float32 scale for
     each output feature), half of bfloat16's memory and traffic over fsdp; values move by up to
     1/16, so adapters learn on a slightly other model, which the run's own evaluations see too.
     Exports, `jaxtp generate` and `jaxtp evaluate` use the original weights. Embedding, head, norms,
-    biases and routers stay in precision.param."""
+    biases and routers stay in model.precision.param."""
 
     @property
     def scale(self) -> float:

@@ -51,8 +51,9 @@ def mx_problem(k: int, n: int, architecture: str = "cpu") -> str | None:
             )
     if problem := matmul_problem("mxfp8", architecture):
         return problem
-    cudnn = installed_cudnn() or _FIRST_CUDNN
-    if architecture.startswith("cuda") and cudnn < _FIRST_CUDNN:
+    if not architecture.startswith("cuda"):
+        return None
+    if (installed_cudnn() or _FIRST_CUDNN) < _FIRST_CUDNN:
         return "it needs cuDNN 9.10 or newer: pip install --upgrade nvidia-cudnn-cu13"
     return None
 

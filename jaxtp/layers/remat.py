@@ -100,8 +100,8 @@ def _offload() -> Callable[..., Any]:
     kinds = [memory.kind for memory in device.addressable_memories()]
     if "pinned_host" not in kinds:
         raise RematError(
-            f'remat="offload" needs pinned host memory, and {device.device_kind} devices address '
-            f'{", ".join(kinds)}; use "full"'
+            f"remat=offload needs pinned host memory, and {device.device_kind} devices address "
+            f"{', '.join(kinds)}; use full"
         )
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[KEPT],

@@ -6,12 +6,10 @@ A user's branches add theirs through the methods of `BranchConfig`.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from jaxtp.config.schema import Positive, part_of
-from jaxtp.layers.attention import AttentionConfig, PaddedHeads
+from jaxtp.config.schema import Positive
 from jaxtp.layers.branch import BranchConfig, Padded
 from jaxtp.layers.experts import EXPERT_TARGETS, ExpertsConfig
 from jaxtp.layers.gated_delta import DELTA_TARGETS, GatedDeltaConfig
-from jaxtp.layers.kernels.select import Use
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig
@@ -23,8 +21,8 @@ from jaxtp.layers.sequence_parallel import LocalShape
 class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionConfig, BranchConfig):
     """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms.
 
-    It has the settings of all these layers. Methods that differ between kinds of attention answer
-    for the kind that the block has.
+    It has the settings of all these layers. `heads` and `use` describe attention, which is latent
+    if `kv_rank` is not 0.
     """
 
     residual_scale: Positive = 1.0
@@ -33,18 +31,6 @@ class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionCo
     layer_scale: bool = False
     """Multiply the residual stream at the end of each block by a number that is not trained (Gemma
     4)."""
-
-    def _attention(self) -> AttentionConfig:
-        return part_of(self, LatentAttentionConfig if self.kv_rank else AttentionConfig)
-
-    @property
-    def heads(self) -> PaddedHeads:
-        """See `AttentionConfig`."""
-        return self._attention().heads
-
-    def use(self, **fields: object) -> Use:
-        """See `AttentionConfig`."""
-        return self._attention().use(**fields)
 
     def zigzag(self, shape: LocalShape) -> bool:
         """See `AttentionConfig`; Gated DeltaNet works equally on all devices in any order."""

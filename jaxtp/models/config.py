@@ -38,6 +38,7 @@ from jaxtp.config.schema import (
     Settings,
     UserPath,
     allowed,
+    check_values,
     leaves,
     nested,
     part_of,
@@ -116,7 +117,7 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSource(Settings):
+class OriginConfig(Settings):
     """The source of a run's model, the first settings in `--help`."""
 
     from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
@@ -165,7 +166,7 @@ class DecoderSizes(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(BlockConfig, DecoderSizes, ModelSource):
+class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
     """A decoder, by default like Llama.
 
     `first_blocks` and `pattern` change the settings of single blocks.
@@ -358,7 +359,8 @@ def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> Bl
             f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for "
             "all of them"
         )
-    return validate(type(block), {**vars(block), **changes}, source=place)
+    values = {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
+    return validate(type(block), values | changes, source=place)
 
 
 @lru_cache(maxsize=256)
@@ -381,6 +383,8 @@ def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool 
     """Raises a ConfigError that lists the values that do not fit the mesh."""
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a Decoder takes a ModelConfig, not {str(config)[:100]!r}")
+    # The constructor has checked them, unless a subclass has another `__post_init__`.
+    check_values(config)
     problems = list(violations(config, mesh, fixed=fixed))
     if problems:
         raise ConfigError("\n  ".join(["the model does not fit the mesh:", *problems]))

@@ -25,13 +25,13 @@ from jaxtp.config.python_object import (
 )
 from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.mesh import abstract_mesh, mesh_shape
-from jaxtp.models.config import ModelConfig, ModelSource
+from jaxtp.models.config import ModelConfig, OriginConfig
 from jaxtp.models.decoder import Decoder
 
 Builder = Callable[[nnx.Rngs], nnx.Module]
 
 
-def builder(function: Callable[..., Any], source: ModelSource) -> Builder:
+def builder(function: Callable[..., Any], source: OriginConfig) -> Builder:
     """Returns a function that builds a model with the source's arguments.
 
     Raises `ConfigError` if it takes others.
@@ -64,7 +64,7 @@ def builder(function: Callable[..., Any], source: ModelSource) -> Builder:
     return build
 
 
-def decoder_settings(model: Any, source: ModelSource) -> ModelConfig | None:
+def decoder_settings(model: Any, source: OriginConfig) -> ModelConfig | None:
     """Returns the settings of a Decoder, or None if the model is another.
 
     Args:
@@ -110,7 +110,7 @@ def call_of_load(path: Path, build: str | None) -> str:
     return f"jaxtp.load_run({str(path)!r}, build={reference})"
 
 
-def _settings_of_built(build: Builder, source: ModelSource) -> ModelConfig | None:
+def _settings_of_built(build: Builder, source: OriginConfig) -> ModelConfig | None:
     model = _abstract(build)
     if not isinstance(model, Decoder):
         return None

@@ -22,8 +22,8 @@ from jaxtp.parallelize.styles import Layout, Layouts, Replicate, Shard
 
 Shape = tuple[int, ...]
 LeadingAxes = tuple[tuple[str, ...], ...]
-"""Axes that split the first dims of an activation: of no dim, of the batch, or of the batch and the
-sequence."""
+"""The axes that split each of the first dims of an activation: of no dim, the batch, or the batch
+and the sequence."""
 
 
 def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:

@@ -47,7 +47,7 @@ in --run.dir, on any mesh.
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand(TrainConfig):
-    """The configuration of a run, and of the files that it writes at its end."""
+    """The configuration of a run, and the files that it writes at its end."""
 
     json: OptionalFile = None
     """JSON file for the last numbers of the run and its configuration, written at its end."""

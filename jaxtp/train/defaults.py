@@ -348,7 +348,10 @@ def probe_devices(mesh: Sizes) -> DeviceInfo:
 
 
 def fits(config: TrainConfig, mesh: Sizes, devices: DeviceInfo) -> bool:
-    """Returns whether the run can use the mesh, whose sizes may have one -1, and a step fits."""
+    """Returns whether the run can use the mesh, and a step fits the memory.
+
+    One size of the mesh may be -1.
+    """
     # Raises MeshError if the sizes do not divide the number of devices.
     try:
         sizes = resolve_sizes(mesh, devices.count)

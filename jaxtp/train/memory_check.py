@@ -105,7 +105,7 @@ def require_memory(
         raise ConfigError(
             f"a step takes {memory.amount} on each device, and JAX has {size_text(limit)} there; "
             "jaxtp estimate with these settings and --hardware says what fits, and "
-            "--train.allow-oversize tries it all the same"
+            "--train.allow-oversize tries it anyway"
         )
     return memory
 

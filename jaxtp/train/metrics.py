@@ -344,8 +344,7 @@ class Trackers:
 
 
 def tracker_id(folder: Path, name: str, new: str | None) -> str | None:
-    """Returns a tracker's id for this run from the run's folder; first stores `new` if it has
-    none."""
+    """Returns a tracker's id, which the run's folder stores; stores `new` if it has none yet."""
     path = folder / _TRACKER_IDS
     try:
         stored: dict[str, str] = dict(json.loads(read_bytes(path, MAX_JSON)))

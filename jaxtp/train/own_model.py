@@ -73,8 +73,7 @@ def load_run(
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged, or another model's; or the base model
-      does
-        not match.
+        does not match.
       ConfigError: `build` does not take the recorded arguments, or fails.
       PlanError: the plan does not fit the model or the mesh.
       HFError: the base model is unreadable.
@@ -103,7 +102,8 @@ def load_run(
         return load_decoder(checkpoint, config, mesh, base)
     if base is not None:
         raise ConfigError(
-            "base is for the base model of a decoder's adapters, but the run's model is no Decoder"
+            "base is for the base model of a decoder's adapters, but the run's model is not a "
+            "Decoder"
         )
     assert callable(source), "settings are a decoder's"
     # Without a mesh and a plan the model stays plain Flax.

@@ -173,7 +173,7 @@ def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.
         message = (
             f"{_describe(device)} computes {name} wrong: the result is off by {error:.1e} of its "
             f"largest value, and rounding explains {case.tolerance:.0e}; try another device, "
-            "driver or version of JAX (--launch.no-self-check starts the run all the same)"
+            "driver or version of JAX (--launch.no-self-check starts the run anyway)"
         )
         raise NumericsError("\n".join([message, *problems]))
 

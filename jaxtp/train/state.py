@@ -349,7 +349,7 @@ def shard_bytes(state: nnx.State) -> int:
 def finite_arrays(state: nnx.State) -> dict[str, Array]:
     """Returns the `named_arrays` that must be finite.
 
-    Variables of a user's class, such as masks, may be infinite.
+    Others, such as masks, may be infinite (`may_be_infinite`).
     """
     variables = named_variables(state).items()
     return {name: v[...] for name, v in variables if not may_be_infinite(v)}

@@ -280,7 +280,7 @@ def loss_and_grads(
             _, outcome = objective(params, micro, index)
             return outcome.terms
 
-        # A decoder knows its terms without a trace.
+        # The zeros of a decoder's terms need no trace.
         no_terms = model.no_terms() if loss is None else _no_terms(terms_of, inputs, accumulation)
         terms, choices = _sum_over_micro_batches(add, inputs, accumulation, no_terms)
         grads = jax.tree.map(jax.freeze, sums)

@@ -362,7 +362,7 @@ class Trainer:
             if run.step >= total:
                 self._report.line(
                     f"already at step {run.step}, and train.steps={total}: to train on, raise "
-                    "train.steps, or train.epochs"
+                    "train.steps (or train.epochs, if you set that)"
                 )
                 self._evaluate(log=False)
                 self.done = True

@@ -411,8 +411,7 @@ def require_sums(
 
     Raises:
       ConfigError: the loss returns a mean instead of a sum, or a weight that does not count rows;
-      or
-        accumulation would change the loss.
+        or accumulation would change the loss.
     """
     devices = batch_parts(mesh_sizes(blueprint.mesh))
 

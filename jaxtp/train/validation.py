@@ -90,7 +90,10 @@ def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
     """Raises ConfigError or RematError if a decoder does not fit the mesh or its devices."""
     sizes = mesh_sizes(mesh)
     check(config, sizes)
-    remat.policy(config.model.remat)
+    try:
+        remat.policy(config.model.remat)
+    except remat.RematError as error:
+        raise remat.RematError(f"model.{error}") from None
     check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
 
 
@@ -122,7 +125,11 @@ def kernel_problems(config: TrainConfig, mesh: Sizes, platform: str | None = Non
     model = config.model
     uses = run_uses(config, mesh, platform)
     for problem in dict.fromkeys(chain(*(unsupported(model.attention, use) for use in uses))):
-        yield f"model.attention={model.attention}: {problem}"
+        yield (
+            f"model.attention={model.attention}: {problem}; the run has "
+            f"data.packing={config.data.packing}, mesh.context={config.mesh.context} and "
+            f"model.precision.compute={model.precision.compute}"
+        )
     if model.most_experts:
         for problem in grouped.unsupported(model.grouped, platform):
             yield f"model.grouped={model.grouped}: {problem}"
@@ -252,7 +259,7 @@ def _without_switch(config: TrainConfig, switches: Iterable[_Switch]) -> Iterato
         setting = attrgetter(name)
         value = setting(config)
         if not is_used and value != setting(TrainConfig()):
-            yield f"{name}={value} has no effect without {switch}; set it, or leave {name} out"
+            yield f"{name}={value} has no effect without {switch}: set that, or leave {name} out"
 
 
 def batch_problems(
@@ -319,7 +326,8 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     if config.optimizer.name == "adafactor" and config.optimizer.first_moment != "param":
         yield (
             f"optimizer.first_moment={config.optimizer.first_moment} has no effect on adafactor, "
-            "which has no first moment; leave it out, or set optimizer.name to adamw, lion or muon"
+            "which has no first moment; leave optimizer.first_moment out, or set optimizer.name to "
+            "adamw, lion or muon"
         )
     yield from _experts_without_effect(config)
     has_experts = config.model.most_experts > 0

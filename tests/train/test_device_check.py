@@ -107,7 +107,7 @@ def test_the_numbers_that_collectives_sum_are_exact_for_a_thousand_devices():
     assert numbers.shape[1] % 1024 == 0
 
 
-@pytest.mark.parametrize("checked", ["check_devices", "check_outside_of_jit"])
+@pytest.mark.parametrize("checked", ["check_devices", "check_outside_of_jit", "check_attention"])
 @pytest.mark.parametrize(
     ("platform", "flags", "code"),
     [("cuda", [], 3), ("cuda", ["--launch.no-self-check"], 2), ("cpu", [], 2)],

@@ -174,7 +174,7 @@ CASES = [
 ]
 
 
-@swept("case", CASES)
+@swept("case", CASES, CASES[0])
 def test_a_run_equals_one_device_and_resumes_there(tmp_path, case):
     sizes, names = case
     mesh = make_mesh(**sizes)

@@ -144,8 +144,10 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 
 
 def first_day(config: PrepareConfig) -> str | None:
-    """Returns the day that a new dataset's template writes, by default today; None if it has
-    none."""
+    """Returns the day that a new dataset's template writes, by default today.
+
+    None if the template writes no day.
+    """
     if config.messages is None or not writes_day(template_of(config)[0]):
         return None
     return config.date or datetime.date.today().isoformat()

@@ -675,7 +675,10 @@ def _parse(content: bytes, fields: Fields | None) -> object:
 
 
 def _may_repeat(content: bytes, fields: Fields | None) -> bool:
-    """Returns whether a row may repeat a key, because counting keys takes longer than parsing."""
+    """Returns whether a row may repeat a key.
+
+    Only then are keys counted, which takes longer than to parse a short row.
+    """
     if fields is None:
         return False
     return fields.turns is not None or any(
@@ -718,7 +721,10 @@ def _not_json(error: Exception, start: int = 0) -> BadInputError:
 
 
 def _require_few_values(content: bytes) -> None:
-    """Raises `BadInputError` if there are too many values: one of two bytes takes 100 in memory."""
+    """Raises `BadInputError` if a row has too many values.
+
+    A value of 2 bytes takes about 100 bytes in memory.
+    """
     marks = (b",", b"[", b"{")
     if sum(map(content.count, marks)) <= MAX_VALUES:
         return

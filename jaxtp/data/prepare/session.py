@@ -112,8 +112,8 @@ class State:
     arguments: Mapping[str, object]
     tokenizer: TokenizerInfo | None = None  # None until it is opened or trained
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    """The result of `batches.threshold`; None if an older version started the dataset, for which it
-    is `held_out`."""
+    """The result of `batches.threshold`; None for a dataset that an older version started: its
+    threshold is `held_out`."""
     day: str | None = None  # the day that the chat template writes
     position: Position = Position(0, 0)
     seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `HASHES`
@@ -317,7 +317,7 @@ class SplitWriter:
     def append(
         self, parts: Iterable[Tokens], prompt: int, text_bytes: int, *, may_end: bool = True
     ) -> int:
-        """Writes a document, which may not be empty; returns its number of tokens.
+        """Writes a document, which must not be empty; returns its number of tokens.
 
         If `may_end`, the shard ends after the document once it is full.
         """

@@ -44,7 +44,7 @@ SPARSE_EXPERTS = (
     *separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
     *STACKED_EXPERTS,
 )
-"""Experts of Mixtral: in files, in another module than in memory."""
+"""Mixtral's experts, whose module has another name in files than in memory."""
 
 MISTRAL = Family(
     model_type="mistral",

@@ -133,7 +133,7 @@ def _forward(settings: _Settings, operands: _Operands) -> tuple[Array, _Residual
         new_max = jnp.maximum(running_max, block_max)
         shifted = jnp.where(visible, scores - new_max[..., None], -jnp.inf)
         weights = jnp.exp(shifted)
-        shrink = jnp.exp(max_scores[i] - new_max)
+        shrink = jnp.exp(running_max - new_max)
         added = _product(weights.astype(v.dtype), pairs.values[j], 3, 2)
         max_scores = max_scores.at[i].set(new_max)
         total = totals[i] * shrink + weights.sum(-1)
@@ -142,14 +142,15 @@ def _forward(settings: _Settings, operands: _Operands) -> tuple[Array, _Residual
 
     shape = (*pairs.queries.shape[:-1], v.shape[3])
     weighted = jnp.zeros_like(pairs.queries, pairs.wide, shape=shape)
-    totals = jnp.zeros_like(pairs.queries[..., 0], pairs.wide)
+    zeros = jnp.zeros_like(pairs.queries[..., 0], pairs.wide)
+    totals = zeros
     # The softmax begins with the sink. The log-sum-exp then contains it, so that the backward loop
     # is the same.
     if operands.sinks is None:
-        max_scores = totals + _NO_SCORE
+        max_scores = zeros + _NO_SCORE
     else:
-        max_scores = totals + pairs.of_heads(operands.sinks)
-        totals += 1
+        max_scores = zeros + pairs.of_heads(operands.sinks)
+        totals = zeros + 1
     sums = (max_scores, totals, weighted)
     max_scores, totals, weighted = lax.fori_loop(0, pairs.count, visit, sums)
     # Queries that see nothing have a total of 0.

@@ -197,7 +197,6 @@ def _forward(settings: _Settings, operands: _Operands) -> tuple[Array, _Residual
 
 def _backward(settings: _Settings, residuals: _Residuals, do: Array) -> tuple[_Operands]:
     operands, o, lse = residuals
-    operands, o, lse = residuals
     sinks = operands.sinks
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
     delta = delta.swapaxes(1, 2)  # [B, N, T]
@@ -346,15 +345,16 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
         total += jnp.sum(p, axis=1)
         return o, new_max, total
 
-    total = jnp.zeros(first.shape, jnp.float32)
+    zeros = jnp.zeros(first.shape, jnp.float32)
+    total = zeros
     o = jnp.zeros(o_ref.shape, jnp.float32)
     # As in `blockwise_attention`, the softmax begins with the sink, and the other kernels need not
     # know it.
     if sink_ref:
-        max_score = total + sink_ref[0][...] * _LOG2_E
-        total += 1
+        max_score = zeros + sink_ref[0][...] * _LOG2_E
+        total = zeros + 1
     else:
-        max_score = total + _NOTHING_SEEN
+        max_score = zeros + _NOTHING_SEEN
     bounds = _visited(first, last, size)
     o, max_score, total = lax.fori_loop(*bounds, visit, (o, max_score, total))
     # A row that sees nothing outputs 0.
@@ -488,7 +488,7 @@ def check_dtypes(names: str, *operands: Array) -> None:
     dtypes = [x.dtype.name for x in operands]
     if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
         raise ValueError(
-            f"{names} are {', '.join(dtypes)}: the kernel takes one of {', '.join(DTYPES)}"
+            f"{names} are {', '.join(dtypes)}: they need one dtype of {', '.join(DTYPES)}"
         )
 
 

@@ -76,8 +76,8 @@ class CheckConfig(TrainConfig):
     """Meshes to compare with one device, by default several; an axis that is left out is 1. The
     default is the configuration's own mesh, scaled down to 16 devices, and meshes that use each
     axis separately and together. With cp, each possible attention method is checked; mesh.context
-    selects one. The default for a model of your own also has tp 2, tp 4, fsdp 2, fsdp 2 with tp 2,
-    and dp 2."""
+    selects one. For a model of your own, the default is the configuration's own mesh, tp 2, tp 4,
+    fsdp 2, fsdp 2 with tp 2, and dp 2."""
 
     json: OptionalFile = None
     """JSON file for all numbers."""

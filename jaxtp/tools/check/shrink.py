@@ -96,7 +96,7 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
 
 
 def own_model_cases(config: TrainConfig, meshes: Sequence[str], *, over_cp: bool) -> list[Case]:
-    """Returns the requested or default meshes for a user's model, even if its plan fits none."""
+    """Returns the requested or default meshes for a user's model; its plan may not fit them."""
     if meshes:
         return [Case(sizes, False) for sizes in _requested_sizes(meshes).values()]
     sizes: list[dict[str, int]] = [{TP: 2}, {TP: 4}, {FSDP: 2}, {FSDP: 2, TP: 2}, {DP: 2}]

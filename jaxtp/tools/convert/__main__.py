@@ -383,8 +383,8 @@ def _list_lines() -> Iterator[str]:
         yield f"{model_type:<20}refused: {reason}"
     yield ""
     yield (
-        "All are compared with tiny random models of transformers 5.23, in float64. Published "
-        "weights were loaded"
+        "All supported models are compared with tiny random models of transformers 5.23, in "
+        "float64. Published weights were loaded"
     )
     yield (
         "for only one model, SmolLM2-135M (llama): generate, evaluate and DPO agree with "

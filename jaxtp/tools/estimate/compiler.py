@@ -381,7 +381,8 @@ class Compiled:
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products; None if a kernel does not tell its own
     in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
-    not_in_float8: Mapping[str, int]  # its other products, by layer and dtypes
+    # Products that it takes and the compiler did not make in 8 bits, by layer and dtypes
+    not_in_float8: Mapping[str, int]
     # Differences from the program on real devices, and the compiler's warnings
     notes: tuple[str, ...]
 

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtp.config.python_object import describe_value, load_object
 from jaxtp.config.schema import ConfigError, Switch
 from jaxtp.mesh import mesh_sizes
-from jaxtp.models.config import ModelSource
+from jaxtp.models.config import OriginConfig
 from jaxtp.models.own_decoder import builder
 from jaxtp.parallelize.parallelize import Build
 from jaxtp.parallelize.plan import Plan
@@ -65,7 +65,7 @@ class PythonModel:
     def builder(self) -> Build:
         """Returns the function that builds the model; mistakes in it are ConfigErrors."""
         function = load_object(self.model, "MODEL")
-        build = builder(function, ModelSource(build=self.model))
+        build = builder(function, OriginConfig(build=self.model))
         return lambda: build(nnx.Rngs(0))
 
 

@@ -23,8 +23,8 @@ from jaxtp.distributed.supervisor import Group, supervise
 
 PROGRAM = "jaxtp launch"
 DESCRIPTION = """\
-Starts the processes of one machine, each with its share of the GPUs; when one dies, ends all of
-them.
+Starts the processes of one machine, each with its share of the GPUs, and ends all of them when one
+dies.
 
     jaxtp launch --processes 2 -- jaxtp train --config FILE
 
