@@ -178,7 +178,7 @@ OF_KERNELS = {
 }
 
 
-@swept("name", OF_KERNELS, "attention, dots", "grouped products")
+@swept("name", OF_KERNELS, "attention, dots")
 def test_flops_of_kernels_are_read_from_the_traced_program(name):
     config = replace(KERNELS, **OF_KERNELS[name])
     rows = {"batch_size": 4, "sequence_length": 256, "platform": "cuda 9.0"}

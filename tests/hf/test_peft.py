@@ -256,7 +256,7 @@ PARTS = [
 ]
 
 
-@swept("targets", PARTS, PARTS[0])
+@swept("targets", PARTS)
 def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
     """The others have zeros: in B if one is trained, else in A too, and stay without an adapter."""
     model = jaxtp.load_hf(FOLDER / "phi3")
@@ -268,6 +268,7 @@ def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
     assert_same(values(jaxtp.merge_adapters(again)), values(jaxtp.merge_adapters(adapted)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
     arrays = tensors(PLAIN)
@@ -440,7 +441,7 @@ def test_experts_whose_joined_adapter_was_trained_on_keep_its_rank(tmp_path):
     assert found.lora == LoraConfig(rank=2 * R, alpha=12, targets=("gate_proj", "up_proj"))
 
 
-@swept("width", [F, D // 2], F)
+@swept("width", [F, D // 2])
 def test_a_and_b_are_exchanged_before_peft_0_19(width, tmp_path):
     """PEFT took `[E, out, in]` for `[E, in, out]`: `delta[e, out, in] = B[in, r, e] A[e, r, out]`.
     Where A and B have the same sides, the version decides.

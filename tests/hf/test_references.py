@@ -61,11 +61,7 @@ CASES = ROTATED + [
 DIFFERENT = {
     "gpt2": "biases, learned positions, a tied table",
     "gpt_oss": "sinks, and experts with biases",
-    "deepseek_v3_yarn": "latent attention, groups of experts, interleaved pairs",
     "qwen3_next": "Gated DeltaNet, gates, a shared expert",
-    "phi_qk_norm": "a parallel block, a bias of the head, norms of heads, partial rotation",
-    "gpt_neox": "fused projections by head, two norms in parallel",
-    "gpt_bigcode": "one kv head",
 }
 """Models of the default suite, and their mechanisms."""
 IN_MEMORY = {

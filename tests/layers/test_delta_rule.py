@@ -135,6 +135,7 @@ def test_float32_is_as_exact_in_hard_cases():
         assert_close(result, right, 5e-6)
 
 
+@pytest.mark.wide
 def test_bfloat16_is_about_as_exact_as_token_by_token_in_float32():
     """That rule rounds its results once, to half of this bound; by chunks the factors of
     products are rounded too.

@@ -180,7 +180,7 @@ def test_a_layer_without_documents_equals_plain_mathematics(name):
     check_everything(name, (1, 2, 1, 2), packed=False)
 
 
-@swept("over_tp", [True, False], True)
+@swept("over_tp", [True, False])
 def test_given_choices_take_the_place_of_the_router(over_tp):
     """And what the router would choose is recorded, with its margin."""
     given = (

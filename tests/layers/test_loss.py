@@ -97,7 +97,7 @@ def log_probs_of(found, labels):
     return jnp.where(labels == -100, 0, found.label_logit - normaliser)
 
 
-@swept("case", CASES, "soft caps and scale", "one label over all axes")
+@swept("case", CASES, "one label over all axes")
 def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
     """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the
     tokens of a device.

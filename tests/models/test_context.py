@@ -126,7 +126,7 @@ def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
         assert relative_error(logits[row, place : place + length], logits[0, :length]) < TOLERANCE
 
 
-@swept("method", ["ulysses", "gather"], "gather")
+@swept("method", ["ulysses", "gather"])
 def test_logits_are_in_natural_order_and_those_of_one_device(method):
     random = np.random.default_rng(0)
     ids = random.integers(0, LLAMA.vocab_size, (ROWS, T), np.int32)

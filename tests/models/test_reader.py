@@ -150,6 +150,7 @@ def test_weights_are_whole_but_for_tp_and_in_the_compute_dtype():
     assert all(array.is_deleted() for array in jax.tree.leaves(nnx.state(model)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "sums"), [("learned positions", 2), ("parallel", 1)])
 def test_reading_a_token_moves_one_or_two_sums_a_layer_and_none_of_the_cache(name, sums):
     mesh = jaxtp.make_mesh(tp=8)

@@ -42,14 +42,10 @@ ALL_REDUCE = plan_of(Replicate())
 GIVEN = (B, T, D)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("mesh", "sequence", "kv_heads"),
-    [
-        ((1, 2, 4), True, 8),
-        pytest.param((1, 1, 8), False, 8, marks=pytest.mark.wide),
-        pytest.param((1, 1, 8), True, 2, marks=pytest.mark.wide),
-        pytest.param((1, 2, 4), False, 2, marks=pytest.mark.wide),
-    ],
+    [((1, 2, 4), True, 8), ((1, 1, 8), False, 8), ((1, 1, 8), True, 2), ((1, 2, 4), False, 2)],
 )
 def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_heads):
     config = jaxtp.ModelConfig(

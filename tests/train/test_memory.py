@@ -86,6 +86,7 @@ MODELS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("model", "optimizer"), [("plain", "muon"), ("tied", "lion"), ("adapters", "adafactor")]
 )

@@ -198,6 +198,7 @@ def test_a_wrong_bit_in_any_array_of_any_device_is_seen(rig):
         assert minority_devices(wrong, rig.copies) == expected
 
 
+@pytest.mark.wide
 def test_a_verification_changes_nothing(rig):
     expected = bits_of(rig.compute()(rig.state())[0])
     jax.tree.map(

@@ -223,6 +223,7 @@ IN_8_BITS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", IN_8_BITS)
 def test_the_small_model_has_the_same_layers_in_8_bits(name):
     matmul, config = name.split()

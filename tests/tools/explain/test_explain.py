@@ -89,6 +89,7 @@ def test_bytes_stored_and_sent_are_those_by_hand(sizes):
     assert "layers.*.norm" in table
 
 
+@pytest.mark.wide
 def test_over_cp_weights_are_stored_and_tokens_divided():
     sizes = {"fsdp": 2, "cp": 2, "tp": 2}
     found = explained(SHARED | {"": ContextParallel()}, sizes, compiled=True)
@@ -181,6 +182,7 @@ WASTEFUL = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", WASTEFUL)
 def test_what_a_plan_moves_without_need_is_noted(name):
     plan, *words = WASTEFUL[name]
@@ -190,6 +192,7 @@ def test_what_a_plan_moves_without_need_is_noted(name):
     assert not explained({"layers.*.w2": Rowwise(input_layouts=REPLICATE)}).notes, "it is meant"
 
 
+@pytest.mark.wide
 def test_collectives_of_the_compiler_are_told_from_those_of_layers():
     found = explained(COLUMN, make=build_two, compiled=True)
     assert {one.axes for one in found.added} == {("tp",)}, (

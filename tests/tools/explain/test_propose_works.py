@@ -303,6 +303,7 @@ class Head(nnx.Module):
         return self.head(self.dropout(self.embed(ids), rngs=nnx.Rngs(key)))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cross_entropy", [by_optax, by_index])
 def test_a_head_stays_split_in_a_loss(cross_entropy):
     batch = {

@@ -82,6 +82,7 @@ def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
     assert "blocks.*.attention.query" in capsys.readouterr().out
 
 
+@pytest.mark.wide
 def test_settings_of_the_decoder_explain_its_loss(tmp_path):
     settings = {
         "model": {"num_layers": 1, "d_model": 32, "d_ff": 64, "remat": "none"},
