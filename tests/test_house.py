@@ -223,6 +223,7 @@ def imported(nodes):
                 yield MODULES[name]
 
 
+@functools.cache
 def arrows():
     """The rooms that each room imports, also inside functions."""
     found = {}
