@@ -190,13 +190,13 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
             return []
         # Problems that a change of this setting need not solve
         unrelated = _texts(p for p in current if setting not in {*p.among, *p.multiples})
-        found = []
+        suitable = []
         for value in values:
             # A value outside of the setting's range raises an error.
             with contextlib.suppress(UserError):
                 if _texts(problems({setting: value})) <= unrelated:
-                    found.append(str(value))
-        return found
+                    suitable.append(str(value))
+        return suitable
 
     for problem in current:
         hints = []

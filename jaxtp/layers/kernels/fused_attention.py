@@ -345,16 +345,15 @@ def _forward_kernel(settings: _Settings, *refs: Any) -> None:
         total += jnp.sum(p, axis=1)
         return o, new_max, total
 
-    zeros = jnp.zeros(first.shape, jnp.float32)
-    total = zeros
+    total = jnp.zeros(first.shape, jnp.float32)
     o = jnp.zeros(o_ref.shape, jnp.float32)
     # As in `blockwise_attention`, the softmax begins with the sink, and the other kernels need not
     # know it.
     if sink_ref:
-        max_score = zeros + sink_ref[0][...] * _LOG2_E
-        total = zeros + 1
+        max_score = total + sink_ref[0][...] * _LOG2_E
+        total += 1
     else:
-        max_score = zeros + _NOTHING_SEEN
+        max_score = total + _NOTHING_SEEN
     bounds = _visited(first, last, size)
     o, max_score, total = lax.fori_loop(*bounds, visit, (o, max_score, total))
     # A row that sees nothing outputs 0.
