@@ -1,6 +1,7 @@
 """What proves damage, and what may pass."""
 
 import errno
+import io
 from unittest import mock
 
 import jax
@@ -45,6 +46,22 @@ def test_what_may_pass_proves_nothing(tmp_path, error):
 def test_files_that_can_be_read_and_mean_nothing_are_damaged(tmp_path, error):
     with pytest.raises(DamagedError, match="is damaged"):
         read_or_explain(tmp_path, raises(error, error))
+
+
+class Unreadable(io.FileIO):
+    """A file on a disk that fails when it is read."""
+
+    def read(self, size=-1):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_cannot_be_read_proves_no_damage_whatever_a_library_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(io_errors, "open_regular", Unreadable)
+    (tmp_path / "part").write_bytes(b"data")
+    error = ValueError("a library's own")
+    with pytest.raises(CheckpointError, match=r"cannot be read \(\[Errno 5\].*part") as raised:
+        read_or_explain(tmp_path, raises(*[error] * 9))
+    assert not isinstance(raised.value, DamagedError)
 
 
 def test_a_second_attempt_counts(tmp_path):
