@@ -193,13 +193,11 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 349_000,
+    "tokens of code": 348_000,
     "files": 252,
     "rooms": 15,
     "arrows between rooms": 74,
     "files that training imports": 93,
-    "functions of more than 6 parameters": 4,
-    "Any": 545,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -272,25 +270,14 @@ def tokens_of_code(path):
     return count
 
 
-def parameters(function):
-    arguments = function.args
-    names = [a.arg for a in arguments.posonlyargs + arguments.args + arguments.kwonlyargs]
-    return len(names) - (names[:1] in (["self"], ["cls"]))
-
-
 def test_budgets():
     trained = imported_at_the_top(PACKAGE / "train/__main__.py")
-    functions = [function for path in SOURCES for function in functions_in(path)]
     measured = {
         "tokens of code": sum(tokens_of_code(path) for path in SOURCES),
         "files": len(SOURCES),
         "rooms": len(arrows()),
         "arrows between rooms": sum(map(len, arrows().values())),
         "files that training imports": len(trained),
-        "functions of more than 6 parameters": sum(
-            parameters(function) > 6 for function in functions
-        ),
-        "Any": sum(len(re.findall(r"\bAny\b", path.read_text())) for path in SOURCES),
     }
     assert {name: value for name, value in measured.items() if value > BUDGETS[name]} == {}
     assert arrows().keys() <= LEVEL.keys(), "every room has a level"
