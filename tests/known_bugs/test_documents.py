@@ -128,8 +128,8 @@ def test_torchtitan_3984_a_state_begins_anew_with_each_document(monkeypatch):
         "delta_rule": lambda tokens, *state, **others: rule(
             tokens._replace(starts=None), *state, **others
         ),
-        "_convolved_heads": lambda widths, tokens, positions, *taps: heads(
-            widths, tokens, jnp.broadcast_to(jnp.arange(T), positions.shape), *taps
+        "_convolved_heads": lambda key_dim, value_dim, tokens, positions, *taps: heads(
+            key_dim, value_dim, tokens, jnp.broadcast_to(jnp.arange(T), positions.shape), *taps
         ),
     }
     for name, wrong in planted.items():

@@ -72,13 +72,11 @@ DESCRIPTION = """Will it fit, and what will it cost? The hardware need not be he
 
 Tries every mesh (dp, fsdp, cp, tp), micro-batch and remat policy of a training configuration on
 hardware such as h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent.
-No accelerator is needed.
 
---config FILE reads the configuration of a training run; flags override it. --hardware also takes a
-YAML file, whose keys --help-all lists. Exit code 1: nothing fits. FILE.py:build instead of a
-configuration takes any Flax model: see jaxtp estimate FILE.py:build --help. --train.loss works as
-for jaxtp train, without the data. So do --model.build, --data.batches and --optimizer.build; the
-estimate then tries meshes only.
+--hardware also takes a YAML file, whose keys --help-all lists. Exit code 1: nothing fits.
+FILE.py:build instead of a configuration takes any Flax model: see jaxtp estimate FILE.py:build
+--help. --train.loss works as for jaxtp train, without the data. So do --model.build, --data.batches
+and --optimizer.build; the estimate then tries meshes only.
 
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
