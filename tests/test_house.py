@@ -194,10 +194,10 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 348_000,
-    "files": 252,
+    "files": 254,
     "rooms": 15,
     "arrows between rooms": 74,
-    "files that training imports": 93,
+    "files that training imports": 94,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path

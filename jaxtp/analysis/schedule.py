@@ -43,9 +43,10 @@ AMOUNTS = (
     "copied_bytes",
     "unknown",
 )
-"""On one device: kernels that run; FLOPs of products, and the 16-bit FLOPs that take as long (half
-for 8 bits, twice for 32); bytes of operands and results of kernels with products, of other kernels,
-and of those other kernels that only copy, transpose or convert; products of unknown FLOPs."""
+"""Measures of a program on one device: the number of kernels; the FLOPs of products, and the 16-bit
+FLOPs that take as long (half for 8 bits, twice for 32); the bytes of operands and results of
+kernels with products, of kernels without products, and of the latter that only copy, transpose or
+convert; the number of products with unknown FLOPs."""
 Part = dict[str, float]
 COLLECTIVES = "collectives"
 OTHER = "other"

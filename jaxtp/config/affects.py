@@ -163,8 +163,7 @@ def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
 
 
 def settings(schema: type, accept: Callable[[Affects], bool]) -> list[str]:
-    """Returns the dotted names of the settings with effects, by default `STEP`, that are
-    accepted."""
+    """Returns the dotted names of the settings whose `Affects`, by default `STEP`, are accepted."""
     return [setting.name for setting in leaf_settings(schema) if accept(setting.effects or STEP)]
 
 

@@ -27,8 +27,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB")
 
 
 def size_text(size: float, *, binary: bool = False) -> str:
-    """Returns a number of bytes in the largest unit, up to GB, in which it is 1 or more: `1.3
-    MB`."""
+    """Returns a number of bytes in a fitting unit, up to GB: `1.3 MB`."""
     step = 1024 if binary else 1000
     *smaller, largest = _BINARY if binary else _DECIMAL
     for unit in smaller:

@@ -240,8 +240,8 @@ def dotted(path: Iterable[object]) -> str:
 def by_dotted_path(items: Iterable[tuple[Sequence[object], T]]) -> dict[str, T]:
     """Returns things by dotted path.
 
-    Makes every dict of parameters, variables or modules by dotted path. A key may contain a dot,
-    and of two things with the same path, a plain dict would keep only the last.
+    All dicts of parameters, variables or modules by dotted path are made here. A key may contain a
+    dot, and of two things with the same path, a plain dict would keep only the last.
 
     Raises:
       UserError: two things have the same dotted path.

@@ -356,7 +356,7 @@ def reference_to(value: object, neighbours: Iterable[object] = ()) -> str:
     An object without a name gets a description.
 
     Args:
-      neighbours: functions and classes, whose modules may have a variable with an unnamed value.
+      neighbours: functions and classes; a variable of their modules may hold the object.
     """
     own_module, *modules = (
         sys.modules.get(_attribute(owner, "__module__")) for owner in (value, *neighbours)

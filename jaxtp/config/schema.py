@@ -245,11 +245,12 @@ def check_values(config: Settings) -> None:
     """Checks the values of settings and converts them in place; raises `ConfigError`."""
     kind: Any = type(config)
     unchecked_kind = _without_constructor(kind)
+    settings = _kinds_by_key(kind)
     values = {}
     for field in dataclasses.fields(kind):
         value = getattr(config, field.name)
         # Defaults are checked once.
-        if value is not field.default and field.name in _kinds_by_key(kind):
+        if value is not field.default and field.name in settings:
             values[field.name] = value
     if not values:
         return
@@ -277,7 +278,7 @@ def _without_constructor(kind: Any) -> type:
     return unchecked_kind
 
 
-def part_of(config: object, kind: type[T]) -> T:
+def as_base(config: object, kind: type[T]) -> T:
     """Returns an instance of `kind`, a base class of the config's class, with its values."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: getattr(config, name) for name in names})

@@ -45,7 +45,7 @@ class RowSettings:
     length: int
     vocab_size: int
     packing: Packing = "documents"
-    """Whole documents, each of which is a segment, or all tokens one after the other."""
+    """`documents` packs whole documents as segments; `concatenated` joins all tokens."""
     long_documents: LongDocuments = "split"
     """Treatment of packed documents that are longer than a row."""
 

@@ -111,7 +111,6 @@ def vocab_parallel_statistics(
 
     `labels` are `[B, T]`, or `[B, T, K]` for K ids per token.
     """
-
     reduce_logits = partial(_statistics, entropy=entropy)
     return _on_devices(reduce_logits, _first, token_spec(), x_BTD, projection, labels)
 

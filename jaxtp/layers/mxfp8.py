@@ -75,8 +75,7 @@ def _matmul(x: Array, w: Array) -> Array:
     return _product(x, w.T)
 
 
-# Arrays of x and w: what a gradient needs is its only residual, x for the gradient of w and w for
-# the gradient of x.
+# The residuals: x if w needs a gradient, and w if x needs one, else None
 _Pair = tuple[Array | None, Array | None]
 
 

@@ -101,8 +101,7 @@ def _multiply(x: Operand, w: Operand, axes: tuple[str, ...]) -> Array:
     return product(value_of(x), value_of(w), x.dtype)
 
 
-# Values of x and w: what a gradient needs is its only residual, x for the gradient of w and w for
-# the gradient of x.
+# The residuals: x if w needs a gradient, and w if x needs one, else None
 _Residuals = tuple[Value | None, Value | None]
 
 

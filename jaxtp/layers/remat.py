@@ -70,11 +70,24 @@ class RematError(UserError):
     """A policy that this platform does not support."""
 
 
-def policy(name: RematPolicy) -> Callable[..., Any]:
-    """Returns the `jax.checkpoint` policy of a name.
+def unsupported(name: RematPolicy) -> str | None:
+    """Returns why this platform does not support a policy, or None."""
+    if name != "offload":
+        return None
+    device = jax.devices()[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" in kinds:
+        return None
+    return (
+        f"needs pinned host memory, and {device.device_kind} devices address {', '.join(kinds)}; "
+        "use full"
+    )
 
-    Raises `RematError` for `offload` without pinned host memory.
-    """
+
+def policy(name: RematPolicy) -> Callable[..., Any]:
+    """Returns the `jax.checkpoint` policy of a name; raises `RematError` if it is unsupported."""
+    if problem := unsupported(name):
+        raise RematError(f"remat={name} {problem}")
 
     def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
         if name in ("save_dots", "save_reduced") and is_tp_reduction(primitive, params):
@@ -96,13 +109,6 @@ def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _offload() -> Callable[..., Any]:
-    device = jax.devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if "pinned_host" not in kinds:
-        raise RematError(
-            f"remat=offload needs pinned host memory, and {device.device_kind} devices address "
-            f"{', '.join(kinds)}; use full"
-        )
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[KEPT],
         names_which_can_be_offloaded=[BLOCK_INPUT],

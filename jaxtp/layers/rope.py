@@ -198,7 +198,6 @@ def _keep_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequenci
 
     See Peng et al., arXiv 2309.00071, section 3.2.
     """
-
     log_length = math.log(scaling.original_length)
 
     def dim_that_turns(times: float) -> float:

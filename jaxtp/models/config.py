@@ -38,10 +38,10 @@ from jaxtp.config.schema import (
     Settings,
     UserPath,
     allowed,
+    as_base,
     check_values,
     leaves,
     nested,
-    part_of,
     replace_nested,
     to_plain,
     validate,
@@ -288,7 +288,7 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
     def block(self) -> BlockConfig:
         """Returns the settings of a block without changes."""
         kinds = (base for base in type(self).__mro__ if issubclass(base, BlockConfig))
-        return part_of(self, next(kind for kind in kinds if not issubclass(kind, ModelConfig)))
+        return as_base(self, next(kind for kind in kinds if not issubclass(kind, ModelConfig)))
 
     @property
     def layer_context(self) -> LayerContext:

@@ -34,7 +34,7 @@ from jaxtp.config.schema import (
     Share,
     UserPath,
     allowed,
-    part_of,
+    as_base,
 )
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
@@ -292,8 +292,8 @@ class LoopConfig(Settings):
     loss has the weight 0, are always skipped, and are counted separately."""
 
     allow_oversize: Annotated[bool, NOTHING] = False
-    """Train even if the estimated memory of a step, part of which is modelled, exceeds the memory
-    of a device."""
+    """Train even if a step needs more memory than a device has. The estimate is partly a model, and
+    can be wrong."""
 
     stall_seconds: Annotated[NonNegative, NOTHING] = 1800.0
     """Seconds after which a step counts as stalled, and the run prints the stacks of all Python
@@ -435,4 +435,4 @@ IGNORED_BY_COST = tuple(settings(TrainConfig, lambda mark: not mark.cost))
 
 def training_of(config: TrainConfig) -> TrainConfig:
     """Returns the training part of a command's configuration."""
-    return part_of(config, TrainConfig)
+    return as_base(config, TrainConfig)

@@ -90,10 +90,9 @@ def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
     """Raises ConfigError or RematError if a decoder does not fit the mesh or its devices."""
     sizes = mesh_sizes(mesh)
     check(config, sizes)
-    try:
-        remat.policy(config.model.remat)
-    except remat.RematError as error:
-        raise remat.RematError(f"model.{error}") from None
+    policy = config.model.remat
+    if problem := remat.unsupported(policy):
+        raise remat.RematError(f"model.remat={policy} {problem}")
     check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
 
 

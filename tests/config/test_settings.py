@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from jaxtp.config.affects import settings_of
-from jaxtp.config.schema import ConfigError, Settings, Share, part_of, validate
+from jaxtp.config.schema import ConfigError, Settings, Share, as_base, validate
 from jaxtp.generate.sampling import GenerationSettings
 from jaxtp.layers.attention import AttentionConfig
 from jaxtp.layers.latent_attention import LatentAttentionConfig
@@ -85,7 +85,7 @@ def test_a_block_answers_as_the_attention_that_it_has():
         (AttentionConfig, {"delta_value_heads": 4}, False),
     ):
         block = BlockConfig(**settings)
-        alone = part_of(block, kind)
+        alone = as_base(block, kind)
         assert type(block.heads) is type(alone.heads)
         assert block.heads == alone.heads
         assert block.use(dtype="float32") == alone.use(dtype="float32")

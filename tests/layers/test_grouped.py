@@ -17,9 +17,9 @@ from tables import assert_errors, raised_by, read_table
 
 from jaxtp.collectives import device_view
 from jaxtp.layers.kernels import grouped_kernels
-from jaxtp.layers.kernels.fused_attention import DTYPES
 from jaxtp.layers.kernels.grouped import grouped_matmul, is_dense, pick_method, unsupported
 from jaxtp.layers.kernels.grouped_kernels import Blocks, gradient_blocks, product_blocks
+from jaxtp.layers.kernels.programs import DTYPES
 
 METHODS = ("pallas", "xla")
 ROWS = 37

@@ -13,7 +13,8 @@ import jaxtp
 from jaxtp.analysis.hardware import TABLE
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels import select
-from jaxtp.layers.kernels.fused_attention import DTYPES, MAX_HEAD_DIM, block_sizes, fused_attention
+from jaxtp.layers.kernels.fused_attention import MAX_HEAD_DIM, block_sizes, fused_attention
+from jaxtp.layers.kernels.programs import DTYPES
 from jaxtp.layers.kernels.select import (
     KERNELS,
     Use,

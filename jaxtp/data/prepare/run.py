@@ -58,7 +58,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 print(f"{out} is finished; there is nothing to do", flush=True)
                 return
             if conversations is not None:
-                # A resumed command keeps the day on which the dataset was begun.
+                # If the command resumes, templates still write the day when it first ran.
                 conversations.template.day = state.day
             if state.tokenizer is None:  # nothing depends on the threshold yet
                 state.threshold = threshold(sources, job.fields, config)

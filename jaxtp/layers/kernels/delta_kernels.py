@@ -15,8 +15,8 @@ from jax.experimental.pallas import triton
 
 from jaxtp.collectives import vary_alike
 from jaxtp.layers.kernels.delta_rule import states_by
-from jaxtp.layers.kernels.fused_attention import check_dtypes, padded_size, run_programs
-from jaxtp.layers.sequence_parallel import pad_to, round_up
+from jaxtp.layers.kernels.padding import pad_to, round_up
+from jaxtp.layers.kernels.programs import check_dtypes, padded_size, run_programs
 
 # Width of keys, and tokens of a chunk, that a program multiplies at once
 MAX_KEY_DIM = 256

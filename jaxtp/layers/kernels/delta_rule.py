@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import vary_alike, vary_like
-from jaxtp.layers.sequence_parallel import pad_to, round_up
+from jaxtp.layers.kernels.padding import pad_to, round_up
 
 CARRIED = "carried"
 """`checkpoint_name` of the states and new values that the backward pass of `chunk_states` needs."""

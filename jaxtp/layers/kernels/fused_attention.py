@@ -14,7 +14,7 @@ lengths.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,21 +29,9 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, vary_alike
 from jaxtp.layers.kernels.blockwise_attention import sinks_gradient
-from jaxtp.layers.sequence_parallel import (
-    Part,
-    key_ranges,
-    pad_ranges,
-    pad_to,
-    query_ranges,
-    round_up,
-)
-from jaxtp.mesh import current_platform
-
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of a kernel's operands."""
-
-MIN_SIZE = 16
-"""Narrowest product that Triton computes."""
+from jaxtp.layers.kernels.padding import pad_ranges, pad_to, round_up
+from jaxtp.layers.kernels.programs import check_dtypes, padded_size, run_programs
+from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
 
 MAX_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
 
@@ -475,53 +463,3 @@ def _gradients(
     if settings.softcap is not None:
         ds *= 1 - (s / (settings.softcap * _LOG2_E)) ** 2
     return p, ds
-
-
-def padded_size(size: int) -> int:
-    """Returns the size of a dim after padding: Triton multiplies powers of two."""
-    return max(MIN_SIZE, pl.next_power_of_2(size))
-
-
-def check_dtypes(names: str, *operands: Array) -> None:
-    """Raises a ValueError unless the operands have the same dtype, one of `DTYPES`."""
-    dtypes = [x.dtype.name for x in operands]
-    if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
-        raise ValueError(
-            f"{names} are {', '.join(dtypes)}: they need one dtype of {', '.join(DTYPES)}"
-        )
-
-
-def run_programs(
-    program: Callable[..., None],
-    operands: Sequence[Array],
-    results: Sequence[tuple[tuple[int, ...], DTypeLike]],
-    *,
-    grid: tuple[int, ...],
-    options: triton.CompilerParams,
-    name: str,
-    **specs: Any,
-) -> list[Array]:
-    """Runs a program for each index of the grid; off CUDA in Pallas' interpreter, for tests.
-
-    Args:
-      program: a function of references that calls a jitted kernel. Inside shard_map the interpreter
-        evaluates operations one by one, and shard_map refuses operations between a varying array
-        and a kernel constant; jit keeps the kernel whole.
-      operands: arrays that vary over the same mesh axes.
-      results: shapes and dtypes.
-      options: Triton's options.
-      specs: `in_specs` and `out_specs` of `pallas_call`.
-    """
-    manual_axes = jax.typeof(operands[0]).manual_axis_type
-    result = partial(jax.ShapeDtypeStruct, manual_axis_type=manual_axes)
-    call = pl.pallas_call(
-        program,
-        grid=grid,
-        out_shape=[result(shape, dtype) for shape, dtype in results],
-        compiler_params=options,
-        interpret=current_platform() != "cuda",
-        name=name,
-        **specs,
-    )
-    arrays: list[Array] = call(*operands)
-    return arrays

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jaxtp.layers.kernels.fused_attention import MIN_SIZE, check_dtypes, run_programs
+from jaxtp.layers.kernels.programs import MIN_SIZE, check_dtypes, run_programs
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from jaxtp.layers.kernels.blockwise_attention import (
     num_visited,
 )
 from jaxtp.layers.kernels.delta_rule import Scan
-from jaxtp.layers.sequence_parallel import Part, key_ranges, pad_to, segment_mask
+from jaxtp.layers.kernels.padding import pad_to
+from jaxtp.layers.sequence_parallel import Part, key_ranges, segment_mask
 from jaxtp.mesh import platform_of
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
