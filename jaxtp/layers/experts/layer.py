@@ -159,7 +159,7 @@ class MixtureOfExperts(PositionwiseBranch):
         config = self.config
         k = config.experts_per_token
         if split_dim is not None:
-            token_data = {name: own_part(data, TP, 1) for name, data in token_data.items()}
+            token_data = jax.tree.map(partial(own_part, axis=TP, dim=1), token_data)
         segments = token_data.get("segments")
         not_padding = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         router = Router(config, self.precision, weights, is_split=split_dim is not None)
