@@ -71,6 +71,10 @@ CHECK_SECONDS = 1.0
 _MAX_IDS = 20
 _MAX_ADDRESSES = 3
 _MAX_ERROR_CHARS = 1000
+_CPU_THREADS = "NPROC"  # XLA's number of threads on CPUs; by default one for each core
+# A collective among processes blocks its thread. With a thread for each of two cores, two processes
+# of two devices waited for each other forever, each in two other reductions of the same step.
+_MIN_CPU_THREADS = 32
 _PORT = "JAX_COORDINATOR_PORT"
 _NUM_PORTS = 2**12  # JAX chooses one of this many highest ports
 
@@ -306,6 +310,7 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
             bind_address = format_address(listened, port)
     joined = threading.Event()
     threading.Thread(target=_watch, args=(waiting, joined), daemon=True).start()
+    os.environ.setdefault(_CPU_THREADS, str(max(os.cpu_count() or 1, _MIN_CPU_THREADS)))
     try:
         jax.distributed.initialize(
             address,

@@ -251,7 +251,7 @@ def test_two_node_example_of_the_guide(cluster, shared):
         "/shared", str(folder)
     )
     once, submit = re.findall(r"^```\n(.*?)^```", example, re.MULTILINE | re.DOTALL)
-    # collectives of eight CPU devices of a process can hang
+    # two CPU devices for each process, in place of eight GPUs
     submit = submit.replace("--mesh dp=16", "--mesh dp=4")
     *_, prepare = map(shlex.split, once.splitlines())
     assert run_command(prepare[1:]) == 0
