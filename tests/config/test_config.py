@@ -142,6 +142,7 @@ SMOL = ModelConfig(vocab_size=512, d_model=576, num_heads=9, num_kv_heads=3, hea
 """The sizes of SmolLM2-135M, whose heads no power of two divides."""
 
 
+@pytest.mark.wide
 @given(
     model=st.builds(
         ModelConfig,

@@ -94,6 +94,7 @@ ABSURD = {
 }
 
 
+@pytest.mark.wide
 def test_absurd_yaml_is_one_error(tmp_path):
     """Both readers begin with the same one, so that one in five of these is enough for that of
     hardware.
@@ -207,6 +208,7 @@ WORDS = [
 TOKENS = st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
 
 
+@pytest.mark.wide
 @examples(40)
 @given(configuration=changed(DEFAULT) | VALUES, device=changed(HARDWARE) | VALUES, text=TOKENS)
 def test_any_structure_and_tokens_are_read_or_one_error(configuration, device, text, tmp_path):

@@ -225,6 +225,7 @@ def test_torchs_generator_is_saved_and_its_short_batch_is_seen_before_the_first(
         read(short, count=1)
 
 
+@pytest.mark.wide
 @given(
     st.sampled_from(sorted(SOURCES)),
     st.permutations(range(B)),

@@ -308,6 +308,7 @@ def test_a_turn_after_speculation_reads_on_from_the_accepted_tokens():
         turn = [*turn, *last.result.ids, *b"abc"]
 
 
+@pytest.mark.wide
 def test_pieces_add_up_and_come_as_they_are_made():
     pieces = one().stream(PROMPTS, SETTINGS)
     first = next(pieces)
@@ -332,6 +333,7 @@ def test_a_text_ends_before_a_stop_text():
     assert "".join(piece.text for piece in pieces) == result.text
 
 
+@pytest.mark.wide
 def test_the_prefix_of_a_tokenizer_comes_before_text_and_its_end_token_ends_one():
     tokenizer = ByteTokenizer()
     tokenizer.prefix = tuple(b"te")

@@ -152,6 +152,7 @@ MIXED_UP = {
 }
 
 
+@pytest.mark.wide
 def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
     refusals = {}
     for words, change in MIXED_UP.items():

@@ -405,6 +405,7 @@ def test_adapters_of_experts(case, tmp_path):
             np.testing.assert_allclose(same[name][layer], after[name][layer], atol=2e-6)
 
 
+@pytest.mark.wide
 def test_experts_of_which_gate_and_up_differ(tmp_path):
     """PEFT's A for both has both ranks, and its B is block-diagonal."""
     model = random_model(MIXTRAL)

@@ -197,6 +197,7 @@ def test_shards_hold_what_fits(small, tmp_path):
         jaxtp.save_hf(small, tmp_path / "other", max_shard_size="5 apples")
 
 
+@pytest.mark.wide
 def test_scalars_with_one_value(tmp_path):
     """An export writes them in the dtype of the others; an import needs none, and refuses other
     values.

@@ -119,6 +119,7 @@ def hard_cases(q, k, v, log_decay, write, starts, state):
     yield "slow decay after a strong one", (q, k, v, slow, write, starts, state)
 
 
+@pytest.mark.wide
 def test_float32_is_as_exact_in_hard_cases():
     arguments, grads = draw(130, widths=(8, 8), dtype="float32")
     for case, hard in hard_cases(*arguments):

@@ -348,6 +348,7 @@ def test_sixteen_bits_are_as_exact_as_a_result_that_is_rounded_once(dtype):
         )
 
 
+@pytest.mark.wide
 def test_blockwise_holds_blocks_of_scores_and_no_more():
     """Twice the tokens are twice the memory; scores of all would be four times."""
 
@@ -405,6 +406,7 @@ def test_zigzag_chunks_make_the_work_of_all_devices_alike():
     assert len({round(num_scores(chunks, 4096)) for chunks in devices[1:]}) == 1
 
 
+@pytest.mark.wide
 def test_cudnn_gets_values_as_wide_as_keys(monkeypatch):
     """JAX's function takes no others, and its check is all that a CPU can run."""
     by_jax = jax.nn.dot_product_attention

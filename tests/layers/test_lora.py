@@ -32,6 +32,7 @@ def logits(config, weights):
     return outputs_of(nnx.merge(*without_mesh(decoder(config), weights)), IDS)
 
 
+@pytest.mark.wide
 def test_an_adapter_is_what_it_adds_to_the_kernel():
     weights = random_weights(decoder(ADAPTED))
     merged = {name: array for name, array in weights.items() if "loras" not in name}

@@ -78,6 +78,7 @@ def test_rings_give_the_outputs_and_gradients_of_gathers(tp):
         assert_close(run("ring", arrays(tp)), run("none", arrays(tp)), tolerance=1e-6)
 
 
+@pytest.mark.wide
 def test_only_permutes_of_parts_move_and_none_for_weights_without_a_gradient():
     """Forward a ring each; backward one for the row layer, and for the column layer one by
     input, one by weights.

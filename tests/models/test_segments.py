@@ -48,6 +48,7 @@ def test_packed_documents_have_the_numbers_of_documents_alone():
     assert_close(by_name(grads, jaxtp.make_mesh()), by_name(expected_grads, jaxtp.make_mesh()))
 
 
+@pytest.mark.wide
 def test_no_position_sees_the_future_or_another_document():
     """The gradient of a position with respect to the embeddings of others is exactly zero."""
     graph, state = nnx.split(jax.jit(lambda: jaxtp.DecoderBlock(CONFIG, rngs=nnx.Rngs(0)))())

@@ -46,6 +46,7 @@ def sums_and_gradients(model, x):
     return sums, backward(jnp.sin(jnp.arange(1.0, 1 + len(USES))))
 
 
+@pytest.mark.wide
 def test_any_use_gives_the_numbers_of_the_array():
     x = np.random.default_rng(0).standard_normal((4, D), np.float32)
     run = nnx.jit(sums_and_gradients)

@@ -41,6 +41,7 @@ class Tables(nnx.Module):
         return self.dropout(self.inner(x) + self.listed[0] + self.named["shift"])
 
 
+@pytest.mark.wide
 def test_both_forms_give_the_same_model():
     build = lambda: Tables(nnx.Rngs(0))
     x = jnp.linspace(0.0, 1.0, 4 * D).reshape(4, D)

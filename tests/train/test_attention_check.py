@@ -45,6 +45,7 @@ def test_a_right_kernel_passes(dtype):
     check(dtype)
 
 
+@pytest.mark.wide
 def test_a_right_kernel_passes_where_gradients_are_zero():
     check("bfloat16", length=7, sliding_window=3, attention_softcap=None)
 
@@ -196,6 +197,7 @@ def test_of_two_kernels_a_run_takes_the_faster_and_says_so(times):
     assert chosen(run) == said
 
 
+@pytest.mark.wide
 def test_all_processes_take_the_kernel_whose_slowest_process_is_the_fastest(times, monkeypatch):
     monkeypatch.setattr(
         self_check, "all_gather_json", lambda mine: [mine, [{"blockwise": 3.0, "xla": 4.0}]]

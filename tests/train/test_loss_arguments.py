@@ -261,6 +261,7 @@ def batches(step):
     return {"x": np.ones((4, 4), np.float32), "y": np.zeros((4, 2), np.float32)}
 
 
+@pytest.mark.wide
 def test_a_run_records_its_loss_so_that_its_file_and_flags_resume_it(tmp_path, capsys):
     settings = {"train.log_every": 1, "optimizer.learning_rate": 1e-3}
     task = jaxtp.Task(model=build, loss=Error(scale=0.5), batches=batches)

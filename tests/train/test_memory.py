@@ -166,6 +166,7 @@ def test_gated_delta_net_takes_memory_in_proportion_to_the_length():
     assert 1.5 * taken[0] < taken[1] < 2.1 * taken[0]
 
 
+@pytest.mark.wide
 def test_frozen_weights_take_the_bytes_of_their_dtype_and_only_adapters_have_gradients():
     sizes = mesh_shape(fsdp=2, tp=2)
     adapted = replace(MODEL, lora=LoraConfig(rank=4))

@@ -296,6 +296,7 @@ def test_flops_per_token_leave_out_what_a_token_does_not_use():
     assert found == 4 * (10**6 + 2 * experts) + 6 * adapters
 
 
+@pytest.mark.wide
 def test_gated_delta_net_counts_three_products_with_its_states():
     model = jaxtp.ModelConfig(
         delta_value_heads=6, delta_key_heads=3, delta_key_dim=8, delta_value_dim=10

@@ -365,6 +365,7 @@ def loss_of_bigram(model, batch, key):
 BIGRAM = jaxtp.Task(model=Bigram, loss=loss_of_bigram)
 
 
+@pytest.mark.wide
 def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp_path, capsys):
     """They say what returns it instead."""
     with trainer_of(tmp_path, BIGRAM, mesh="fsdp=2") as trainer:

@@ -162,6 +162,7 @@ def stored(monkeypatch):
     return columns
 
 
+@pytest.mark.wide
 def test_every_variant_has_the_loss_and_metrics_of_trl(stored):
     @jax.jit
     def of_all(columns):

@@ -196,6 +196,7 @@ def test_a_run_equals_one_device_and_resumes_there(tmp_path, case):
 SPLIT = read_table(__file__)
 
 
+@pytest.mark.wide
 def test_states_are_split_like_their_parameters():
     _, abstract, shardings = planned(tuple(SPLIT), make_mesh(fsdp=2, tp=2), DIVISIBLE)
     for name, expected in SPLIT.items():

@@ -408,6 +408,7 @@ def with_weights(*without):
     )
 
 
+@pytest.mark.wide
 def test_steps_without_weight_move_no_parameter_and_too_many_in_a_row_end_the_run(tmp_path, capsys):
     losses = []
     kernels = []

@@ -72,6 +72,7 @@ def with_columns(step):
     return batches(step) | named | {"step": np.zeros(ROWS), "loss": np.zeros(ROWS)}
 
 
+@pytest.mark.wide
 def test_columns_and_metrics_may_have_any_name_that_a_run_does_not_log_itself(tmp_path):
     def reading(model, batch, key):
         return *loss(model, batch, key)[:2], {name: batch[name].sum() for name in COLUMNS}
@@ -157,6 +158,7 @@ def test_the_first_evaluation_reports_although_the_step_fails_to_compile_meanwhi
     assert list(records(tmp_path, "eval_loss")) == [0]
 
 
+@pytest.mark.wide
 def test_a_block_that_is_left_saves_one_that_fails_does_not_and_both_are_entered_again(tmp_path):
     trainer = trainer_of(tmp_path, validation=batches)
     with trainer:
@@ -243,6 +245,7 @@ def test_before_a_trainer_starts_all_its_uses_are_one_message():
         trainer.nonsense  # noqa: B018
 
 
+@pytest.mark.wide
 def test_an_error_of_a_callback_names_its_line_and_an_error_of_the_run_passes(tmp_path):
     def ending(trainer, step):
         raise SystemExit

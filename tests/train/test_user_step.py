@@ -85,6 +85,7 @@ def test_micro_batches_share_activations_and_add_a_sum_of_gradients():
     assert 2 * sum(p.flops for p in half.products) == sum(p.flops for p in work.products)
 
 
+@pytest.mark.wide
 def test_recomputation_costs_work_but_is_no_use():
     # The first layer has no gradient of its input.
     expected = 2 * WIDTH * HIDDEN * (3 + 2)

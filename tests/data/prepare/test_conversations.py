@@ -316,6 +316,7 @@ def test_alpaca_is_read_as_a_question_and_its_answer(name):
         assert [spelled(prompt) + "|" + spelled(answer) for prompt, answer in pairs] == expected
 
 
+@pytest.mark.wide
 def test_lists_folders_and_tables_of_the_library_datasets_have_a_layout():
     import datasets
 

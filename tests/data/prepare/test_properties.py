@@ -77,6 +77,7 @@ def test_with_many_documents_each_is_held_out_by_itself(rows, numbers, share):
     assert [set(kept) for kept in part] == [set(kept) - {missing} for kept in whole]
 
 
+@pytest.mark.wide
 @QUICK
 @given(
     st.lists(TEXT, min_size=1),

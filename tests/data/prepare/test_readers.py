@@ -125,6 +125,7 @@ def test_the_limit_of_a_document_counts_bytes():
     assert documents(f"a.jsonl --on-error skip --max-document-bytes {size - 1}") == ["b"]
 
 
+@pytest.mark.wide
 def test_a_row_of_a_table_beyond_the_limit_takes_no_memory():
     """A dictionary holds a text once for all rows: a few bytes of file are gigabytes as rows."""
     indices = pyarrow.array([0] * 300 + [1], pyarrow.int32())

@@ -317,6 +317,7 @@ def test_tier_3_is_shown_beside_tier_1(peak, verdict, compile_by, estimated, cap
     assert "(a note)" in out
 
 
+@pytest.mark.wide
 def test_an_update_that_is_not_modelled_makes_nothing_sure(estimated, capsys):
     record = estimated(
         *TINY, OVER_TP[0], "--mesh", "fsdp=2,tp=4", "tp=8", "--optimizer.name=adafactor"

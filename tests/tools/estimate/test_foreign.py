@@ -135,6 +135,7 @@ def test_every_mesh_is_tried_and_those_without_a_plan_are_refused(file):
     assert math.prod(record["meshes"][0][axis] for axis in mesh_shape()) == 8
 
 
+@pytest.mark.wide
 def test_a_tp_that_hardly_divides_the_model_does_not_win_by_what_it_does_not_send(file, capsys):
     """Each device of tp 8 computes 97% of the model, and sends less than one of dp 8."""
     flags = ["--plan", f"{file}:MOSTLY_PLAN", "--mesh", "tp=8", "dp=8"]
@@ -172,6 +173,7 @@ def test_the_simplest_of_equal_meshes_is_first():
         assert (simplest_first([first, other])[0] is other) == wins, (first, other)
 
 
+@pytest.mark.wide
 def test_a_model_that_does_not_fit_is_said(file, capsys):
     shape = f"{8 * 1024 * 1024}x1024x16"
     assert main([f"{file}:build", f"--input={shape}", "--hardware=l4x8", "--mesh=fsdp=8"]) == 1

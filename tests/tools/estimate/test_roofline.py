@@ -141,6 +141,7 @@ def test_better_hardware_is_faster_in_its_own_part():
     assert faster["link"].computing == base.computing
 
 
+@pytest.mark.wide
 def test_products_are_as_fast_as_their_dtype():
     def products(**precision):
         given = jaxtp.Precision(compute="bfloat16", matmul_least=16, **precision)

@@ -113,6 +113,7 @@ def test_no_setting_takes_less_memory_than_the_leanest():
         assert min(lean) == min(one.memory.total for one in result.all if one.sizes == best.sizes)
 
 
+@pytest.mark.wide
 def test_settings_that_fit_come_first_and_the_fastest_of_them():
     sizes = sorted(setting.memory.total for setting in of_eight().all)
     tight = found(room=sizes[len(sizes) // 2])

@@ -81,6 +81,7 @@ def test_a_run_has_the_loss_of_its_own_evaluation(byte_dataset, tmp_path, capsys
     assert record["mesh"]["tp"] == 2
 
 
+@pytest.mark.wide
 def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
     one = write(tmp_path / "one.txt", TEXTS[-1])
     inputs = ["--text", lines, "--text", one, "--by", "source", "--by", "length"]

@@ -216,6 +216,7 @@ def decoder_on(config, sizes, rows=8, length=32):
     return jaxtp.explain(decoder(config), ids, mesh=sizes)
 
 
+@pytest.mark.wide
 def test_our_own_decoder_has_the_split_it_declares():
     """Frozen weights beside adapters too."""
     config = replace(SMALL, lora=jaxtp.LoraConfig(rank=4))

@@ -195,6 +195,7 @@ def test_declared_specs_stay_and_are_completed():
     }
 
 
+@pytest.mark.wide
 def test_a_declared_dim_that_tp_does_not_divide_is_noted():
     plan = propose(declared, OVER_FOUR)
     note = "k declares w 16x2x4 as P('fsdp', 'tp', None), which tp 4 does not divide: no split"

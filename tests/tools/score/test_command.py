@@ -108,6 +108,7 @@ def assert_top_log_probs(row, expected, has_label):
     assert not row["top_ids"][~has_label].any()
 
 
+@pytest.mark.wide
 def test_scores_of_one_device_are_those_of_the_model(log_probs, data, base, tmp_path, capsys):
     assert_scores(log_probs, data, base)
     assert not (base / JOURNAL).exists()
