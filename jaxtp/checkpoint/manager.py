@@ -105,7 +105,7 @@ class SaveBarriers:
             primary_host=0, active_processes=everyone, barrier_sync_key_prefix=self._prefix
         )
         self.options = ocp.AsyncOptions(timeout_secs=BARRIER_SECONDS, barrier_sync_fn=self)
-        self._barrier = ocp.multihost.get_barrier_sync_fn(processes=everyone)
+        self._barrier = ocp.multihost.get_barrier_sync_fn()
         # If a process arrives at a barrier with another list of members, JAX's coordinator fails
         # the barrier for all processes at once.
         self._poison_barrier = ocp.multihost.get_barrier_sync_fn(
