@@ -15,7 +15,7 @@ LEVELS = [
     {"mesh"},
     {"distributed", "compiler_hints"},
     {"collectives"},
-    {"layers", "parallelize", "data"},
+    {"layers", "plans", "data"},
     {"models", "checkpoint"},
     {"hf", "analysis"},
     {"train", "generate"},

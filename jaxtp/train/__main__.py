@@ -4,9 +4,6 @@ if __name__ == "__main__":
     from jaxtp.config.entry import start
 
     start("jaxtp train")
-    from jaxtp.__main__ import hasten_help
-
-    hasten_help()
 
 import io
 from collections.abc import Sequence, Set

@@ -27,7 +27,7 @@ from jaxtp.config.schema import ConfigError, OptionalFile, Switch, from_yaml
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
-from jaxtp.parallelize.parallelize import Build
+from jaxtp.plans.parallelize import Build
 from jaxtp.tools.explain.explanation import explain
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_own_step, has_settings
 from jaxtp.train import setup

@@ -15,8 +15,8 @@ from jaxtp.config.schema import ConfigError, Switch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.config import OriginConfig
 from jaxtp.models.own_decoder import builder
-from jaxtp.parallelize.parallelize import Build
-from jaxtp.parallelize.plan import Plan
+from jaxtp.plans.parallelize import Build
+from jaxtp.plans.plan import Plan
 from jaxtp.tools.explain.explanation import Explanation, explain
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint
