@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import tyro
-
 import jaxtp
 from jaxtp.config import entry
-from jaxtp.config.command_line import Command, choose_name, completion
+from jaxtp.config.affects import POSITIONAL
+from jaxtp.config.command_line import Command, choose, completion
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
@@ -61,7 +60,7 @@ def _run(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
-    name, flags = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
+    name, flags = choose(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
     if name == COMPLETION:
         return _complete(flags)
     with entry.paused_collection():
@@ -71,7 +70,7 @@ def _run(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Completion:
-    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
+    shell: Annotated[Literal["bash", "zsh", "fish"], POSITIONAL]
     """Shell of the completion script."""
 
 
@@ -82,7 +81,7 @@ def _complete(argv: Sequence[str]) -> int:
     for name, package in COMMANDS.items():
         module = importlib.import_module(f"{package}.__main__")
         commands[name] = getattr(module, "COMMANDS", None) or module.COMMAND
-    print(completion(PROGRAM, {**commands, COMPLETION: command}, config.shell))
+    print(completion({**commands, COMPLETION: command}, config.shell))
     return 0
 
 

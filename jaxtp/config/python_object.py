@@ -43,16 +43,16 @@ def load_object(text: str, setting: str) -> Any:
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise ConfigError(
-            f"{setting} {text}: should be FILE.py:NAME or "
-            f"package.module:NAME{_own_name(text, setting)}"
-        )
+        close = _nearest(text, jaxtp)
+        hint = f"; did you mean jaxtp:{close}?" if close else ""
+        raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME{hint}")
     module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
     with user_code(f"{setting} {text}", ConfigError):
         if not hasattr(module, name):
-            raise ConfigError(
-                f"{setting} {text}: {place} has no {name}; {_hint(module, name, setting)}"
-            )
+            close = _nearest(name, module)
+            names = _own_names(module) or "no names"
+            hint = f"did you mean {close}?" if close else f"it has {names}"
+            raise ConfigError(f"{setting} {text}: {place} has no {name}; {hint}")
         value = getattr(module, name)
     if value is None:  # None would mean that the setting was not given
         raise ConfigError(f"{setting} {text} is None")
@@ -213,93 +213,24 @@ def _as_word(value: object) -> str:
     return json.dumps(value, default=str)
 
 
-_CALLED_WITH = {"loss": ("model", "batch", "key"), "callbacks": ("trainer", "step")}
-"""The arguments of the functions that these settings name."""
-_BUILDS = ("--model.build", "--build", "MODEL")  # settings that name a model
-
-
-def _hint(module: ModuleType, name: str, setting: str) -> str:
-    names = _names_for(setting, module)
-    close = _closest(name, names)
-    if close is not None:
-        return f"did you mean {close}?"
-    public = [
-        name
-        for name in names
-        if not name.startswith("_") and _defines(module, getattr(module, name))
-    ]
-    return f"it has {', '.join(public)}" if public else f"it has nothing for {setting}"
-
-
-def _own_name(text: str, setting: str) -> str:
-    # Suggests jaxtp's own loss for a single word, such as dpo, by which other programs name a loss.
-    if _kind(setting) != "loss" or not text.isidentifier():
-        return ""
-    names = _names_for(setting, jaxtp)
-    close = _closest(text, names)
-    if close is not None:
-        return f"; did you mean jaxtp:{close}?"
-    return f", such as {' or '.join(f'jaxtp:{name}' for name in names)}"
-
-
-def _closest(name: str, names: Iterable[str]) -> str | None:
-    by_lower_case = {name.lower(): name for name in names}
-    close = closest(name.lower(), by_lower_case)
+def _nearest(name: str, module: ModuleType) -> str | None:
+    by_lower_case = {other.lower(): other for other in dir(module)}
+    close = closest(name.lower(), by_lower_case, cutoff=0.75)
     return by_lower_case.get(close or "")
 
 
-def _names_for(setting: str, module: ModuleType) -> list[str]:
-    # `vars` lacks names that are imported at their first use.
-    names = map(str, getattr(module, "__all__", vars(module)))
-    return [name for name in names if _fits(setting, getattr(module, name, None))]
-
-
-def _fits(setting: str, value: object) -> bool:
-    # Whether a setting may name a value, judged by the value's form.
-    kind = _kind(setting)
-    is_of_jaxtp = str(getattr(value, "__module__", "")).startswith("jaxtp.")
-    is_model = any(
-        base.__module__.startswith("flax.") and base.__name__ == "Module"
-        for base in getattr(value, "__mro__", ())
-    )
-    if kind == "plan":
-        return isinstance(value, Mapping)
-    if kind in _CALLED_WITH:
-        return not is_model and _takes(value, _CALLED_WITH[kind], by_name=is_of_jaxtp)
-    if is_of_jaxtp:
-        return is_model and setting in _BUILDS
-    if kind.endswith("batches") and hasattr(value, "__iter__"):
-        return not isinstance(value, str | bytes)
-    return callable(value)
-
-
-def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
-    # Whether a value can be called with these arguments; a class, whether its instances can.
-    call: Any = value
-    if isinstance(value, type):
-        # If no base defines `__call__`, `value.__call__` is the metaclass's: the constructor.
-        methods = (vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base))
-        method = next(methods, None)
-        call = method and partial(method, None)
-    if not callable(call):
-        return False
-    try:
-        signature = inspect.signature(call)
-        signature.bind_partial(*arguments)
-    except (TypeError, ValueError):
-        return False
-    return not by_name or tuple(signature.parameters)[: len(arguments)] == arguments
-
-
-def _defines(module: ModuleType, value: object) -> bool:
-    # Whether a module defines a value itself: it may also import functions and classes.
-    if not (isinstance(value, type) or inspect.isroutine(value)):
-        return True
-    return str(getattr(value, "__module__", "")).startswith(module.__name__)
-
-
-def _kind(setting: str) -> str:
-    return setting.rpartition(".")[2].lstrip("-")
+def _own_names(module: ModuleType) -> str:
+    """Returns the names that a module does not import from another one."""
+    names = []
+    for name in dir(module):
+        value = vars(module).get(name)
+        place = module.__name__
+        if isinstance(value, type) or inspect.isroutine(value):
+            place = str(value.__module__)
+        is_own = place.startswith(module.__name__) and not inspect.ismodule(value)
+        if is_own and not name.startswith("_"):
+            names.append(name)
+    return truncate(", ".join(names), 300)
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:
