@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import inspect
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from runs import run_program
 
 import jaxtp
 
-HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "tyro", "numpy")
+HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "numpy")
 
 
 def output_of(*words):
@@ -63,7 +64,7 @@ import jaxtp
 print("import:", *changed(before))
 """  # noqa: E501
 OF_ALL_NAMES = """
-import flax.nnx, grain, jax, numpy, optax, orbax.checkpoint, pydantic, tyro, yaml
+import flax.nnx, grain, jax, numpy, optax, orbax.checkpoint, pydantic, yaml
 import jax.experimental.pallas.triton, tensorboardX
 
 before = state()
@@ -98,6 +99,11 @@ def test_every_name_resolves_to_what_type_checkers_see():
         name: getattr(importlib.import_module(module), name) for name, module in modules.items()
     }
     assert not [name for name in modules if getattr(jaxtp, name) is not seen[name]]
+
+
+def test_signatures_of_public_dataclasses_show_the_names_of_types():
+    dataclasses = filter(is_dataclass, (getattr(jaxtp, name) for name in jaxtp.__all__))
+    assert not [kind for kind in dataclasses if "FieldInfo" in str(inspect.signature(kind))]
 
 
 def test_only_public_names_are_listed():

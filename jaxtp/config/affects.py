@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import NoneType
+from itertools import chain
 from typing import Any, get_args, get_origin, get_type_hints
 
 
@@ -69,7 +69,6 @@ class Setting:
     marks: tuple[object, ...]  # Metadata of `Annotated`
     default: object
     effects: Affects | None  # The setting's `Affects`, or its section's
-    runs_code: bool = False  # Whether the setting has the mark `RUNS_CODE`
     argument: Argument = Argument()
 
     @property
@@ -115,8 +114,9 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
         if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
             continue
         key = next(filter(None, (getattr(mark, "alias", None) for mark in marks)), field.name)
-        # Of two marks, the one that is not a part of the type's name wins
-        *_, argument = (Argument(), *(mark for mark in marks if isinstance(mark, Argument)))
+        # Those of a type's name, such as `Keys`, come first
+        arguments = [mark for mark in marks if isinstance(mark, Argument)]
+        argument = arguments[-1] if arguments else Argument()
         name = key if argument.name is None else argument.name
         flag = ".".join(filter(None, (section.flag.removeprefix("--"), name)))
         default = field.default
@@ -131,7 +131,6 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
             marks=marks,
             default=default,
             effects=next((mark for mark in marks if isinstance(mark, Affects)), section.effects),
-            runs_code=_has_mark(hints[field.name], RUNS_CODE),
             argument=argument,
         )
         yield setting
@@ -139,22 +138,10 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
             yield from _walk(setting.kind, setting)
 
 
-def _has_mark(hint: object, mark: str) -> bool:
-    # Also within a union or a tuple, as in `Reference | None`.
-    if mark in getattr(hint, "__metadata__", ()):
-        return True
-    return any(_has_mark(part, mark) for part in get_args(hint))
-
-
 def _marks(hint: object) -> tuple[object, ...]:
-    # The metadata of a type, and of the type that it makes optional: a `Reference | None` is a
-    # reference, too.
+    """Returns the metadata of a type, after that of its parts, as in `Reference | None`."""
     own: tuple[object, ...] = getattr(hint, "__metadata__", ())
-    kind = get_args(hint)[0] if own else hint
-    inner = [part for part in get_args(kind) if part is not NoneType]
-    if len(inner) == 1 and NoneType in get_args(kind):
-        return (*getattr(inner[0], "__metadata__", ()), *own)
-    return own
+    return (*chain(*map(_marks, get_args(hint))), *own)
 
 
 def find_setting(schema: type, name: str) -> Setting | None:

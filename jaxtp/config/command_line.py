@@ -26,6 +26,7 @@ from jaxtp.config.affects import (
     ONLY_IN_FILES,
     POSITIONAL,
     REPEATED,
+    RUNS_CODE,
     Argument,
     Setting,
     find_setting,
@@ -172,7 +173,7 @@ class Command(Generic[T]):
         common = []
         if not any(setting.is_required for setting in settings):
             common = [_CONFIG, _PRINT]
-            if any(setting.runs_code for setting in settings):
+            if any(RUNS_CODE in setting.marks for setting in settings):
                 common.append(_ALLOW)
         mesh = find_setting(self.schema, "mesh")
         # The command check has its own --mesh.
@@ -201,11 +202,11 @@ class Command(Generic[T]):
         positional = [_label(setting) for setting in settings if POSITIONAL in setting.marks]
         print("usage:", self.program, "[FLAGS]", *positional)
         print("", _filled(description, columns), "", sep="\n")
-        rows = {}
+        rows = []
         for setting in settings:
             text = help_text(setting)
             text = _first_sentence(text) if is_short else text
-            rows[_label(setting)] = text + _default_and_limits(setting)
+            rows.append((_label(setting), text + _default_and_limits(setting)))
         _print_table(rows, columns)
 
     def _unknown_section(self, section: str, sections: Sequence[str]) -> ConfigError:
@@ -373,10 +374,10 @@ def choose(
     name, *arguments = argv or (HELP,)
     if name in _HELP_WORDS:
         print(f"usage: {program} COMMAND ...\n")
-        rows = {
-            name: command if isinstance(command, str) else command.summary
+        rows = [
+            (name, command if isinstance(command, str) else command.summary)
             for name, command in commands.items()
-        }
+        ]
         _print_table(rows, shutil.get_terminal_size().columns)
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
@@ -411,13 +412,13 @@ def _offers(program: str, commands: Commands) -> Iterator[tuple[str, str, str]]:
             continue
         words = [HELP]
         for setting in command.used_settings():
-            choices = " ".join(map(str, _choices(setting.kind)))
+            choices = list(map(str, _choices(setting.kind)))
             if POSITIONAL in setting.marks:
-                words.append(choices)
+                words += choices
             elif ONLY_IN_FILES not in setting.marks:
                 words.append(setting.flag)
                 if choices:
-                    yield f"{program} {name} ", f"{setting.flag} ", choices
+                    yield f"{program} {name} ", f"{setting.flag} ", " ".join(choices)
         yield f"{program} {name} ", "", " ".join(words)
     yield f"{program} ", "", " ".join(commands)
 
@@ -446,9 +447,9 @@ compadd -- ${=offers}
 _files""",
     ),
     "fish": (
-        "        case '{0}*{1}'\n            string split ' ' '{2}'",
+        "        case '{0}*{1}'\n            string split -- ' ' '{2}'",
         """function _jaxtp
-    switch (string join ' ' (commandline -opc))' '
+    switch (string join -- ' ' (commandline -opc))' '
 CASES
     end
 end
@@ -469,7 +470,7 @@ def _name_in_errors(setting: Setting) -> str:
 
 def spellings(setting: Setting) -> Iterator[str]:
     """Yields the flags of a setting, without leading dashes, with _ between words."""
-    if not {POSITIONAL, ONLY_IN_FILES}.isdisjoint(setting.marks):
+    if POSITIONAL in setting.marks or ONLY_IN_FILES in setting.marks:
         return
     yield _key(setting.flag)
     if setting.kind is bool:
@@ -518,15 +519,13 @@ def _label(setting: Setting) -> str:
         return setting.flag if setting.default is False else ", ".join(flags)
     if get_origin(setting.kind) is dict:
         return f"{setting.flag}.NAME VALUE"
-    return f"{setting.flag} {setting.argument.value or _value_name(setting)}"
-
-
-def _value_name(setting: Setting) -> str:
     choices = ",".join(map(str, _choices(setting.kind)))
     kinds = {setting.kind, *get_args(setting.kind)}
-    names = [f"{{{choices}}}"] if choices else [_VALUES[kind] for kind in _VALUES if kind in kinds]
+    value = next((name for kind, name in _VALUES.items() if kind in kinds), "")
+    if choices:
+        value = f"{{{choices}}}"
     takes_many = setting.is_list and REPEATED not in setting.marks
-    return " ".join([*names, "..."] if takes_many else names)
+    return f"{setting.flag} {setting.argument.value or value}{' ...' if takes_many else ''}"
 
 
 def _choices(kind: object) -> tuple[object, ...]:
@@ -547,7 +546,7 @@ def _default_and_limits(setting: Setting) -> str:
     if setting.is_required:
         notes.append("required")
     elif setting.default is not False and setting.default not in (None, (), "", {}):
-        default = setting.default if setting.is_list else (setting.default,)
+        default: Any = setting.default if setting.is_list else (setting.default,)
         notes.append(" ".join(["default:", *map(str, default)]))
     for limit in chain(*(getattr(mark, "metadata", ()) for mark in setting.marks)):
         for name, words in _LIMITS.items():
@@ -557,11 +556,11 @@ def _default_and_limits(setting: Setting) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def _print_table(rows: Mapping[str, str], columns: int) -> None:
+def _print_table(rows: Sequence[tuple[str, str]], columns: int) -> None:
     """Prints labels and texts in two columns."""
-    width = min(_MAX_LABEL, max(map(len, rows), default=0))
+    width = min(_MAX_LABEL, max((len(label) for label, _ in rows), default=0))
     margin = " " * (width + 4)
-    for label, text in rows.items():
+    for label, text in rows:
         first = f"  {label:<{width}}  "
         if len(label) > width:
             print(f"  {label}")
@@ -585,12 +584,13 @@ def _docstring(setting: Setting) -> str:
 def _docstrings(path: str) -> dict[tuple[str, str], str]:
     texts = {}
     for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
-        for statement in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
-            match statement:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                    value=ast.Constant(value=str(text))
-                ):
-                    texts[node.name, name] = text
+        if isinstance(node, ast.ClassDef):
+            for statement in pairwise(node.body):
+                match statement:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                        value=ast.Constant(value=str(text))
+                    ):
+                        texts[node.name, name] = text
     return texts
 
 

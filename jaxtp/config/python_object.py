@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import jaxtp
-from jaxtp.config.affects import ArgumentsOf, settings_of
+from jaxtp.config.affects import RUNS_CODE, ArgumentsOf, settings_of
 from jaxtp.config.entry import say
 from jaxtp.config.files import is_own
 from jaxtp.config.hints import closest
@@ -106,7 +106,7 @@ def named_code(
     """
     references = []
     for setting in settings_of(type(config)).values():
-        if not setting.runs_code or setting.keys in ignored:
+        if RUNS_CODE not in setting.marks or setting.keys in ignored:
             continue
         values = _value_at(config, setting.path)
         for value in values if isinstance(values, tuple) else (values,):

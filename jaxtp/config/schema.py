@@ -22,7 +22,6 @@ from jaxtp.config.affects import (
     REPEATED,
     RUNS_CODE,
     Argument,
-    find_setting,
     leaf_settings,
     settings_of,
 )
@@ -185,12 +184,6 @@ def merged(
             value = merged(old, value, f"{prefix}{key}.")
         result[key] = value
     return result
-
-
-def flag(schema: type, keys: Sequence[object]) -> str:
-    """Returns the flag of a value (`--mesh.tp`)."""
-    setting = find_setting(schema, dotted(keys))
-    return f"--{keys[0]}" if setting is None else setting.flag
 
 
 def _assignment(keys: Sequence[object], value: object) -> str:

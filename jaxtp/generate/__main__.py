@@ -35,7 +35,6 @@ from jaxtp.config.schema import (
     Day,
     OptionalFile,
     OptionalFolder,
-    flag,
     nearest_file,
 )
 from jaxtp.data.chat_template import ChatError, ChatTemplate
@@ -147,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate(config: GenerateConfig) -> None:
-    spell = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
+    spell = lambda name, value: f"--{name.replace('_', '-')} {value}"  # noqa: E731
     problems = [*_conflicts(config), *settings_problems(config.sampling, spell)]
     if problems or config.model is None:
         raise ConfigError("; ".join(problems))

@@ -5,6 +5,8 @@ probability are kept or removed together, whatever the sort order. A row's rando
 only on its seed and length, not on the batch or the mesh.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

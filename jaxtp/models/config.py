@@ -5,6 +5,8 @@ A decoder has stacks of blocks; each stack repeats a pattern; each block sums re
 repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -245,7 +247,7 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
         """
         return self.build is not None and self.decoder is None
 
-    def for_file(self) -> "ModelConfig":
+    def for_file(self) -> ModelConfig:
         """Returns the settings without those that `build` makes."""
         if self.build is None or self.is_foreign:
             return self

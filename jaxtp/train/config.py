@@ -19,7 +19,6 @@ from jaxtp.config.affects import (
     SHORT_HELP,
     STEP,
     Affects,
-    Argument,
     ArgumentsOf,
     settings,
 )
@@ -259,9 +258,7 @@ class LoopConfig(Settings):
     """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: the arguments of its class,
     or further arguments of its function."""
 
-    callbacks: Annotated[
-        tuple[Reference, ...], Argument("FILE.py:NAME ..."), NOTHING, SHORT_HELP
-    ] = ()
+    callbacks: Annotated[tuple[Reference, ...], NOTHING, SHORT_HELP] = ()
     """Functions (trainer, step) that every process calls after each step."""
 
     z_loss: Annotated[NonNegative, NUMBERS] = 0.0

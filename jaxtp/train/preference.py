@@ -3,6 +3,8 @@
 The column `pairs` assigns tokens to answers, so an answer may be anywhere in its row.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial

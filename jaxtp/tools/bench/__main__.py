@@ -104,7 +104,7 @@ writes.
 class CommConfig(TrainConfig):
     """Flags of `jaxtp bench comm`, and a training configuration for mesh and sizes."""
 
-    message_bytes: Annotated[tuple[Count, ...], Argument("16384 1048576 ...")] = ()
+    message_bytes: Annotated[tuple[Count, ...], Argument("16384 1048576")] = ()
     """Sizes of the messages in bytes; by default 16 KiB to 256 MiB (on CPUs to 1 MiB), each four
     times the previous one."""
 

@@ -69,7 +69,7 @@ HEADER = (
 class CheckConfig(TrainConfig):
     """Command line of a check: a training configuration, and meshes."""
 
-    meshes: Annotated[tuple[str, ...], Argument("tp=8 cp=2,tp=4 ...", name="mesh")] = ()
+    meshes: Annotated[tuple[str, ...], Argument("tp=8 cp=2,tp=4", name="mesh")] = ()
     """Meshes to compare with one device, by default several; an axis that is left out is 1. The
     default is the configuration's own mesh, scaled down to 16 devices, and meshes that use each
     axis separately and together. With cp, each possible attention method is checked; mesh.context

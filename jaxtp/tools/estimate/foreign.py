@@ -95,7 +95,7 @@ class OnHardware:
     hardware: Annotated[str, Field(description=HARDWARE), Argument("h100x8")] = "h100x8"
     """See `HARDWARE`."""
 
-    meshes: Annotated[tuple[str, ...], Argument("tp=8 fsdp=2,tp=4 ...", name="mesh")] = ()
+    meshes: Annotated[tuple[str, ...], Argument("tp=8 fsdp=2,tp=4", name="mesh")] = ()
     """Meshes to try, by default all that can run; an axis that is left out is 1."""
 
     memory_fraction: Fraction | None = None

@@ -23,7 +23,7 @@ from jaxtp.mesh import CP
 
 MAX_DEFAULT_LENGTH = 2048  # Maximum window length, unless a setting or a run determines it
 
-_Models = Annotated[tuple[UserPath, ...], Argument("DIR ...")]
+_Models = Annotated[tuple[UserPath, ...], Argument("DIR")]
 _Paths = Annotated[tuple[str, ...], REPEATED, Argument("PATH")]
 _Datasets = Annotated[tuple[DataPath, ...], REPEATED, Argument("DIR")]
 _Folders = Annotated[tuple[UserPath, ...], REPEATED, Argument("DIR")]
