@@ -34,7 +34,7 @@ from jaxtp.config.affects import (
     settings_of,
 )
 from jaxtp.config.hints import closest, dotted, hint_for, nearest_name
-from jaxtp.config.python_object import file_arguments, named_code, require_consent
+from jaxtp.config.python_object import require_consent
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import (
     ConfigError,
@@ -114,7 +114,7 @@ class Command(Generic[T]):
             is out of range.
           SystemExit: after help or `--print-config`, with code 0.
         """
-        if position := asks_for_help(argv):
+        if position := _asks_for_help(argv):
             self._print_help(*argv[position - 1 : position + 1])
             raise SystemExit(0)
         values = self._parse(argv)
@@ -137,9 +137,7 @@ class Command(Generic[T]):
             describe=self._describe,
         )
         if path is not None and not printing:
-            references = named_code(config, flags.keys())
-            arguments = file_arguments(config, file_config, flags)
-            require_consent(file, references, arguments, is_code_allowed)
+            require_consent(file, config, file_config, flags, is_allowed=is_code_allowed)
         notes: list[str] = []
         if fit:
             explicit = set(map(dotted, (*dict(leaves(in_file)), *flags)))
@@ -323,7 +321,7 @@ def _take_values(setting: Setting, words: deque[str]) -> list[str]:
     return texts
 
 
-def asks_for_help(argv: Sequence[str]) -> int:
+def _asks_for_help(argv: Sequence[str]) -> int:
     """Returns the position, from 1, of the first word before `--` that asks for help, or 0."""
     for position, word in enumerate(argv, start=1):
         if word in _HELP_WORDS:

@@ -15,7 +15,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
@@ -117,31 +117,33 @@ def named_code(
     return references
 
 
-@dataclass(frozen=True)
-class FileArgument:
-    """An argument that a file gives to code."""
+def require_consent(
+    file: Path,
+    config: Hashable,
+    file_config: Hashable,
+    flags: Mapping[tuple[str, ...], object],
+    *,
+    is_allowed: bool,
+) -> None:
+    """Prints the code that a configuration file names, and the arguments that it gives to code.
 
-    flag: str
-    value: object
-    is_for_other: bool  # Whether the file gives it to other code than the code that runs
-
-    def __str__(self) -> str:
-        word = _as_word(self.value)
-        between = "=" if word.startswith("-") else " "
-        return f"{self.flag}{between}{shlex.quote(word)}"
-
-
-def file_arguments(
-    config: Hashable, in_file: Hashable, flags: Mapping[tuple[str, ...], object]
-) -> list[FileArgument]:
-    """Returns the arguments that code gets from a file, except for jaxtp's own code.
+    jaxtp's own code does not count.
 
     Args:
+      file: the file that `--config` names.
       config: the configuration of the file and the flags.
-      in_file: the configuration of the file alone.
+      file_config: the configuration of the file alone.
       flags: values by the keys of their settings.
+      is_allowed: whether the user gave `ALLOW_CODE`.
+
+    Raises:
+      ConfigError: the user did not consent: there is no such flag, and the file was not written by
+        a run of this user.
     """
-    arguments = []
+    references = named_code(config, flags.keys())
+    shown = [f"{flag} {truncate(value, 300)}" for flag, value in references]
+    # If the user chose other code than the file, the file's arguments were not written for it.
+    is_mixed = False
     for setting in settings_of(type(config)).values():
         mark = next((mark for mark in setting.marks if isinstance(mark, ArgumentsOf)), None)
         if mark is None:
@@ -150,67 +152,34 @@ def file_arguments(
         reference = _value_at(config, path)
         if reference is None or is_public(str(reference)):
             continue
-        named_in_file = _value_at(in_file, path)
-        is_for_other = named_in_file not in (None, reference)
-        for name, value in _value_at(in_file, setting.path).items():
+        for name, value in _value_at(file_config, setting.path).items():
             # A flag replaces the file's argument, but a mapping is merged with it.
             if isinstance(flags.get((*setting.keys, name), {}), Mapping):
-                arguments.append(FileArgument(f"{setting.flag}.{name}", value, is_for_other))
-    return arguments
-
-
-def require_consent(
-    file: Path,
-    references: Sequence[tuple[str, str]],
-    arguments: Sequence[FileArgument],
-    is_allowed: bool,
-) -> None:
-    """Prints the code that a configuration file names, and the arguments that it gives.
-
-    Args:
-      file: the file that `--config` names.
-      references: from `named_code`.
-      arguments: from `file_arguments`.
-      is_allowed: whether the user gave `ALLOW_CODE`.
-
-    Raises:
-      ConfigError: the user did not consent: there is no such flag, and the file was not written by
-        a run of this user.
-    """
-    flags = [f"{flag} {truncate(value, 300)}" for flag, value in references]
-    flags += [truncate(argument, 300) for argument in arguments]
-    if not flags:
+                is_mixed |= _value_at(file_config, path) not in (None, reference)
+                shown.append(truncate(_as_flag(f"{setting.flag}.{name}", value), 300))
+    if not shown:
         return
-    # If the user chose other code than the file, the file's arguments were not written for it.
-    is_mixed = any(argument.is_for_other for argument in arguments)
     if (references or is_mixed) and not (is_allowed or is_own(file)):
         problem = "names code, and jaxtp runs no code that a file names"
         if not references:
             problem = "has arguments of other code than the code that runs"
-        raise ConfigError(
-            "\n  ".join(
-                [
-                    f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:",
-                    *flags,
-                ]
-            )
-        )
+        message = f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:"
+        raise ConfigError("\n  ".join([message, *shown]))
     content = "names code that runs" if references else "has arguments of code that runs"
-    say(f"{file} {content}: {', '.join(flags)}")
+    say(f"{file} {content}: {', '.join(shown)}")
 
 
 def _value_at(config: object, path: Iterable[str]) -> Any:
     return reduce(getattr, path, config)
 
 
-def _as_word(value: object) -> str:
-    # Returns a value as a flag takes it. A text needs quotes only if YAML would read something
-    # else.
+def _as_flag(flag: str, value: object) -> str:
+    word = json.dumps(value, default=str)
+    # A text needs quotes only if YAML would read something else.
     if isinstance(value, str):
         with suppress(ValueError):
-            if parse_yaml(value.encode()) == value:
-                return value
-    return json.dumps(value, default=str)
+            word = value if parse_yaml(value.encode()) == value else word
+    return f"{flag}{'=' if word.startswith('-') else ' '}{shlex.quote(word)}"
 
 
 def _nearest(name: str, module: ModuleType) -> str | None:
