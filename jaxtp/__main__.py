@@ -5,7 +5,9 @@ if __name__ == "__main__":
 
     start()
 
+import gc
 import importlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -63,9 +65,12 @@ def _run(argv: Sequence[str]) -> int:
     name, flags = choose(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
     if name == COMPLETION:
         return _complete(flags)
-    with entry.paused_collection():
-        module = importlib.import_module(f"{COMMANDS[name]}.__main__")
-    return module.main(flags)
+    module = f"{COMMANDS[name]}.__main__"
+    if module not in sys.modules:
+        with entry.paused_collection():
+            importlib.import_module(module)
+        gc.freeze()  # later collections, also that at the exit, skip what the imports made
+    return sys.modules[module].main(flags)
 
 
 @dataclass(frozen=True, kw_only=True)
