@@ -1,16 +1,92 @@
 """Tensor-parallel training of transformer models in JAX that you can trust.
 
-Each name in `__all__` is imported at its first use. So `import jaxtp` takes milliseconds, and a
-script that needs only the layers does not wait for Orbax or pydantic.
+Each public name is imported at its first use. So `import jaxtp` takes milliseconds, and a script
+that needs only the layers does not wait for Orbax or pydantic.
 """
 
-import re
-import sys
 from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
-from jaxtp.config import entry as _entry
+_MODULES = {
+    "AttentionConfig": "jaxtp.layers.attention",
+    "Audit": "jaxtp.analysis.audit",
+    "AuditError": "jaxtp.analysis.audit",
+    "BlockConfig": "jaxtp.models.block",
+    "Branch": "jaxtp.layers.branch",
+    "BranchConfig": "jaxtp.layers.branch",
+    "ByteTokenizer": "jaxtp.data.tokenizer",
+    "CausalSelfAttention": "jaxtp.layers.attention",
+    "ColumnParallelLinear": "jaxtp.layers.linear",
+    "Colwise": "jaxtp.plans.styles",
+    "Compute": "jaxtp.plans.styles",
+    "ContextParallel": "jaxtp.plans.styles",
+    "DP": "jaxtp.mesh",
+    "DPO": "jaxtp.train.preference",
+    "Decoder": "jaxtp.models.decoder",
+    "DecoderBlock": "jaxtp.models.decoder",
+    "Distillation": "jaxtp.train.distillation",
+    "ExpertsConfig": "jaxtp.layers.experts",
+    "FSDP": "jaxtp.mesh",
+    "FrozenParam": "jaxtp.layers.parameter",
+    "GenerationSettings": "jaxtp.generate.sampling",
+    "Generator": "jaxtp.generate.engine",
+    "HFError": "jaxtp.hf.model_folder",
+    "HeadConfig": "jaxtp.layers.embedding",
+    "LayerContext": "jaxtp.layers.linear",
+    "LoraConfig": "jaxtp.layers.lora",
+    "MLP": "jaxtp.layers.mlp",
+    "MLPConfig": "jaxtp.layers.mlp",
+    "MeshError": "jaxtp.mesh",
+    "MixtureOfExperts": "jaxtp.layers.experts",
+    "ModelConfig": "jaxtp.models.config",
+    "Norm": "jaxtp.layers.norm",
+    "NormConfig": "jaxtp.layers.norm",
+    "PlanError": "jaxtp.plans.plan",
+    "PositionwiseBranch": "jaxtp.layers.branch",
+    "Precision": "jaxtp.layers.parameter",
+    "PrepareInput": "jaxtp.plans.styles",
+    "PrepareInputOutput": "jaxtp.plans.styles",
+    "PrepareOutput": "jaxtp.plans.styles",
+    "Proposal": "jaxtp.analysis.propose",
+    "Replicate": "jaxtp.plans.styles",
+    "Result": "jaxtp.generate.request",
+    "RowParallelLinear": "jaxtp.layers.linear",
+    "Rowwise": "jaxtp.plans.styles",
+    "SequenceParallel": "jaxtp.plans.styles",
+    "Shard": "jaxtp.plans.styles",
+    "TP": "jaxtp.mesh",
+    "Task": "jaxtp.train.task",
+    "Trainer": "jaxtp.train.trainer",
+    "VocabParallelEmbedding": "jaxtp.layers.embedding",
+    "VocabParallelHead": "jaxtp.layers.embedding",
+    "add_adapters": "jaxtp.hf.adapters",
+    "audit": "jaxtp.analysis.audit",
+    "by_path": "jaxtp.train.optimizer",
+    "explain": "jaxtp.tools.explain.explanation",
+    "freeze": "jaxtp.layers.lora",
+    "hidden_log_probs": "jaxtp.models.log_probs",
+    "load_hf": "jaxtp.hf.load",
+    "load_peft": "jaxtp.hf.peft",
+    "load_run": "jaxtp.train.own_model",
+    "make_mesh": "jaxtp.mesh",
+    "merge_adapters": "jaxtp.hf.adapters",
+    "open_tokenizer": "jaxtp.generate.loading",
+    "parallelize": "jaxtp.plans.parallelize",
+    "propose_plan": "jaxtp.analysis.propose",
+    "read_config": "jaxtp.hf.config_json",
+    "sample_text": "jaxtp.generate.sample_text",
+    "save_hf": "jaxtp.hf.save",
+    "save_peft": "jaxtp.hf.peft",
+    "stream_weights": "jaxtp.hf.save",
+    "token_log_probs": "jaxtp.models.log_probs",
+    "top_log_probs": "jaxtp.models.log_probs",
+    "vocab_parallel_cross_entropy": "jaxtp.layers.loss",
+    "vocab_parallel_logits": "jaxtp.layers.embedding",
+    "without_adapters": "jaxtp.layers.lora",
+}
+"""The module of each public name."""
+
+__all__ = sorted(_MODULES)
 
 if TYPE_CHECKING:
     from jaxtp.analysis.audit import Audit as Audit
@@ -69,18 +145,18 @@ if TYPE_CHECKING:
     from jaxtp.models.log_probs import hidden_log_probs as hidden_log_probs
     from jaxtp.models.log_probs import token_log_probs as token_log_probs
     from jaxtp.models.log_probs import top_log_probs as top_log_probs
-    from jaxtp.parallelize.parallelize import parallelize as parallelize
-    from jaxtp.parallelize.plan import PlanError as PlanError
-    from jaxtp.parallelize.styles import Colwise as Colwise
-    from jaxtp.parallelize.styles import Compute as Compute
-    from jaxtp.parallelize.styles import ContextParallel as ContextParallel
-    from jaxtp.parallelize.styles import PrepareInput as PrepareInput
-    from jaxtp.parallelize.styles import PrepareInputOutput as PrepareInputOutput
-    from jaxtp.parallelize.styles import PrepareOutput as PrepareOutput
-    from jaxtp.parallelize.styles import Replicate as Replicate
-    from jaxtp.parallelize.styles import Rowwise as Rowwise
-    from jaxtp.parallelize.styles import SequenceParallel as SequenceParallel
-    from jaxtp.parallelize.styles import Shard as Shard
+    from jaxtp.plans.parallelize import parallelize as parallelize
+    from jaxtp.plans.plan import PlanError as PlanError
+    from jaxtp.plans.styles import Colwise as Colwise
+    from jaxtp.plans.styles import Compute as Compute
+    from jaxtp.plans.styles import ContextParallel as ContextParallel
+    from jaxtp.plans.styles import PrepareInput as PrepareInput
+    from jaxtp.plans.styles import PrepareInputOutput as PrepareInputOutput
+    from jaxtp.plans.styles import PrepareOutput as PrepareOutput
+    from jaxtp.plans.styles import Replicate as Replicate
+    from jaxtp.plans.styles import Rowwise as Rowwise
+    from jaxtp.plans.styles import SequenceParallel as SequenceParallel
+    from jaxtp.plans.styles import Shard as Shard
     from jaxtp.tools.explain.explanation import explain as explain
     from jaxtp.train.distillation import Distillation as Distillation
     from jaxtp.train.optimizer import by_path as by_path
@@ -90,51 +166,13 @@ if TYPE_CHECKING:
     from jaxtp.train.trainer import Trainer as Trainer
 
     __version__: str
-
-with open(__file__, encoding="utf-8") as _source:
-    _IMPORTS = re.findall(r"(?m)^    from (.+) import (\w+) as \2$", _source.read())
-_MODULE_OF = {name: module for module, name in _IMPORTS}
-"""The module of each public name, parsed from the imports above, which only type checkers
-evaluate."""
-
-__all__ = sorted(_MODULE_OF)
-
-
-class _Package(ModuleType):
-    """Keeps `jaxtp.parallelize` a function: importing the package of that name would replace it."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in _MODULE_OF or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
-
-
-class _InitSignature:
-    """Shows the signature of `__init__` where a metaclass, such as NNX's, defines `__call__`."""
-
-    def __get__(self, instance: object, owner: Any) -> object:
-        if instance is not None:  # makes `inspect` read the instance's `__call__`
-            return None
-        inspect = import_module("inspect")
-        parameters = [*inspect.signature(owner.__init__).parameters.values()]
-        return inspect.Signature(() if owner.__init__ is object.__init__ else parameters[1:])
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
+else:  # Type checkers would accept any name.
 
     def __getattr__(name: str) -> Any:
-        """Imports a name in `__all__`, or reads the version, at its first use."""
         if name == "__version__":
             value = import_module("importlib.metadata").version(__name__)
-        elif name in _MODULE_OF:
-            value = getattr(_entry.import_fast(_MODULE_OF[name]), name)
-            if isinstance(value, type) and type(value).__call__ is not type.__call__:
-                value.__signature__ = _InitSignature()
-            elif hasattr(value, "__dataclass_fields__") and isinstance(value, type):
-                plain = get_type_hints(value.__init__)  # without `Annotated`
-                value.__init__.__annotations__ = {**plain, "return": None}
+        elif name in _MODULES:
+            value = getattr(import_module(_MODULES[name]), name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

@@ -5,23 +5,17 @@ if __name__ == "__main__":
 
     start()
 
-import ast
+import gc
 import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Literal, NoReturn
-
-import tyro
+from typing import Annotated, Literal
 
 import jaxtp
 from jaxtp.config import entry
-from jaxtp.config.command_line import Command, asks_for_help, choose_name, completion
-from jaxtp.distributed.environment import is_launched
+from jaxtp.config.affects import POSITIONAL
+from jaxtp.config.command_line import Command, choose, completion
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
@@ -51,12 +45,11 @@ HELP = f"""
 
 
 def commands() -> dict[str, str]:
-    """Returns the first line of the docstring of each command's package, without importing it."""
+    """Returns the first line of the docstring of each command's package."""
     summaries = {}
     for name, package in COMMANDS.items():
-        path = Path(__file__).parent.joinpath(*package.split(".")[1:], "__init__.py")
-        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-        summaries[name] = (docstring or "").partition("\n")[0]
+        docstring = importlib.import_module(package).__doc__ or ""
+        summaries[name] = docstring.partition("\n")[0]
     return summaries
 
 
@@ -65,79 +58,24 @@ def main(argv: Sequence[str]) -> int:
     return entry.attempt(PROGRAM, lambda: _run(argv))
 
 
-def script() -> NoReturn:
-    """Runs `jaxtp`, after `entry.start`."""
-    hasten_help()
-    entry.run(PROGRAM, main)
-
-
-def hasten_help() -> None:
-    """Imports stand-ins for libraries from now on if the process only prints help."""
-    if asks_for_help(sys.argv[1:]) and not is_launched():
-        sys.meta_path.insert(0, _StandIns())
-
-
 def _run(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
-    name, flags = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
+    name, flags = choose(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
     if name == COMPLETION:
         return _complete(flags)
-    return entry.import_fast(f"{COMMANDS[name]}.__main__").main(flags)
-
-
-class _StandIns(MetaPathFinder, Loader):
-    """Imports stand-ins for libraries that take a second to import; help does not need them."""
-
-    LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "numpy", "tensorboardX")
-
-    def find_spec(
-        self, fullname: str, path: object = None, target: object = None
-    ) -> ModuleSpec | None:
-        if fullname.partition(".")[0] not in self.LIBRARIES:
-            return None
-        return ModuleSpec(fullname, self, is_package=True)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = ModuleType(spec.name)
-        module.__getattr__ = _StandIn().__getattr__  # type: ignore[method-assign]
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        pass
-
-
-class _StandIn:
-    """A class, function, decorator or type where a module is defined; false and 0."""
-
-    def __getattr__(self, name: str) -> "_StandIn":
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *arguments: object, **_: object) -> object:
-        # As a decorator of a class it returns the class.
-        return arguments[0] if arguments and isinstance(arguments[0], type) else self
-
-    def __mro_entries__(self, bases: object) -> tuple[type, ...]:
-        return (type("StandIn", (), {"__init_subclass__": lambda *_, **__: None}),)
-
-    def __getitem__(self, _: object) -> "_StandIn":
-        return self
-
-    __or__ = __ror__ = __getitem__
-
-    def __bool__(self) -> bool:
-        return False
-
-    def __float__(self) -> float:
-        return 0.0
+    module = f"{COMMANDS[name]}.__main__"
+    if module not in sys.modules:
+        with entry.paused_collection():
+            importlib.import_module(module)
+        gc.freeze()  # later collections, also that at the exit, skip what the imports made
+    return sys.modules[module].main(flags)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Completion:
-    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
+    shell: Annotated[Literal["bash", "zsh", "fish"], POSITIONAL]
     """Shell of the completion script."""
 
 
@@ -148,9 +86,9 @@ def _complete(argv: Sequence[str]) -> int:
     for name, package in COMMANDS.items():
         module = importlib.import_module(f"{package}.__main__")
         commands[name] = getattr(module, "COMMANDS", None) or module.COMMAND
-    print(completion(PROGRAM, {**commands, COMPLETION: command}, config.shell))
+    print(completion({**commands, COMPLETION: command}, config.shell))
     return 0
 
 
 if __name__ == "__main__":
-    script()
+    entry.run(PROGRAM, main)

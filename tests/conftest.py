@@ -26,7 +26,7 @@ MAX_BYTES_OF_PROGRAMS = 6 * 2**30
 
 # When the futures of a failed read are collected, asyncio formats their tracebacks, which parses
 # code. CPython 3.11 crashes if this happens inside of another parse
-# (github.com/python/cpython/issues/106905), such as tyro's.
+# (github.com/python/cpython/issues/106905).
 logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 jax.config.update("jax_num_cpu_devices", 16)

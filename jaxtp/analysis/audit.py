@@ -27,7 +27,7 @@ from jaxtp.analysis.tables import Cells, columns
 from jaxtp.config.entry import BriefError
 from jaxtp.layers.parameter import is_variable
 from jaxtp.mesh import REPLICAS, TP, Sizes, mesh_sizes, parts
-from jaxtp.parallelize.layouts import dim_over
+from jaxtp.plans.layouts import dim_over
 
 Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
 LARGE = 2**20  # Bytes above which an unintended replication is an error

@@ -31,7 +31,7 @@ from jaxtp.analysis.propagation_rules import (
 )
 from jaxtp.analysis.traced_model import Boundary, TracedModel, read_boundary
 from jaxtp.mesh import TOKENS, TP, Sizes, parts
-from jaxtp.parallelize.stock import signature
+from jaxtp.plans.stock import signature
 
 ROOT = "the model itself"  # Name in messages of the module whose path is empty
 Columns = frozenset[str]  # Paths of the column layers whose outputs split an array

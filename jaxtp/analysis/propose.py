@@ -27,12 +27,12 @@ from jaxtp.analysis.traced_model import (
 )
 from jaxtp.analysis.work import count_work, repeated_work
 from jaxtp.mesh import CP, TP, MeshError, Sizes, abstract_mesh, describe_mesh
-from jaxtp.parallelize.layouts import declared_spec, declared_specs, dim_over
-from jaxtp.parallelize.module_wrappers import find_modules
-from jaxtp.parallelize.parallelize import DECLARED, Build, abstract_model, parallelize
-from jaxtp.parallelize.plan import Plan, format_style, patterns_for
-from jaxtp.parallelize.stock import signature
-from jaxtp.parallelize.styles import (
+from jaxtp.plans.layouts import declared_spec, declared_specs, dim_over
+from jaxtp.plans.module_wrappers import find_modules
+from jaxtp.plans.parallelize import DECLARED, Build, abstract_model, parallelize
+from jaxtp.plans.plan import Plan, format_style, patterns_for
+from jaxtp.plans.stock import signature
+from jaxtp.plans.styles import (
     Colwise,
     ContextParallel,
     PrepareInput,

@@ -19,7 +19,7 @@ from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, total_sent
 from jaxtp.analysis.dataflow import Columns, Dataflow, find_dataflow, parameter_bytes
 from jaxtp.analysis.traced_model import TracedModel
 from jaxtp.mesh import Sizes
-from jaxtp.parallelize.stock import why_not_split
+from jaxtp.plans.stock import why_not_split
 
 
 @dataclass(frozen=True)

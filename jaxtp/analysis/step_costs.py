@@ -85,7 +85,7 @@ from jaxtp.mesh import (
 )
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
-from jaxtp.parallelize.layouts import dim_over
+from jaxtp.plans.layouts import dim_over
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps

@@ -20,9 +20,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] 
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.mesh import AXES, MeshError, Sizes, check_sizes, describe_mesh, mesh_shape, mesh_sizes
-from jaxtp.parallelize.module_wrappers import Method, modules_of, with_calls
-from jaxtp.parallelize.parallelize import Build, abstract_model
-from jaxtp.parallelize.plan import PlanError
+from jaxtp.plans.module_wrappers import Method, modules_of, with_calls
+from jaxtp.plans.parallelize import Build, abstract_model
+from jaxtp.plans.plan import PlanError
 
 MeshLike = Mesh | AbstractMesh | Sizes | None  # None: the mesh in context
 Forward = Callable[..., object]  # of a model and its inputs

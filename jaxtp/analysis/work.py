@@ -32,7 +32,7 @@ from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
 from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import TOKENS, TP, Sizes, axes_of, parts
-from jaxtp.parallelize.layouts import dim_over
+from jaxtp.plans.layouts import dim_over
 
 Objective = Callable[..., Array]  # Takes parameters and further inputs; returns a scalar
 # Scope of operations that `jax.checkpoint` computes again

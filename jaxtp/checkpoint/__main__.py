@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
 
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.checkpoint.storage import OF_ARRAYS, StoredCheckpoint, is_of_run, open_checkpoint
 from jaxtp.config import entry
+from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import OptionalFile, UserPath
@@ -24,7 +24,7 @@ from jaxtp.distributed.environment import accept_absent_gpus
 from jaxtp.mesh import describe_mesh, mesh_shape
 
 PROGRAM = "jaxtp checkpoint"
-Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+Folder = Annotated[UserPath, POSITIONAL, Argument("DIR")]
 # Settings in the section `model` that affect a user's model
 _OF_OWN_MODEL = ("build", "arguments", "plan", "precision")
 _RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
@@ -185,10 +185,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    command, flags = choose(PROGRAM, COMMANDS, argv)
-    args, _ = command.load(flags)
+    name, flags = choose(PROGRAM, COMMANDS, argv)
+    args, _ = COMMANDS[name].load(flags)
     require_writable("--json", args.json)
-    return _COMMANDS[command.program.rpartition(" ")[2]][1](args)
+    return _COMMANDS[name][1](args)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ section. This file imports only the standard library, so any room can use it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import NoneType
+from itertools import chain
 from typing import Any, get_args, get_origin, get_type_hints
 
 
@@ -35,6 +35,19 @@ ARCHITECTURE = Affects(cost=True, numbers=True, architecture=True, fixed=True)
 SHORT_HELP = "short help"
 RUNS_CODE = "runs code"
 """Marks a setting whose value names code that jaxtp runs; in a file it needs the user's consent."""
+POSITIONAL = "positional"  # Marks a setting without a flag
+REPEATED = "repeated"  # Marks a list whose flag takes one word and may be repeated
+ONLY_IN_FILES = "only in files"  # Marks a setting that the command line cannot set
+
+
+@dataclass(frozen=True)
+class Argument:
+    """How a command line names a setting."""
+
+    value: str = ""  # Name of its value in the help (`FILE.yaml`), by default of its type
+    # Replaces the key in the flag; empty for a section whose settings have no prefix
+    name: str | None = None
+    other_flag: str = ""  # Another spelling
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Setting:
     marks: tuple[object, ...]  # Metadata of `Annotated`
     default: object
     effects: Affects | None  # The setting's `Affects`, or its section's
-    runs_code: bool = False  # Whether the setting has the mark `RUNS_CODE`
+    argument: Argument = Argument()
 
     @property
     def name(self) -> str:
@@ -100,8 +113,11 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
         marks = _marks(hints[field.name])
         if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
             continue
-        key = next(_attributes(marks, "alias"), field.name)
-        name = next(_attributes(marks, "name"), key)
+        key = next(filter(None, (getattr(mark, "alias", None) for mark in marks)), field.name)
+        # Those of a type's name, such as `Keys`, come first
+        arguments = [mark for mark in marks if isinstance(mark, Argument)]
+        argument = arguments[-1] if arguments else Argument()
+        name = key if argument.name is None else argument.name
         flag = ".".join(filter(None, (section.flag.removeprefix("--"), name)))
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
@@ -115,36 +131,17 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
             marks=marks,
             default=default,
             effects=next((mark for mark in marks if isinstance(mark, Affects)), section.effects),
-            runs_code=_has_mark(hints[field.name], RUNS_CODE),
+            argument=argument,
         )
         yield setting
         if setting.is_section:
             yield from _walk(setting.kind, setting)
 
 
-def _attributes(marks: Iterable[object], name: str) -> Iterator[str]:
-    for mark in marks:
-        value = getattr(mark, name, None)
-        if value is not None:
-            yield value
-
-
-def _has_mark(hint: object, mark: str) -> bool:
-    # Also within a union or a tuple, as in `Reference | None`.
-    if mark in getattr(hint, "__metadata__", ()):
-        return True
-    return any(_has_mark(part, mark) for part in get_args(hint))
-
-
 def _marks(hint: object) -> tuple[object, ...]:
-    # The metadata of a type, and of the type that it makes optional: a `Reference | None` is a
-    # reference, too.
+    """Returns the metadata of a type, after that of its parts, as in `Reference | None`."""
     own: tuple[object, ...] = getattr(hint, "__metadata__", ())
-    kind = get_args(hint)[0] if own else hint
-    inner = [part for part in get_args(kind) if part is not NoneType]
-    if len(inner) == 1 and NoneType in get_args(kind):
-        return (*getattr(inner[0], "__metadata__", ()), *own)
-    return own
+    return (*chain(*map(_marks, get_args(hint))), *own)
 
 
 def find_setting(schema: type, name: str) -> Setting | None:

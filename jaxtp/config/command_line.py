@@ -1,50 +1,43 @@
 """Command lines: dataclasses filled from a YAML file and flags, help, and completion scripts.
 
 Every command takes `--config FILE` (YAML), dotted flags that override it (`--mesh.tp 4`),
-`--mesh fsdp=2,tp=4`, `--print-config`, `--help`, `--help SECTION` and `--help-all`. tyro formats
-help and completion scripts; flags are parsed here and validated by pydantic, as in files, so an
-error is one line that names the flag.
+`--mesh fsdp=2,tp=4`, `--print-config`, `--help`, `--help SECTION` and `--help-all`. pydantic
+validates flags as it validates files, so an error is one line that names the flag.
 """
 
 import ast
 import contextlib
-import copy
 import dataclasses
 import inspect
-import io
 import math
-import os
 import re
 import shlex
 import shutil
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import pairwise, starmap
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Generic,
-    Literal,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from jaxtp.config.affects import (
+    ONLY_IN_FILES,
+    POSITIONAL,
+    REPEATED,
+    RUNS_CODE,
+    Argument,
+    Setting,
+    find_setting,
+    leaf_settings,
+    settings_of,
 )
-
-import tyro
-
-from jaxtp.config.affects import Setting, find_setting, leaf_settings, settings_of
 from jaxtp.config.hints import closest, dotted, hint_for, nearest_name
-from jaxtp.config.python_object import file_arguments, named_code, require_consent
+from jaxtp.config.python_object import require_consent
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import (
     ConfigError,
-    Switch,
     leaves,
     merged,
     nested,
@@ -58,22 +51,33 @@ T = TypeVar("T")
 HELP = "--help"
 ALL_HELP = "--help-all"
 _HELP_WORDS = (HELP, "-h", ALL_HELP, "--help_all")
-_MIN_COLUMNS = 20  # Minimum width of the help; tyro hangs below six columns
+_MAX_LABEL = 22  # Columns; the text of a longer flag begins below it
+_VALUES = {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT", bool: "{true,false}"}
+"""Names of values by their type."""
+_LIMITS = {
+    "ge": "at least",
+    "gt": "above",
+    "le": "at most",
+    "lt": "below",
+    "multiple_of": "a multiple of",
+}
+"""Words for limits, by the name that pydantic gives them."""
+_MAX_LIMIT = 2**16  # Help does not show limits that nobody reaches
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CommonFlags:
-    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    config: Annotated[Path | None, Argument("FILE")] = None
     """YAML file of settings; flags override it. It may include another file (base: other.yaml)."""
 
-    print_config: Switch = False
+    print_config: bool = False
     """Prints the resulting settings as YAML, and exits."""
 
-    allow_code: Switch = False
+    allow_code: bool = False
     """Runs the Python code that the --config file names. Use it only if you trust the file and this
     code."""
 
-    mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
+    mesh: Annotated[str | None, Argument("fsdp=2,tp=4")] = None
     """Size of each mesh axis, 1 by default; -1 takes all remaining devices."""
 
 
@@ -110,7 +114,7 @@ class Command(Generic[T]):
             is out of range.
           SystemExit: after help or `--print-config`, with code 0.
         """
-        if position := asks_for_help(argv):
+        if position := _asks_for_help(argv):
             self._print_help(*argv[position - 1 : position + 1])
             raise SystemExit(0)
         values = self._parse(argv)
@@ -133,9 +137,7 @@ class Command(Generic[T]):
             describe=self._describe,
         )
         if path is not None and not printing:
-            references = named_code(config, flags.keys())
-            arguments = file_arguments(config, file_config, flags)
-            require_consent(file, references, arguments, is_code_allowed)
+            require_consent(file, config, file_config, flags, is_allowed=is_code_allowed)
         notes: list[str] = []
         if fit:
             explicit = set(map(dotted, (*dict(leaves(in_file)), *flags)))
@@ -169,7 +171,7 @@ class Command(Generic[T]):
         common = []
         if not any(setting.is_required for setting in settings):
             common = [_CONFIG, _PRINT]
-            if any(setting.runs_code for setting in settings):
+            if any(RUNS_CODE in setting.marks for setting in settings):
                 common.append(_ALLOW)
         mesh = find_setting(self.schema, "mesh")
         # The command check has its own --mesh.
@@ -177,66 +179,33 @@ class Command(Generic[T]):
             common.append(_MESH)
         return common + settings
 
-    def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
-        """Returns a flat dataclass of settings for tyro.
-
-        `short` cuts each help text after its first sentence.
-        """
-        fields: list[tuple[str, object, Any]] = []
-        for setting in settings:
-            default: Any = setting.default
-            text = _mark(setting, "help") or docstrings(setting.owner).get(setting.path[-1], "")
-            if short:
-                text = _first_sentence(text)
-            name = None if _is_positional(setting) else setting.flag.removeprefix("--")
-            metavar = None if _mark(setting, "metavar") else _metavar(setting.kind)
-            hint = "" if default is None or default is False or default == () else None
-            argument = tyro.conf.arg(name=name, metavar=metavar, help=text, help_behavior_hint=hint)
-            if not setting.is_required:
-                default = partial(copy.copy, default)
-            field = dataclasses.field(default_factory=default)
-            fields.append(
-                (
-                    "__".join(setting.path),
-                    Annotated[(setting.kind, *setting.marks, argument)],
-                    field,
-                )
-            )
-        return dataclasses.make_dataclass(
-            "Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""}
-        )
-
     def _print_help(self, flag: str, section: str = "") -> None:
         settings = self.used_settings()
         sections = list(dict.fromkeys(s.keys[0] for s in settings if len(s.keys) > 1))
-        text = self.description.strip()
-        shows_all = flag not in (HELP, "-h")
-        shows_section = bool(section) and not shows_all and not section.startswith("-")
-        is_short = bool(self.short_help) and not shows_all and not shows_section
-        if shows_section:
-            if section not in sections:
-                raise self._unknown_section(section, sections)
-            settings = [setting for setting in settings if setting.keys[0] == section]
-        if is_short:
-            by_name = {setting.name: setting for setting in settings}
-            settings = [setting for setting in settings if setting in (_CONFIG, _PRINT, _MESH)]
-            settings += [by_name[name] for name in self.short_help if name in by_name]
-            section_help = f"{HELP} SECTION ({', '.join(sections)}), or " if sections else ""
-            text += f"\n\nMore settings: {section_help}{ALL_HELP}"
-        schema = self.help_schema(settings, short=is_short)
-        width = max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
-        os.environ["COLUMNS"] = str(width)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            tyro.cli(
-                schema,
-                args=[HELP],
-                prog=self.program,
-                description="",
-                config=(tyro.conf.AvoidSubcommands,),
-            )
-        usage, _, options = re.sub(" +\n", "\n", printed.getvalue()).partition("\n")
-        print(usage, _filled(text, width), options.strip("\n"), sep="\n\n")
+        description = self.description.strip()
+        is_short = False
+        if flag in (HELP, "-h"):
+            if section and not section.startswith("-"):
+                if section not in sections:
+                    raise self._unknown_section(section, sections)
+                settings = [setting for setting in settings if setting.keys[0] == section]
+            elif self.short_help:
+                is_short = True
+                by_name = {setting.name: setting for setting in settings}
+                settings = [setting for setting in settings if setting in (_CONFIG, _PRINT, _MESH)]
+                settings += [by_name[name] for name in self.short_help if name in by_name]
+                section_help = f"{HELP} SECTION ({', '.join(sections)}), or " if sections else ""
+                description += f"\n\nMore settings: {section_help}{ALL_HELP}"
+        columns = shutil.get_terminal_size().columns
+        positional = [_label(setting) for setting in settings if POSITIONAL in setting.marks]
+        print("usage:", self.program, "[FLAGS]", *positional)
+        print("", _filled(description, columns), "", sep="\n")
+        rows = []
+        for setting in settings:
+            text = help_text(setting)
+            text = _first_sentence(text) if is_short else text
+            rows.append((_label(setting), text + _default_and_limits(setting)))
+        _print_table(rows, columns)
 
     def _unknown_section(self, section: str, sections: Sequence[str]) -> ConfigError:
         close = nearest_name(section, sections)
@@ -269,7 +238,7 @@ class Command(Generic[T]):
             if setting in values and setting.flag in ("--config", "--mesh") and not setting.is_list:
                 raise ConfigError(f"{flag} is given twice")
             texts = [text] if equals else _take_values(setting, words)
-            if not texts or (setting.owner is _CommonFlags and texts == [""]):
+            if not texts:
                 example = ", such as true" if setting.kind is object else ""
                 raise ConfigError(
                     f"{flag} needs a value{example}; a value that begins with - is written "
@@ -284,7 +253,7 @@ class Command(Generic[T]):
 
     def _add_positional(self, values: dict[Setting, Any], arguments: list[str]) -> None:
         for setting in leaf_settings(self.schema):
-            if _is_positional(setting) and arguments:
+            if POSITIONAL in setting.marks and arguments:
                 if setting.is_list:
                     values[setting] = tuple(arguments)
                     arguments = []
@@ -327,9 +296,9 @@ class Command(Generic[T]):
         if any(name in spellings(setting) for setting in leaf_settings(self.schema)):
             return f"{self.program} does not use it; leave it out (a --config file may contain it)"
         setting = find_setting(self.schema, name)
-        if setting is not None and _is_positional(setting):
+        if setting is not None and POSITIONAL in setting.marks:
             return f"give {_name_in_errors(setting)} without a flag"
-        if setting is not None and tyro.conf.Fixed in setting.marks:
+        if setting is not None and ONLY_IN_FILES in setting.marks:
             return f"{setting.name} has no flag; set it in a --config file"
         example = next((other for other in names if other.startswith(f"{name}.")), None)
         if example is not None:
@@ -345,14 +314,14 @@ class Command(Generic[T]):
 
 
 def _take_values(setting: Setting, words: deque[str]) -> list[str]:
-    takes_many = setting.is_list and tyro.conf.UseAppendAction not in setting.marks
+    takes_many = setting.is_list and REPEATED not in setting.marks
     texts: list[str] = []
     while words and words[0] != "--" and not _is_flag(words[0]) and (takes_many or not texts):
         texts.append(words.popleft())
     return texts
 
 
-def asks_for_help(argv: Sequence[str]) -> int:
+def _asks_for_help(argv: Sequence[str]) -> int:
     """Returns the position, from 1, of the first word before `--` that asks for help, or 0."""
     for position, word in enumerate(argv, start=1):
         if word in _HELP_WORDS:
@@ -390,33 +359,24 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
 
 
 def choose(
-    program: str, commands: Mapping[str, Command[Any]], argv: Sequence[str]
-) -> tuple[Command[Any], list[str]]:
-    """Splits off the name of a command, as `choose_name` does, and returns the command."""
-    summaries = {name: command.summary for name, command in commands.items()}
-    name, arguments = choose_name(program, summaries, argv)
-    return commands[name], arguments
-
-
-def choose_name(
-    program: str, commands: Mapping[str, str], argv: Sequence[str], note: str = ""
+    program: str, commands: Mapping[str, str | Command[Any]], argv: Sequence[str], note: str = ""
 ) -> tuple[str, list[str]]:
     """Splits off the name of a command of `program`, such as `jaxtp convert`.
 
     `--help` lists the names and exits.
 
     Args:
-      commands: one-line summaries by name.
+      commands: commands, or their summaries, by name.
       note: last lines of the list.
     """
     name, *arguments = argv or (HELP,)
     if name in _HELP_WORDS:
-        width = max(map(len, commands)) + 2
-        columns = max(2 * width, shutil.get_terminal_size().columns)
-        indent = " " * (width + 2)
         print(f"usage: {program} COMMAND ...\n")
-        for command, text in commands.items():
-            print(textwrap.fill(f"  {command:<{width}}{text}", columns, subsequent_indent=indent))
+        rows = [
+            (name, command if isinstance(command, str) else command.summary)
+            for name, command in commands.items()
+        ]
+        _print_table(rows, shutil.get_terminal_size().columns)
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
     if name not in commands:
@@ -432,57 +392,89 @@ Commands = Mapping[str, Command[Any] | Mapping[str, Command[Any]]]
 """Commands by name; a family maps the names of its commands."""
 
 
-def completion(program: str, commands: Commands, shell: str) -> str:
-    """Returns a completion script for bash, zsh or fish."""
-    kinds = tuple(starmap(_subcommand, commands.items()))
-    markers = (tyro.conf.AvoidSubcommands, tyro.conf.OmitSubcommandPrefixes)
-    script = io.StringIO()
-    with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
-        flags = ["--tyro-print-completion", shell]
-        tyro.cli(Union[kinds], args=flags, prog=program, config=markers)  # type: ignore[call-overload]  # noqa: UP007
-    return script.getvalue()
+def completion(commands: Commands, shell: str) -> str:
+    """Returns a completion script of `jaxtp` for bash, zsh or fish.
+
+    It chooses by what was typed before the current word, such as `jaxtp train --model.remat `.
+    """
+    case, script = _COMPLETION[shell]
+    cases = (case.format(*pattern) for pattern in _offers("jaxtp", commands))
+    return script.replace("CASES", "\n".join(cases))
 
 
-def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -> Any:
-    if isinstance(command, Command):
-        return Annotated[
-            command.help_schema(command.used_settings()), tyro.conf.subcommand(name=name)
-        ]
-    kinds = list(starmap(_subcommand, command.items()))
-    # tyro would not complete the name of an only command.
-    if len(kinds) == 1:
-        kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
-    inner: object = Union[tuple(kinds)]  # noqa: UP007
-    return Annotated[
-        dataclasses.make_dataclass(name, [("command", inner)]), tyro.conf.subcommand(name=name)
-    ]
+def _offers(program: str, commands: Commands) -> Iterator[tuple[str, str, str]]:
+    """Yields the beginning and the end of what was typed, and the words that may follow."""
+    for name, command in commands.items():
+        if not isinstance(command, Command):
+            yield from _offers(f"{program} {name}", command)
+            continue
+        words = [HELP]
+        for setting in command.used_settings():
+            choices = list(map(str, _choices(setting.kind)))
+            if POSITIONAL in setting.marks:
+                words += choices
+            elif ONLY_IN_FILES not in setting.marks:
+                words.append(setting.flag)
+                if choices:
+                    yield f"{program} {name} ", f"{setting.flag} ", " ".join(choices)
+        yield f"{program} {name} ", "", " ".join(words)
+    yield f"{program} ", "", " ".join(commands)
 
 
-def _mark(setting: Setting, name: str) -> Any:
-    for mark in setting.marks:
-        if value := getattr(mark, name, None):
-            return value
-    return None
-
-
-def _is_positional(setting: Setting) -> bool:
-    return tyro.conf.Positional in setting.marks
+_BASH_CASE = "    '{0}'*'{1}') offers='{2}' ;;"
+_COMPLETION = {
+    "bash": (
+        _BASH_CASE,
+        """_jaxtp() {
+  local offers=
+  case "${COMP_WORDS[*]:0:COMP_CWORD} " in
+CASES
+  esac
+  COMPREPLY=($(compgen -W "$offers" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _jaxtp jaxtp""",
+    ),
+    "zsh": (
+        _BASH_CASE,
+        """#compdef jaxtp
+local offers=
+case "${words[1,CURRENT-1]} " in
+CASES
+esac
+compadd -- ${=offers}
+_files""",
+    ),
+    "fish": (
+        "        case '{0}*{1}'\n            string split -- ' ' '{2}'",
+        """function _jaxtp
+    switch (string join -- ' ' (commandline -opc))' '
+CASES
+    end
+end
+complete -c jaxtp -a '(_jaxtp)'""",
+    ),
+}
+"""The line of a case, and the script, of each shell. A list of commands is a case for all that
+begins like them, and comes after their own cases."""
 
 
 def _name_in_errors(setting: Setting) -> str:
-    if not _is_positional(setting):
-        return setting.flag
-    return _mark(setting, "metavar") or setting.name.upper()
+    if ONLY_IN_FILES in setting.marks:
+        return setting.name
+    if POSITIONAL in setting.marks:
+        return setting.argument.value or setting.name.upper()
+    return setting.flag
 
 
 def spellings(setting: Setting) -> Iterator[str]:
     """Yields the flags of a setting, without leading dashes, with _ between words."""
-    if _is_positional(setting) or tyro.conf.Fixed in setting.marks:
+    if POSITIONAL in setting.marks or ONLY_IN_FILES in setting.marks:
         return
     yield _key(setting.flag)
     if setting.kind is bool:
         yield _negated(_key(setting.flag))
-    yield from map(_key, _mark(setting, "aliases") or ())
+    if setting.argument.other_flag:
+        yield _key(setting.argument.other_flag)
 
 
 def _value(setting: Setting, word: str) -> object:
@@ -496,8 +488,7 @@ def _value(setting: Setting, word: str) -> object:
     choices = get_args(setting.kind)
     if type(None) in choices and not {str, Path} & {*choices} and word.lower() in ("none", "null"):
         return None
-    literals = choices if get_origin(setting.kind) is Literal else ()
-    return next((choice for choice in literals if str(choice) == word), word)
+    return next((choice for choice in _choices(setting.kind) if str(choice) == word), word)
 
 
 def _is_flag(word: str) -> bool:
@@ -517,31 +508,88 @@ def _negated(key: str) -> str:
     return f"{section}{dot}no_{last}"
 
 
-def _metavar(kind: object) -> str | None:
-    match [part for part in get_args(kind) or (kind,) if part is not type(None)]:
-        case [part]:
-            return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(part)
-    return None
+def _label(setting: Setting) -> str:
+    """Returns a setting as a command line has it: `--mesh.tp INT`."""
+    flags = list(map(_flag, spellings(setting)))
+    if not flags:
+        return _name_in_errors(setting)
+    if setting.kind is bool:
+        return setting.flag if setting.default is False else ", ".join(flags)
+    if get_origin(setting.kind) is dict:
+        return f"{setting.flag}.NAME VALUE"
+    choices = ",".join(map(str, _choices(setting.kind)))
+    kinds = {setting.kind, *get_args(setting.kind)}
+    value = next((name for kind, name in _VALUES.items() if kind in kinds), "")
+    if choices:
+        value = f"{{{choices}}}"
+    takes_many = setting.is_list and REPEATED not in setting.marks
+    return f"{setting.flag} {setting.argument.value or value}{' ...' if takes_many else ''}"
 
 
-def docstrings(schema: type) -> dict[str, str]:
-    """Returns the strings below the fields of a dataclass and its bases."""
-    texts = {}
-    for kind in filter(dataclasses.is_dataclass, reversed(schema.__mro__)):
-        body = _class_bodies(inspect.getsourcefile(kind) or "").get(kind.__name__, ())
-        for statement in pairwise(body):
-            match statement:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
-                    value=ast.Constant(value=str(text))
-                ):
-                    texts[name] = " ".join(text.split())
-    return texts
+def _choices(kind: object) -> tuple[object, ...]:
+    """Returns the values of a `Literal`, which may be optional or in a tuple."""
+    parts = get_args(kind)
+    return parts if get_origin(kind) is Literal else tuple(chain(*map(_choices, parts)))
+
+
+def help_text(setting: Setting) -> str:
+    """Returns the description of a setting."""
+    own = (getattr(mark, "description", None) for mark in setting.marks)
+    return next(filter(None, own), _docstring(setting))
+
+
+def _default_and_limits(setting: Setting) -> str:
+    """Returns ` (default: 4; at least 1)`, or nothing."""
+    notes = []
+    if setting.is_required:
+        notes.append("required")
+    elif setting.default is not False and setting.default not in (None, (), "", {}):
+        default: Any = setting.default if setting.is_list else (setting.default,)
+        notes.append(" ".join(["default:", *map(str, default)]))
+    for limit in chain(*(getattr(mark, "metadata", ()) for mark in setting.marks)):
+        for name, words in _LIMITS.items():
+            value = getattr(limit, name, _MAX_LIMIT)
+            if value < _MAX_LIMIT:
+                notes.append(f"{words} {value}")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def _print_table(rows: Sequence[tuple[str, str]], columns: int) -> None:
+    """Prints labels and texts in two columns."""
+    width = min(_MAX_LABEL, max((len(label) for label, _ in rows), default=0))
+    margin = " " * (width + 4)
+    for label, text in rows:
+        first = f"  {label:<{width}}  "
+        if len(label) > width:
+            print(f"  {label}")
+            first = margin
+        print(_wrapped(text, columns, initial_indent=first, subsequent_indent=margin))
+
+
+_wrapped = partial(textwrap.fill, break_on_hyphens=False, break_long_words=False)
+
+
+def _docstring(setting: Setting) -> str:
+    """Returns the string below the field of a setting."""
+    for kind in filter(dataclasses.is_dataclass, setting.owner.__mro__):
+        texts = _docstrings(inspect.getsourcefile(kind) or "")
+        if text := texts.get((kind.__name__, setting.path[-1])):
+            return " ".join(text.split())
+    return ""
 
 
 @cache
-def _class_bodies(path: str) -> dict[str, list[ast.stmt]]:
-    tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+def _docstrings(path: str) -> dict[tuple[str, str], str]:
+    texts = {}
+    for node in ast.walk(ast.parse(Path(path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ClassDef):
+            for statement in pairwise(node.body):
+                match statement:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                        value=ast.Constant(value=str(text))
+                    ):
+                        texts[node.name, name] = text
+    return texts
 
 
 def _first_sentence(text: str) -> str:
@@ -553,8 +601,6 @@ def _filled(text: str, width: int) -> str:
     for paragraph in text.split("\n\n"):
         lines = list(map(str.strip, paragraph.splitlines()))
         is_code = paragraph.startswith(("jaxtp ", " "))
-        filled = textwrap.fill(
-            " ".join(lines), width, break_on_hyphens=False, break_long_words=False
-        )
+        filled = _wrapped(" ".join(lines), width)
         paragraphs.append(textwrap.indent("\n".join(lines), "  ") if is_code else filled)
     return "\n\n".join(paragraphs)

@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import FrameType, ModuleType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ def _exit_during_import(program: str, number: int, frame: FrameType | None) -> N
 def script() -> NoReturn:
     """Runs the installed script `jaxtp`."""
     start()
-    importlib.import_module("jaxtp.__main__").script()
-    raise AssertionError("a command exits")
+    run("jaxtp", importlib.import_module("jaxtp.__main__").main)
 
 
 def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
@@ -174,12 +173,6 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
         # There is no message for Ctrl-C while libraries shut down.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
-
-
-def import_fast(name: str) -> ModuleType:
-    """Imports a module, while garbage collection is paused."""
-    with paused_collection():
-        return importlib.import_module(name)
 
 
 @contextlib.contextmanager

@@ -15,14 +15,14 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from functools import partial, reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jaxtp
-from jaxtp.config.affects import ArgumentsOf, settings_of
+from jaxtp.config.affects import RUNS_CODE, ArgumentsOf, settings_of
 from jaxtp.config.entry import say
 from jaxtp.config.files import is_own
 from jaxtp.config.hints import closest
@@ -43,16 +43,16 @@ def load_object(text: str, setting: str) -> Any:
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise ConfigError(
-            f"{setting} {text}: should be FILE.py:NAME or "
-            f"package.module:NAME{_own_name(text, setting)}"
-        )
+        close = _nearest(text, jaxtp)
+        hint = f"; did you mean jaxtp:{close}?" if close else ""
+        raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME{hint}")
     module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
     with user_code(f"{setting} {text}", ConfigError):
         if not hasattr(module, name):
-            raise ConfigError(
-                f"{setting} {text}: {place} has no {name}; {_hint(module, name, setting)}"
-            )
+            close = _nearest(name, module)
+            names = _own_names(module) or "no names"
+            hint = f"did you mean {close}?" if close else f"it has {names}"
+            raise ConfigError(f"{setting} {text}: {place} has no {name}; {hint}")
         value = getattr(module, name)
     if value is None:  # None would mean that the setting was not given
         raise ConfigError(f"{setting} {text} is None")
@@ -106,7 +106,7 @@ def named_code(
     """
     references = []
     for setting in settings_of(type(config)).values():
-        if not setting.runs_code or setting.keys in ignored:
+        if RUNS_CODE not in setting.marks or setting.keys in ignored:
             continue
         values = _value_at(config, setting.path)
         for value in values if isinstance(values, tuple) else (values,):
@@ -117,31 +117,33 @@ def named_code(
     return references
 
 
-@dataclass(frozen=True)
-class FileArgument:
-    """An argument that a file gives to code."""
+def require_consent(
+    file: Path,
+    config: Hashable,
+    file_config: Hashable,
+    flags: Mapping[tuple[str, ...], object],
+    *,
+    is_allowed: bool,
+) -> None:
+    """Prints the code that a configuration file names, and the arguments that it gives to code.
 
-    flag: str
-    value: object
-    is_for_other: bool  # Whether the file gives it to other code than the code that runs
-
-    def __str__(self) -> str:
-        word = _as_word(self.value)
-        between = "=" if word.startswith("-") else " "
-        return f"{self.flag}{between}{shlex.quote(word)}"
-
-
-def file_arguments(
-    config: Hashable, in_file: Hashable, flags: Mapping[tuple[str, ...], object]
-) -> list[FileArgument]:
-    """Returns the arguments that code gets from a file, except for jaxtp's own code.
+    jaxtp's own code does not count.
 
     Args:
+      file: the file that `--config` names.
       config: the configuration of the file and the flags.
-      in_file: the configuration of the file alone.
+      file_config: the configuration of the file alone.
       flags: values by the keys of their settings.
+      is_allowed: whether the user gave `ALLOW_CODE`.
+
+    Raises:
+      ConfigError: the user did not consent: there is no such flag, and the file was not written by
+        a run of this user.
     """
-    arguments = []
+    references = named_code(config, flags.keys())
+    shown = [f"{flag} {truncate(value, 300)}" for flag, value in references]
+    # If the user chose other code than the file, the file's arguments were not written for it.
+    is_mixed = False
     for setting in settings_of(type(config)).values():
         mark = next((mark for mark in setting.marks if isinstance(mark, ArgumentsOf)), None)
         if mark is None:
@@ -150,156 +152,54 @@ def file_arguments(
         reference = _value_at(config, path)
         if reference is None or is_public(str(reference)):
             continue
-        named_in_file = _value_at(in_file, path)
-        is_for_other = named_in_file not in (None, reference)
-        for name, value in _value_at(in_file, setting.path).items():
+        for name, value in _value_at(file_config, setting.path).items():
             # A flag replaces the file's argument, but a mapping is merged with it.
             if isinstance(flags.get((*setting.keys, name), {}), Mapping):
-                arguments.append(FileArgument(f"{setting.flag}.{name}", value, is_for_other))
-    return arguments
-
-
-def require_consent(
-    file: Path,
-    references: Sequence[tuple[str, str]],
-    arguments: Sequence[FileArgument],
-    is_allowed: bool,
-) -> None:
-    """Prints the code that a configuration file names, and the arguments that it gives.
-
-    Args:
-      file: the file that `--config` names.
-      references: from `named_code`.
-      arguments: from `file_arguments`.
-      is_allowed: whether the user gave `ALLOW_CODE`.
-
-    Raises:
-      ConfigError: the user did not consent: there is no such flag, and the file was not written by
-        a run of this user.
-    """
-    flags = [f"{flag} {truncate(value, 300)}" for flag, value in references]
-    flags += [truncate(argument, 300) for argument in arguments]
-    if not flags:
+                is_mixed |= _value_at(file_config, path) not in (None, reference)
+                shown.append(truncate(_as_flag(f"{setting.flag}.{name}", value), 300))
+    if not shown:
         return
-    # If the user chose other code than the file, the file's arguments were not written for it.
-    is_mixed = any(argument.is_for_other for argument in arguments)
     if (references or is_mixed) and not (is_allowed or is_own(file)):
         problem = "names code, and jaxtp runs no code that a file names"
         if not references:
             problem = "has arguments of other code than the code that runs"
-        raise ConfigError(
-            "\n  ".join(
-                [
-                    f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:",
-                    *flags,
-                ]
-            )
-        )
+        message = f"{file} {problem}; if you trust it, add {ALLOW_CODE}, or give these flags:"
+        raise ConfigError("\n  ".join([message, *shown]))
     content = "names code that runs" if references else "has arguments of code that runs"
-    say(f"{file} {content}: {', '.join(flags)}")
+    say(f"{file} {content}: {', '.join(shown)}")
 
 
 def _value_at(config: object, path: Iterable[str]) -> Any:
     return reduce(getattr, path, config)
 
 
-def _as_word(value: object) -> str:
-    # Returns a value as a flag takes it. A text needs quotes only if YAML would read something
-    # else.
+def _as_flag(flag: str, value: object) -> str:
+    word = json.dumps(value, default=str)
+    # A text needs quotes only if YAML would read something else.
     if isinstance(value, str):
         with suppress(ValueError):
-            if parse_yaml(value.encode()) == value:
-                return value
-    return json.dumps(value, default=str)
+            word = value if parse_yaml(value.encode()) == value else word
+    return f"{flag}{'=' if word.startswith('-') else ' '}{shlex.quote(word)}"
 
 
-_CALLED_WITH = {"loss": ("model", "batch", "key"), "callbacks": ("trainer", "step")}
-"""The arguments of the functions that these settings name."""
-_BUILDS = ("--model.build", "--build", "MODEL")  # settings that name a model
-
-
-def _hint(module: ModuleType, name: str, setting: str) -> str:
-    names = _names_for(setting, module)
-    close = _closest(name, names)
-    if close is not None:
-        return f"did you mean {close}?"
-    public = [
-        name
-        for name in names
-        if not name.startswith("_") and _defines(module, getattr(module, name))
-    ]
-    return f"it has {', '.join(public)}" if public else f"it has nothing for {setting}"
-
-
-def _own_name(text: str, setting: str) -> str:
-    # Suggests jaxtp's own loss for a single word, such as dpo, by which other programs name a loss.
-    if _kind(setting) != "loss" or not text.isidentifier():
-        return ""
-    names = _names_for(setting, jaxtp)
-    close = _closest(text, names)
-    if close is not None:
-        return f"; did you mean jaxtp:{close}?"
-    return f", such as {' or '.join(f'jaxtp:{name}' for name in names)}"
-
-
-def _closest(name: str, names: Iterable[str]) -> str | None:
-    by_lower_case = {name.lower(): name for name in names}
-    close = closest(name.lower(), by_lower_case)
+def _nearest(name: str, module: ModuleType) -> str | None:
+    by_lower_case = {other.lower(): other for other in dir(module)}
+    close = closest(name.lower(), by_lower_case, cutoff=0.75)
     return by_lower_case.get(close or "")
 
 
-def _names_for(setting: str, module: ModuleType) -> list[str]:
-    # `vars` lacks names that are imported at their first use.
-    names = map(str, getattr(module, "__all__", vars(module)))
-    return [name for name in names if _fits(setting, getattr(module, name, None))]
-
-
-def _fits(setting: str, value: object) -> bool:
-    # Whether a setting may name a value, judged by the value's form.
-    kind = _kind(setting)
-    is_of_jaxtp = str(getattr(value, "__module__", "")).startswith("jaxtp.")
-    is_model = any(
-        base.__module__.startswith("flax.") and base.__name__ == "Module"
-        for base in getattr(value, "__mro__", ())
-    )
-    if kind == "plan":
-        return isinstance(value, Mapping)
-    if kind in _CALLED_WITH:
-        return not is_model and _takes(value, _CALLED_WITH[kind], by_name=is_of_jaxtp)
-    if is_of_jaxtp:
-        return is_model and setting in _BUILDS
-    if kind.endswith("batches") and hasattr(value, "__iter__"):
-        return not isinstance(value, str | bytes)
-    return callable(value)
-
-
-def _takes(value: object, arguments: tuple[str, ...], *, by_name: bool) -> bool:
-    # Whether a value can be called with these arguments; a class, whether its instances can.
-    call: Any = value
-    if isinstance(value, type):
-        # If no base defines `__call__`, `value.__call__` is the metaclass's: the constructor.
-        methods = (vars(base)["__call__"] for base in value.__mro__ if "__call__" in vars(base))
-        method = next(methods, None)
-        call = method and partial(method, None)
-    if not callable(call):
-        return False
-    try:
-        signature = inspect.signature(call)
-        signature.bind_partial(*arguments)
-    except (TypeError, ValueError):
-        return False
-    return not by_name or tuple(signature.parameters)[: len(arguments)] == arguments
-
-
-def _defines(module: ModuleType, value: object) -> bool:
-    # Whether a module defines a value itself: it may also import functions and classes.
-    if not (isinstance(value, type) or inspect.isroutine(value)):
-        return True
-    return str(getattr(value, "__module__", "")).startswith(module.__name__)
-
-
-def _kind(setting: str) -> str:
-    return setting.rpartition(".")[2].lstrip("-")
+def _own_names(module: ModuleType) -> str:
+    """Returns the names that a module does not import from another one."""
+    names = []
+    for name in dir(module):
+        value = vars(module).get(name)
+        place = module.__name__
+        if isinstance(value, type) or inspect.isroutine(value):
+            place = str(value.__module__)
+        is_own = place.startswith(module.__name__) and not inspect.ismodule(value)
+        if is_own and not name.startswith("_"):
+            names.append(name)
+    return truncate(", ".join(names), 300)
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
-import tyro
 import yaml
 from pydantic_core import ErrorDetails
 
-from jaxtp.config.affects import RUNS_CODE, find_setting, leaf_settings, settings_of
+from jaxtp.config.affects import (
+    REPEATED,
+    RUNS_CODE,
+    Argument,
+    leaf_settings,
+    settings_of,
+)
 from jaxtp.config.entry import UserError
 from jaxtp.config.hints import closest, dotted, hint_for
 from jaxtp.config.reading import MAX_YAML, first_lines, parse_yaml, read_bytes, truncate
@@ -44,19 +49,14 @@ class ConfigError(UserError):
     """A mistake in a setting; the message names the problem, the value, and values that work."""
 
 
-def allowed(values: str) -> object:
-    """Returns an annotation by which `--help` shows a range: `allowed("1 or more")`."""
-    return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
-
-
-Count = Annotated[int, pydantic.Field(ge=1, lt=2**31), allowed("1 or more")]
-CountOrZero = Annotated[int, pydantic.Field(ge=0, lt=2**31), allowed("0 or more")]
-Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False), allowed("above 0")]
-Fraction = Annotated[float, pydantic.Field(gt=0, le=1), allowed("above 0, at most 1")]
-Share = Annotated[float, pydantic.Field(ge=0, le=1), allowed("from 0 to 1")]
-NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
-Even = Annotated[int, pydantic.Field(ge=2, multiple_of=2), allowed("even")]
-Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16), allowed("0 or more")]
+Count = Annotated[int, pydantic.Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, pydantic.Field(ge=0, lt=2**31)]
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, pydantic.Field(gt=0, le=1)]
+Share = Annotated[float, pydantic.Field(ge=0, le=1)]
+NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
+Even = Annotated[int, pydantic.Field(ge=2, multiple_of=2)]
+Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16)]
 
 
 def expand(path: Path) -> Path:
@@ -86,8 +86,8 @@ def _not_empty(path: object) -> object:
 
 UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterValidator(expand)]
 """A path that may begin with ~."""
-OptionalFile = Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")]
-OptionalFolder = Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")]
+OptionalFile = Annotated[UserPath | None, Argument("FILE")]
+OptionalFolder = Annotated[UserPath | None, Argument("DIR")]
 
 
 def _prepared(path: T) -> T:
@@ -104,9 +104,7 @@ DataPath = Annotated[UserPath, pydantic.AfterValidator(_prepared)]
 """A dataset of `jaxtp prepare`, or a text file."""
 DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 """A dataset of a mixture."""
-FromPath = Annotated[
-    UserPath | None, pydantic.Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")
-]
+FromPath = Annotated[UserPath | None, pydantic.Field(alias="from"), Argument("DIR")]
 """A path whose key is `from`, a word that Python does not allow as a field's name."""
 
 
@@ -117,15 +115,12 @@ def _day(text: str) -> str:
         raise ConfigError("should be a day, such as 2026-01-31") from None
 
 
-Day = Annotated[str, pydantic.AfterValidator(_day), tyro.conf.arg(metavar="YYYY-MM-DD")]
+Day = Annotated[str, pydantic.AfterValidator(_day), Argument("YYYY-MM-DD")]
 
-Reference = Annotated[str, tyro.conf.arg(metavar="FILE.py:NAME"), RUNS_CODE]
+Reference = Annotated[str, Argument("FILE.py:NAME"), RUNS_CODE]
 """A Python object in a file, or in a module (package.module:NAME)."""
 
-Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]
-"""A list whose flag takes one word and may be repeated."""
-Switch = tyro.conf.FlagCreatePairsOff[bool]
-"""A boolean flag without its --no-... form."""
+Keys = Annotated[tuple[str, ...], REPEATED, Argument("KEY")]
 
 
 def from_yaml(schema: type[T], path: str | Path) -> T:
@@ -189,12 +184,6 @@ def merged(
             value = merged(old, value, f"{prefix}{key}.")
         result[key] = value
     return result
-
-
-def flag(schema: type, keys: Sequence[object]) -> str:
-    """Returns the flag of a value (`--mesh.tp`)."""
-    setting = find_setting(schema, dotted(keys))
-    return f"--{keys[0]}" if setting is None else setting.flag
 
 
 def _assignment(keys: Sequence[object], value: object) -> str:

@@ -21,10 +21,9 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, TextIO
 
-import tyro
-
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
+from jaxtp.config.affects import REPEATED, Argument
 from jaxtp.config.command_line import Command
 from jaxtp.config.console import is_terminal
 from jaxtp.config.entry import Interrupt, shown
@@ -36,8 +35,6 @@ from jaxtp.config.schema import (
     Day,
     OptionalFile,
     OptionalFolder,
-    Switch,
-    flag,
     nearest_file,
 )
 from jaxtp.data.chat_template import ChatError, ChatTemplate
@@ -92,9 +89,7 @@ class GenerateConfig(SourceConfig):
     """Folder of a run of jaxtp train, of one of its checkpoints, or of a model in Hugging Face's
     format."""
 
-    prompt: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")
-    ] = ()
+    prompt: Annotated[tuple[str, ...], REPEATED] = ()
     """Text to continue; can be given several times."""
 
     prompt_file: OptionalFile = None
@@ -104,11 +99,11 @@ class GenerateConfig(SourceConfig):
     field: str = _DEFAULT_FIELD
     """Field of the text in JSONL."""
 
-    chat: Switch = False
+    chat: bool = False
     """Chat with the model: each line is answered, /reset starts again, Ctrl-C stops an answer,
     /quit or Ctrl-D ends the chat."""
 
-    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    system: str | None = None
     """System message of a chat."""
 
     template: OptionalFile = None
@@ -118,7 +113,7 @@ class GenerateConfig(SourceConfig):
     """The day that a chat template with a date writes (strftime_now); by default the day that it
     wrote into the run's data, else today."""
 
-    beyond_context: Switch = False
+    beyond_context: bool = False
     """Allow prompts and texts longer than the model's context (max_position_embeddings in its
     config.json), which may make no sense. By default such a prompt is refused, and a text ends
     there."""
@@ -130,7 +125,7 @@ class GenerateConfig(SourceConfig):
     """File for one JSON object per line and prompt: text, ids, logprobs, and why the text ended; -
     writes them to standard output, instead of the texts."""
 
-    sampling: Annotated[GenerationSettings, tyro.conf.arg(name="")] = GenerationSettings()
+    sampling: Annotated[GenerationSettings, Argument(name="")] = GenerationSettings()
     mesh: InferenceMeshConfig = InferenceMeshConfig()
 
 
@@ -151,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _generate(config: GenerateConfig) -> None:
-    spell = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
+    spell = lambda name, value: f"--{name.replace('_', '-')} {value}"  # noqa: E731
     problems = [*_conflicts(config), *settings_problems(config.sampling, spell)]
     if problems or config.model is None:
         raise ConfigError("; ".join(problems))

@@ -9,10 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import jax
-import tyro
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -24,7 +23,6 @@ from jaxtp.config.schema import (
     Keys,
     OptionalFolder,
     Reference,
-    Switch,
     UserPath,
     expand,
     missing_model,
@@ -82,7 +80,7 @@ class SourceError(UserError):
 class SourceConfig:
     """Settings that override a model's files."""
 
-    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
+    tokenizer: UserPath | None = None
     """The tokenizer.json, or its folder, if it has moved since the model was trained."""
 
     base: OptionalFolder = None
@@ -99,7 +97,7 @@ class SourceConfig:
     """Unknown attributes of config.json to ignore, because they do not affect the model's outputs.
     Can be given several times."""
 
-    special_tokens: Switch = False
+    special_tokens: bool = False
     """Text that spells a special token, such as <|im_start|>, becomes that token; by default it
     stays text. A chat template's own special tokens are always tokens, and so are all special
     tokens in tasks of lm-evaluation-harness."""
@@ -126,7 +124,7 @@ class InferenceMeshConfig:
     """Parts of each sequence, for long texts in evaluation. Generation needs 1: cp cannot split a
     KV cache."""
 
-    tp: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    tp: int | None = None
     """Shards of each matrix product and of the heads; by default as many GPUs as the model's heads
     allow, and 1 on a CPU."""
 

@@ -5,6 +5,8 @@ probability are kept or removed together, whatever the sort order. A row's rando
 only on its seed and length, not on the batch or the mesh.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +14,13 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax import Array
 from jax.sharding import PartitionSpec as P
 from pydantic import Field
 
 from jaxtp.collectives import batch_spec, constrain, device_view
-from jaxtp.config.schema import ConfigError, Count, CountOrZero, Settings, Share, allowed
+from jaxtp.config.affects import REPEATED
+from jaxtp.config.schema import ConfigError, Count, CountOrZero, Fraction, Settings, Share
 
 # Tokens that `propose` compares
 _LOOKED_UP = 3
@@ -40,27 +42,27 @@ class GenerationSettings(Settings):
     """Seed of the first text; each further sample or prompt uses the next seed. A seed gives a
     prompt the same text in any batch."""
 
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), allowed("from 0.01 to 100")] = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Divides positive and multiplies negative logits of tokens that are in the prompt or text
     (CTRL); 1 is off."""
 
-    temperature: Annotated[float, Field(ge=0, le=1000), allowed("from 0 to 1000")] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Randomness of the choice: divides the logits; 0 always takes the most likely token."""
 
     top_k: CountOrZero = 0
     """Chooses only among the k most likely tokens; 0 is off."""
 
-    top_p: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 1.0
+    top_p: Fraction = 1.0
     """Chooses only among the most likely tokens whose probabilities add up to p; 1 is off."""
 
     min_p: Share = 0.0
     """Chooses only among tokens with at least p times the probability of the most likely one; 0 is
     off."""
 
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    stop: Annotated[tuple[str, ...], REPEATED] = ()
     """Text that ends the output and is not part of it; can be given several times."""
 
-    speculate: Annotated[int, Field(ge=0, le=64), allowed("from 0 to 64")] = 0
+    speculate: Annotated[int, Field(ge=0, le=64)] = 0
     """Number of tokens that each step proposes: tokens that followed the last ones earlier in the
     prompt or text. A step keeps the proposals that equal its own choice, so texts stay the same;
     repetitive texts come faster."""

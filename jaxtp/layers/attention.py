@@ -5,6 +5,8 @@ the k and v kernels before use, and each outputs the head. Replicated k and v ke
 to tp times the memory.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -127,7 +129,7 @@ class AttentionConfig(Settings):
     documents or sinks. blockwise and xla run everywhere; xla stores all scores."""
 
     @property
-    def heads(self) -> "PaddedHeads":
+    def heads(self) -> PaddedHeads:
         """The division of query heads over tp."""
         return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
@@ -192,12 +194,12 @@ class PaddedHeads(PaddedDim):
     kv heads, or query heads to each group, whichever computes less.
     """
 
-    def numbers(self, *width: int) -> "PaddedNumbers":
+    def numbers(self, *width: int) -> PaddedNumbers:
         """Returns the division of one number per query head, or of `width`."""
         return PaddedNumbers((*self.factors[:2], *width), self.factors[2])
 
     @property
-    def keys(self) -> "PaddedKVHeads":
+    def keys(self) -> PaddedKVHeads:
         """The division of kv heads over tp."""
         kv_heads, group, width = self.factors
         return PaddedKVHeads((kv_heads, width), group)

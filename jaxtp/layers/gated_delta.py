@@ -9,6 +9,8 @@ group of value heads. Both are split over tp like kv heads and their query heads
 column and the row layer communicate over tp.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -15,6 +15,8 @@ The latents' gradient is summed over tp once, where they enter the heads. Gradie
 projections are then equal on all devices, or of each device's own tokens.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate

@@ -6,6 +6,8 @@ subclass of `nnx.Param`; the other params become `FrozenParam`, so code that han
 `nnx.Param` sees only adapters.
 """
 
+from __future__ import annotations
+
 import math
 import operator
 from collections.abc import Callable, Iterable

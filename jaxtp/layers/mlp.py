@@ -1,5 +1,7 @@
 """The feed-forward layer, gated (Shazeer, arXiv 2002.05202) or plain."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

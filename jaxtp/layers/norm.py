@@ -4,6 +4,8 @@ Scales are split over fsdp like all weights, so fsdp only gathers weights and re
 gradients.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -58,7 +60,7 @@ class NormConfig(Settings):
     norm_after_eps: Positive | None = None
     """Instead of norm_eps, for the norms after attention and MLP (Muse Glimmer)."""
 
-    def after(self) -> "NormConfig":
+    def after(self) -> NormConfig:
         """Returns the settings of the norms after attention and MLP."""
         return self if self.norm_after_eps is None else replace(self, norm_eps=self.norm_after_eps)
 

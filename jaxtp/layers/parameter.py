@@ -4,6 +4,8 @@ A dim that tp does not divide is padded when its parameter is created (`PaddedDi
 on any tp. `checkpoint/logical.py` and `train/sharded_optimizer.py` remove the padding.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from itertools import chain

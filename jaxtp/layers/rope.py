@@ -6,6 +6,8 @@ position: packed documents depend on their neighbours, and queries past the limi
 that were rotated with the short list.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 from typing import Literal

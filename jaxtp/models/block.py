@@ -3,6 +3,8 @@
 A user's branches add theirs through the methods of `BranchConfig`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 

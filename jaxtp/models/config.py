@@ -5,6 +5,8 @@ A decoder has stacks of blocks; each stack repeats a pattern; each block sums re
 repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,12 +16,20 @@ from itertools import chain, count, groupby, islice
 from typing import Annotated, Any, NamedTuple
 
 import jax
-import tyro
 from flax import nnx
 from jax.sharding import AbstractMesh
 from pydantic import AfterValidator, Field
 
-from jaxtp.config.affects import ARCHITECTURE, COST, SHORT_HELP, STEP, ArgumentsOf, affects
+from jaxtp.config.affects import (
+    ARCHITECTURE,
+    COST,
+    ONLY_IN_FILES,
+    SHORT_HELP,
+    STEP,
+    Argument,
+    ArgumentsOf,
+    affects,
+)
 from jaxtp.config.hints import (
     Problem,
     dotted,
@@ -37,7 +47,6 @@ from jaxtp.config.schema import (
     Reference,
     Settings,
     UserPath,
-    allowed,
     as_base,
     check_values,
     leaves,
@@ -71,7 +80,7 @@ from jaxtp.mesh import CP, STORAGE, TP, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
 from jaxtp.models.block_rules import block_problems
 
-_Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
+_Ignored = Annotated[Keys, Argument("KEY", other_flag="--ignore-config")]
 """Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model
 section."""
 
@@ -94,9 +103,7 @@ def _plain(value: object) -> Any:
 
 BlockChanges = Annotated[dict[str, Any], AfterValidator(Changes)]
 MAX_LISTED_BLOCKS = 128  # blocks in a list: each kind of block is compiled by itself
-_BlockList = Annotated[
-    tuple[BlockChanges, ...], Field(max_length=MAX_LISTED_BLOCKS), tyro.conf.Fixed
-]
+_BlockList = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_LISTED_BLOCKS), ONLY_IN_FILES]
 
 BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
@@ -172,9 +179,7 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
     `first_blocks` and `pattern` change the settings of single blocks.
     """
 
-    decoder: Annotated[
-        Callable[..., Any] | None, Field(exclude=True), tyro.conf.Suppress, tyro.conf.Fixed
-    ] = None
+    decoder: Annotated[Callable[..., Any] | None, Field(exclude=True)] = None
     """Makes the decoder, called as `decoder(config, rngs=rngs)`; by default the class `Decoder`. No
     setting."""
 
@@ -203,7 +208,7 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
     head_bias: bool = False
     """A bias on the logits (Phi-2)."""
 
-    dropout: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1"), STEP] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), STEP] = 0.0
     """Dropout rate of the outputs of attention and MLP in training."""
 
     remat: Annotated[RematPolicy, COST, SHORT_HELP] = "full"
@@ -242,7 +247,7 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
         """
         return self.build is not None and self.decoder is None
 
-    def for_file(self) -> "ModelConfig":
+    def for_file(self) -> ModelConfig:
         """Returns the settings without those that `build` makes."""
         if self.build is None or self.is_foreign:
             return self

@@ -50,7 +50,7 @@ def builder(function: Callable[..., Any], source: OriginConfig) -> Builder:
     check_arguments(name, with_rngs, "model.arguments", arguments)
 
     def build(rngs: nnx.Rngs) -> nnx.Module:
-        from jaxtp.parallelize.parallelize import mark_arrays_as_data
+        from jaxtp.plans.parallelize import mark_arrays_as_data
 
         with user_code(name):
             model = function(**({"rngs": rngs} if takes_rngs else {}) | arguments)

@@ -4,9 +4,6 @@ if __name__ == "__main__":
     from jaxtp.config.entry import start
 
     start("jaxtp train")
-    from jaxtp.__main__ import hasten_help
-
-    hasten_help()
 
 import io
 from collections.abc import Sequence, Set
@@ -16,16 +13,15 @@ from functools import partial
 from typing import Annotated
 
 import jax
-import tyro
 
 import jaxtp
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
-from jaxtp.config.affects import in_short_help
+from jaxtp.config.affects import Argument, in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture
-from jaxtp.config.schema import OptionalFile, Switch, UserPath, to_plain
+from jaxtp.config.schema import OptionalFile, UserPath, to_plain
 from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
 from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.environment import is_launched
@@ -52,10 +48,10 @@ class RunCommand(TrainConfig):
     json: OptionalFile = None
     """JSON file for the last numbers of the run and its configuration, written at its end."""
 
-    plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
+    plot: Annotated[UserPath | None, Argument("FILE.png")] = None
     """Picture of the run's curves, drawn at its end (pip install 'jaxtp[plot]')."""
 
-    verbose: Switch = False
+    verbose: bool = False
     """Also print the shape and the sharding of each parameter."""
 
 

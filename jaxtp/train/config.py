@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
 from pydantic import AfterValidator, Field
 
 from jaxtp.config.affects import (
@@ -15,6 +14,7 @@ from jaxtp.config.affects import (
     COST,
     NOTHING,
     NUMBERS,
+    ONLY_IN_FILES,
     SAMPLES,
     SHORT_HELP,
     STEP,
@@ -27,13 +27,13 @@ from jaxtp.config.schema import (
     CountOrZero,
     DataKey,
     DataPath,
+    Fraction,
     NonNegative,
     Positive,
     Reference,
     Settings,
     Share,
     UserPath,
-    allowed,
     as_base,
 )
 from jaxtp.data.samples import LongDocuments, Packing
@@ -42,7 +42,7 @@ from jaxtp.layers.sequence_parallel import Context
 from jaxtp.mesh import AXES, Sizes
 from jaxtp.models.config import BlockChanges, Changes, ModelConfig
 
-Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _not_here(path: Path) -> Path:
@@ -116,7 +116,7 @@ class DataConfig(Settings):
     """A folder made by jaxtp prepare, or a text file, which is read as bytes; by default the
     sources of Python's standard library."""
 
-    mixture: Annotated[dict[DataKey, Positive], tyro.conf.Fixed, SAMPLES] = field(
+    mixture: Annotated[dict[DataKey, Positive], ONLY_IN_FILES, SAMPLES] = field(
         default_factory=dict
     )
     """In a YAML file, instead of path: several datasets and their weights, such as {data/code: 0.7,
@@ -196,12 +196,12 @@ class OptimizerConfig(Settings):
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Decay of the learning rate after the warm-up; wsd stays at the peak and decays at the end."""
 
-    decay_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 0.2
+    decay_fraction: Fraction = 0.2
     """Fraction of all steps, at the end, in which the schedule wsd decays."""
 
-    groups: Annotated[
-        dict[str, GroupConfig], tyro.conf.Fixed, Affects(numbers=True, fixed=True)
-    ] = field(default_factory=dict)
+    groups: Annotated[dict[str, GroupConfig], ONLY_IN_FILES, Affects(numbers=True, fixed=True)] = (
+        field(default_factory=dict)
+    )
     """In a YAML file: settings by pattern of parameter paths, such as "blocks.*.kernel":
     {learning_rate_scale: 0.5}; * matches anything. The first matching pattern applies; a pattern
     that matches no parameter is an error."""
@@ -222,7 +222,7 @@ class OptimizerConfig(Settings):
     beta2: Beta = 0.95
     """Decay of the second moment, or of lion's momentum; unused by adafactor."""
 
-    eps: Annotated[float, Field(ge=1e-37, allow_inf_nan=False), allowed("1e-37 or more")] = 1e-8
+    eps: Annotated[float, Field(ge=1e-37, allow_inf_nan=False)] = 1e-8
     """Number added to the root of the second moment."""
 
     weight_decay: NonNegative = 0.1
@@ -258,9 +258,7 @@ class LoopConfig(Settings):
     """Arguments of train.loss, such as --train.loss-arguments.beta 0.2: the arguments of its class,
     or further arguments of its function."""
 
-    callbacks: Annotated[
-        tuple[Reference, ...], tyro.conf.arg(metavar="FILE.py:NAME ..."), NOTHING, SHORT_HELP
-    ] = ()
+    callbacks: Annotated[tuple[Reference, ...], NOTHING, SHORT_HELP] = ()
     """Functions (trainer, step) that every process calls after each step."""
 
     z_loss: Annotated[NonNegative, NUMBERS] = 0.0
@@ -303,7 +301,7 @@ class LoopConfig(Settings):
     """Seconds after which a stalled step (the first includes compilation), evaluation or save ends
     the process with exit code 75, so that a scheduler can restart it; 0 is off."""
 
-    stopped_exit_code: Annotated[int, Field(ge=0, le=255), allowed("from 0 to 255"), NOTHING] = 0
+    stopped_exit_code: Annotated[int, Field(ge=0, le=255), NOTHING] = 0
     """Exit code when a signal stops a run early; not 0 for schedulers that restart only failed jobs
     (Kubernetes)."""
 

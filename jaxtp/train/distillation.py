@@ -8,6 +8,8 @@ divergence is 0 only if the student gives the k tokens the teacher's probabiliti
 the divergence over the whole vocabulary, and equal to it if the k tokens are the whole vocabulary.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -24,10 +24,10 @@ from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.own_decoder import Builder, builder
-from jaxtp.parallelize.module_wrappers import find_modules
-from jaxtp.parallelize.parallelize import parallelize
-from jaxtp.parallelize.plan import Plan, format_style
-from jaxtp.parallelize.run_styles import role_of
+from jaxtp.plans.module_wrappers import find_modules
+from jaxtp.plans.parallelize import parallelize
+from jaxtp.plans.plan import Plan, format_style
+from jaxtp.plans.run_styles import role_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, MakeModel, plan_state
 from jaxtp.train.task import Shapes, Task

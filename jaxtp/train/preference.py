@@ -3,6 +3,8 @@
 The column `pairs` assigns tokens to answers, so an answer may be anywhere in its row.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from jaxtp.config.entry import UserError
-from jaxtp.config.schema import ConfigError, NonNegative, Positive, Settings, allowed
+from jaxtp.config.schema import ConfigError, NonNegative, Positive, Settings
 from jaxtp.data.rows import IGNORE, PAIRS, SEGMENTS
 from jaxtp.data.scores import LOG_PROBS
 from jaxtp.layers.lora import without_adapters
@@ -42,7 +44,7 @@ class DPO(Settings):
     """Loss of the margin between rewards; ipo (arXiv 2310.12036) moves the margin of log-ratios per
     token towards 1 / (2 beta)."""
 
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), allowed("from 0 to below 0.5")] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that the answers of a pair are swapped (conservative DPO); only for sigmoid."""
 
     length_normalized: bool = False

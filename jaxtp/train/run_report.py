@@ -324,7 +324,7 @@ def describe_matmul(model: ModelConfig) -> str | None:
     matmul = model.precision.matmul
     if matmul == "compute":
         return None
-    from jaxtp.parallelize.plan import patterns_for
+    from jaxtp.plans.plan import patterns_for
 
     layers = matmul_layers(model)
     reasons = {pattern: layers[path] for path, pattern in patterns_for(layers).items()}
@@ -473,7 +473,7 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
         shape = "x".join(map(str, logical_shape(variable)))
         rows[name] = f"{shape:<20}{split:<28}{'x'.join(map(str, shard))}"
     if not blueprint.is_decoder:
-        from jaxtp.parallelize.plan import patterns_for
+        from jaxtp.plans.plan import patterns_for
 
         rows = {pattern: rows[name] for name, pattern in patterns_for(rows).items()}
     width = max(33, *map(len, rows)) + 1

@@ -59,7 +59,7 @@ class TrainState(nnx.Module):
         if make_model is None:
             model = create_decoder(config, rngs=rngs)
         else:
-            from jaxtp.parallelize.parallelize import mark_arrays_as_data
+            from jaxtp.plans.parallelize import mark_arrays_as_data
 
             model = make_model(rngs)
             mark_arrays_as_data(model)

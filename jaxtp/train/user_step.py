@@ -23,7 +23,7 @@ from jaxtp.mesh import (
 )
 from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder
-from jaxtp.parallelize.parallelize import abstract_model
+from jaxtp.plans.parallelize import abstract_model
 from jaxtp.train import user_loss
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tables import raised_by
 
 from jaxtp.__main__ import COMMANDS
-from jaxtp.config.affects import settings_of
+from jaxtp.config.affects import RUNS_CODE, settings_of
 from jaxtp.config.files import is_own, mark_as_own
 from jaxtp.config.python_object import is_public
 from jaxtp.config.schema import ConfigError, nested
@@ -236,7 +236,9 @@ def test_a_folder_of_code_is_not_public_whatever_its_name(folder, capsys):
 
 def test_every_setting_that_names_a_part_of_a_run_is_marked():
     known = settings_of(TrainConfig)
-    assert sorted(name for name, setting in known.items() if setting.runs_code) == REFERENCES
+    assert (
+        sorted(name for name, setting in known.items() if RUNS_CODE in setting.marks) == REFERENCES
+    )
 
 
 @pytest.fixture

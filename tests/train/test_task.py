@@ -560,7 +560,7 @@ UNUSABLE_FILES = {
     "def": r"\(.*x\d.py, line 1\): SyntaxError",
     "class Stop(BaseException): pass\nraise Stop": "Stop: no message",
     "def __getattr__(name): raise RuntimeError(name)": "RuntimeError: y",
-    "__all__ = [1, None, '']": "has no y; it has nothing for --model.build",
+    "__all__ = [1, None, '']": "has no y; it has no names",
     "import sys\ndel sys.modules[__name__]\n1 / 0": "ZeroDivisionError",
     "y = 5": r"x\d.py:y is 5, and should be a function that returns a model",
     "y = None": r"--model.build x\d.py:y is None",

@@ -4,24 +4,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import tyro
 from pydantic import Field
 
+from jaxtp.config.affects import POSITIONAL, REPEATED, Argument
 from jaxtp.config.schema import (
     ConfigError,
     Day,
     NonNegative,
     OptionalFile,
     OptionalFolder,
-    Switch,
     UserPath,
-    allowed,
     to_plain,
 )
 from jaxtp.data.prepare.readers import Fields
 
-Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
-Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN")]
+Count = Annotated[int, Field(ge=1, lt=2**40)]
+Patterns = Annotated[tuple[str, ...], REPEATED, Argument("PATTERN")]
 
 MIN_VOCAB_SIZE = 257  # 256 bytes and the end token
 TEXT_FIELD = "text"
@@ -52,9 +50,7 @@ FIRST = (
 class PrepareConfig:
     """Settings of `jaxtp prepare`."""
 
-    inputs: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")
-    ] = ()
+    inputs: Annotated[tuple[str, ...], POSITIONAL, Argument("INPUT")] = ()
     """Text, .jsonl, .json and .parquet files (all but Parquet also as .gz and .zst), folders of
     them, and Hugging Face datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json
     file named here holds a list of objects, or an object in each line."""
@@ -62,32 +58,30 @@ class PrepareConfig:
     out: OptionalFolder = None
     """Folder for the dataset; after an interruption, the same command resumes."""
 
-    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
+    tokenizer: UserPath | None = None
     """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default
     each byte is a token."""
 
-    train_bpe: Annotated[
-        int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")
-    ] = None
+    train_bpe: Annotated[int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), Argument("SIZE")] = None
     """Vocabulary size (257 or more) of a byte-level BPE tokenizer, which is then trained on the
     training split."""
 
     bpe_sample: Count = 2**28
     """Approximate bytes of text for --train-bpe, chosen by a hash of each document."""
 
-    eos: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
+    eos: Annotated[str | None, Argument("TOKEN")] = None
     """Token that ends each document. By default the eos_token in the tokenizer_config.json next to
     tokenizer.json, the first eos_token_id in config.json or generation_config.json there, or a
     well-known name; for a tokenizer trained here <|endoftext|>."""
 
-    no_eos: Switch = False
+    no_eos: bool = False
     """Writes no end token after documents."""
 
     bos: Literal["auto", "none"] = "auto"
     """Start of each document: with auto, the tokens that tokenizer.json puts before a text, such as
     Llama's BOS; with none, no token. Bytes and tokenizers trained here have no such token."""
 
-    special_tokens: Switch = False
+    special_tokens: bool = False
     """Converts text that spells a special token, such as <|im_start|>, to this token; by default it
     stays text."""
 
@@ -106,7 +100,7 @@ class PrepareConfig:
     """Field of a row that holds the completion; a document is the prompt in --prompt-field and the
     completion."""
 
-    messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
+    messages: Annotated[str | None, Argument("FIELD")] = None
     """Field of a row that holds a conversation, or instruction for Alpaca's rows; by default it is
     detected, unless rows have a field text. A conversation is a list of messages with role and
     content, or from and value (ShareGPT). In Alpaca's rows, instruction and input are the question,
@@ -114,7 +108,7 @@ class PrepareConfig:
     everything before it, as the chat template writes it. Only answers have a loss, and the
     beginning of a conversation with n answers is read n times."""
 
-    preference: Switch = False
+    preference: bool = False
     """Reads pairs of answers, for losses such as jaxtp:DPO, from the fields prompt, chosen and
     rejected. They are texts, or lists of messages for the chat template (with --template FILE,
     texts are messages too). Without a prompt, chosen and rejected are whole conversations that
@@ -128,7 +122,7 @@ class PrepareConfig:
     """Day that a chat template writes, if it writes the date (strftime_now); by default the day on
     which the preparation starts. The dataset records it."""
 
-    media_as_text: Switch = False
+    media_as_text: bool = False
     """Reads conversations with images, audio or video as text, with words such as <image> in their
     places; by default such conversations are unreadable input."""
 
@@ -139,11 +133,11 @@ class PrepareConfig:
     exclude: Patterns = ()
     """Files and folders to leave out in folders, such as site-packages. Can be repeated."""
 
-    held_out: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.01
+    held_out: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Fraction of the documents for validation, chosen by a hash of their text. Of up to 1,000
     documents, the nearest number is held out; of more, each is chosen independently."""
 
-    dedup: Switch = False
+    dedup: bool = False
     """Leaves out documents that equal an earlier document, byte for byte; takes about 100 bytes of
     memory per document."""
 
@@ -154,7 +148,7 @@ class PrepareConfig:
     """Maximum size of a document, of a line of JSONL, or of a conversation's answers with their
     prompts. A document and its tokens take about eleven times this size in memory."""
 
-    max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31), allowed("2**10 to 2**31")] = 2**27
+    max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31)] = 2**27
     """Maximum memory for unpacking a .zst file; files made by zstd --long=31 take 2**31."""
 
     shard_tokens: Count = 2**26
@@ -163,7 +157,7 @@ class PrepareConfig:
     save_seconds: NonNegative = 5.0
     """Seconds between saves of the progress, from which an interrupted command resumes."""
 
-    overwrite: Switch = False
+    overwrite: bool = False
     """Starts over if --out holds another dataset, which is deleted before anything is read."""
 
     json: OptionalFile = None

@@ -1,5 +1,7 @@
 """Settings of a mixture of experts."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

@@ -25,7 +25,6 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,7 +52,7 @@ from jaxtp.collectives import (
     vary,
 )
 from jaxtp.config import entry
-from jaxtp.config.affects import in_short_help
+from jaxtp.config.affects import Argument, in_short_help
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json, writing
 from jaxtp.config.schema import ConfigError, Count, OptionalFile, UserPath, replace_nested
@@ -105,7 +104,7 @@ writes.
 class CommConfig(TrainConfig):
     """Flags of `jaxtp bench comm`, and a training configuration for mesh and sizes."""
 
-    message_bytes: Annotated[tuple[Count, ...], tyro.conf.arg(metavar="16384 1048576 ...")] = ()
+    message_bytes: Annotated[tuple[Count, ...], Argument("16384 1048576")] = ()
     """Sizes of the messages in bytes; by default 16 KiB to 256 MiB (on CPUs to 1 MiB), each four
     times the previous one."""
 
@@ -115,10 +114,10 @@ class CommConfig(TrainConfig):
     in_a_row: Count = 10
     """Runs in each measurement, which share the time to start a program from Python."""
 
-    out: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    out: Annotated[UserPath | None, Argument("FILE.yaml")] = None
     """Hardware file to write, for jaxtp estimate --hardware FILE.yamlx8."""
 
-    like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
+    like: Annotated[str | None, Argument("h100")] = None
     """Row of the hardware table that supplies the peak FLOP/s, and every value that bench does not
     measure; by default the row of the present devices."""
 
@@ -283,10 +282,10 @@ class Measured:
 
 
 def _bench(argv: Sequence[str]) -> None:
-    command, flags = choose(PROGRAM, COMMANDS, argv)
+    name, flags = choose(PROGRAM, COMMANDS, argv)
     join_processes()
     with raise_everywhere(watch):
-        options, _ = command.load(flags, _with_defaults)
+        options, _ = COMMANDS[name].load(flags, _with_defaults)
     config = training_of(options)
     mesh = build_mesh(config.mesh.sizes)
     enable_compilation_cache(mesh.devices.flat[0].platform)

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Annotated
 
 import jax
-import tyro
 
 import jaxtp
 from jaxtp.config import entry
-from jaxtp.config.affects import in_short_help
+from jaxtp.config.affects import Argument, in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
@@ -70,9 +69,7 @@ HEADER = (
 class CheckConfig(TrainConfig):
     """Command line of a check: a training configuration, and meshes."""
 
-    meshes: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")
-    ] = ()
+    meshes: Annotated[tuple[str, ...], Argument("tp=8 cp=2,tp=4", name="mesh")] = ()
     """Meshes to compare with one device, by default several; an axis that is left out is 1. The
     default is the configuration's own mesh, scaled down to 16 devices, and meshes that use each
     axis separately and together. With cp, each possible attention method is checked; mesh.context

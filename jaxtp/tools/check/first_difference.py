@@ -23,8 +23,8 @@ from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.context import Sequences
 from jaxtp.mesh import mesh_of
 from jaxtp.models.decoder import Decoder, split_keys
-from jaxtp.parallelize.layouts import Copies
-from jaxtp.parallelize.module_wrappers import Method, Model, set_class, subclass, with_calls
+from jaxtp.plans.layouts import Copies
+from jaxtp.plans.module_wrappers import Method, Model, set_class, subclass, with_calls
 from jaxtp.tools.check.parity import Arrays, place, relative_error
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject

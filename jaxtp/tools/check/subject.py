@@ -21,7 +21,7 @@ from jaxtp.data.sources import open_batches
 from jaxtp.distributed.devices import host_memory
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh
-from jaxtp.parallelize.styles import ContextParallel
+from jaxtp.plans.styles import ContextParallel
 from jaxtp.tools.check.shrink import (
     ONE_DEVICE,
     UPDATES,

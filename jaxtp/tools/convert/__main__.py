@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
-import tyro
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
@@ -21,9 +20,10 @@ from jaxtp.checkpoint import silence_orbax
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config import entry
+from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import Keys, OptionalFolder, Switch, UserPath, expand, to_yaml
+from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_yaml
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
@@ -87,8 +87,8 @@ differently."""
 
 
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
-HFDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
-RunDir = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+HFDir = Annotated[UserPath, POSITIONAL, Argument("HF_DIR")]
+RunDir = Annotated[UserPath, POSITIONAL, Argument("RUN_DIR")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ class Export:
     tokenizer_from: OptionalFolder = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an
     imported run."""
-    merged: Switch = False
+    merged: bool = False
     """Write the whole model of a run that trained adapters, with the adapters merged into the
     kernels."""
     adapters: OptionalFolder = None
@@ -151,18 +151,18 @@ class Export:
     like: OptionalFolder = None
     """Folder that the model came from, if it has moved. The vision tower and other tensors outside
     of the text model are copied from there."""
-    text_only: Switch = False
+    text_only: bool = False
     """Write the text model of a multimodal model by itself."""
-    dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
+    dtype: DType | None = None
     """Dtype of the written tensors; by default the dtype of an imported model's files, and for
     other runs the dtype of the parameters (model.precision.param)."""
-    experts: Annotated[Layout | None, tyro.conf.arg(metavar="{separate,stacked}")] = None
+    experts: Layout | None = None
     """Tensors of a mixture of experts: separate has one for each expert, as on the Hub, the default
     for models; stacked has one for all experts of a layer, as in the memory of transformers 5, the
     default for adapters."""
     max_shard_size: str = "5GB"
     """Maximum size of a file of weights, such as 500MB; a tensor is never split."""
-    allow_non_finite: Switch = False
+    allow_non_finite: bool = False
     """Write weights even if they are not finite."""
     ignore_config: Keys = ()
     """Unknown attributes of config.json to ignore, as in an import. Repeatable."""
@@ -205,8 +205,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> None:
-    command, flags = choose(PROGRAM, COMMANDS, argv)
-    config, _ = command.load(flags)
+    name, flags = choose(PROGRAM, COMMANDS, argv)
+    config, _ = COMMANDS[name].load(flags)
     if isinstance(config, Import):
         print(import_run(config))
     elif isinstance(config, Export):

@@ -12,19 +12,17 @@ from functools import partial
 from typing import Annotated, Literal
 
 import jax
-import tyro
 
 from jaxtp.analysis.hardware import parse, require_matmul
 from jaxtp.analysis.tables import Record, gigabytes
 from jaxtp.config import entry
-from jaxtp.config.affects import in_short_help
+from jaxtp.config.affects import Argument, in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.config.schema import (
     ConfigError,
     CountOrZero,
     Positive,
-    Switch,
     UserPath,
     replace_nested,
     to_short_yaml,
@@ -101,7 +99,7 @@ class EstimateConfig(foreign.OnHardware, TrainConfig):
     hardware, which need not be present. 3 needs pip install 'jaxtp[estimate-gpu]', with cuDNN's
     attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]'."""
 
-    as_configured: Switch = False
+    as_configured: bool = False
     """Keep remat and accumulation as configured, instead of the fastest."""
 
     price: Positive | None = None
@@ -111,10 +109,10 @@ class EstimateConfig(foreign.OnHardware, TrainConfig):
     """Texts of data.sequence_length tokens to generate at a time, whose memory and speed are added;
     0 adds none."""
 
-    write: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    write: Annotated[UserPath | None, Argument("FILE.yaml")] = None
     """YAML file to write the best setting to, if one fits."""
 
-    plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
+    plot: Annotated[UserPath | None, Argument("FILE.png")] = None
     """Picture of memory and time over tp (pip install 'jaxtp[plot]')."""
 
     timeout: Positive = 300.0

@@ -17,7 +17,6 @@ from typing import Annotated, cast
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 from jax.sharding import Mesh
 from pydantic import Field
 
@@ -25,11 +24,12 @@ from jaxtp.analysis.collective import Traffic, bytes_by_axes, with_joined_axes
 from jaxtp.analysis.hardware import GB, RANGES, TABLE, parse
 from jaxtp.analysis.tables import Cells, Record, between, columns
 from jaxtp.config import entry
+from jaxtp.config.affects import Argument
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import load_object, user_code
-from jaxtp.config.schema import ConfigError, OptionalFile, allowed, replace_nested
+from jaxtp.config.schema import ConfigError, Fraction, OptionalFile, replace_nested
 from jaxtp.mesh import (
     CP,
     TP,
@@ -92,15 +92,13 @@ PASSES = 2.5
 class OnHardware:
     """Flags of the hardware and its meshes."""
 
-    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
+    hardware: Annotated[str, Field(description=HARDWARE), Argument("h100x8")] = "h100x8"
     """See `HARDWARE`."""
 
-    meshes: Annotated[
-        tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")
-    ] = ()
+    meshes: Annotated[tuple[str, ...], Argument("tp=8 fsdp=2,tp=4", name="mesh")] = ()
     """Meshes to try, by default all that can run; an axis that is left out is 1."""
 
-    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
+    memory_fraction: Fraction | None = None
     """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts
     as in scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
 
@@ -112,7 +110,7 @@ class OnHardware:
 class EstimateModel(OnHardware, PythonModel):
     """Flags of an estimate for a Flax model."""
 
-    optimizer: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    optimizer: Annotated[str | None, Argument("FILE.py:NAME")] = None
     """Optimizer, an optax.GradientTransformation; by default optax.adamw."""
 
 

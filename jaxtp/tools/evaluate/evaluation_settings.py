@@ -4,9 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-import tyro
-
-from jaxtp.config.affects import RUNS_CODE
+from jaxtp.config.affects import REPEATED, RUNS_CODE, Argument
 from jaxtp.config.hints import nearest_multiples
 from jaxtp.config.schema import (
     ConfigError,
@@ -16,7 +14,6 @@ from jaxtp.config.schema import (
     Day,
     OptionalFile,
     OptionalFolder,
-    Switch,
     UserPath,
 )
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
@@ -26,12 +23,12 @@ from jaxtp.mesh import CP
 
 MAX_DEFAULT_LENGTH = 2048  # Maximum window length, unless a setting or a run determines it
 
-_Models = Annotated[tuple[UserPath, ...], tyro.conf.arg(metavar="DIR ...")]
-_Paths = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATH")]
-_Datasets = Annotated[tuple[DataPath, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR")]
-_Folders = Annotated[tuple[UserPath, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR")]
-_Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")]
-_Groupings = Annotated[tuple[Literal["length", "source"], ...], tyro.conf.UseAppendAction]
+_Models = Annotated[tuple[UserPath, ...], Argument("DIR")]
+_Paths = Annotated[tuple[str, ...], REPEATED, Argument("PATH")]
+_Datasets = Annotated[tuple[DataPath, ...], REPEATED, Argument("DIR")]
+_Folders = Annotated[tuple[UserPath, ...], REPEATED, Argument("DIR")]
+_Names = Annotated[tuple[str, ...], REPEATED, Argument("NAME")]
+_Groupings = Annotated[tuple[Literal["length", "source"], ...], REPEATED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +73,7 @@ class EvaluateConfig(SourceConfig):
     windows do not overlap. With a smaller stride, each token after the first window sees at least
     sequence-length - stride + 1 tokens; it counts once."""
 
-    beyond_context: Switch = False
+    beyond_context: bool = False
     """Allow a --sequence-length beyond the model's context (max_position_embeddings in its
     config.json)."""
 
@@ -91,7 +88,7 @@ class EvaluateConfig(SourceConfig):
     num_fewshot: CountOrZero | None = None
     """Examples shown before each question; by default the number in the task."""
 
-    chat: Switch = False
+    chat: bool = False
     """Ask tasks' questions as chat messages, with the model's chat template."""
 
     date: Day | None = None

@@ -12,22 +12,22 @@ from typing import Annotated, cast
 
 import jax
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.analysis.propose import propose_plan
 from jaxtp.analysis.traced_model import Forward
 from jaxtp.config import entry
+from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import named_code, user_code
-from jaxtp.config.schema import ConfigError, OptionalFile, Switch, from_yaml
+from jaxtp.config.schema import ConfigError, OptionalFile, from_yaml
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, CP, abstract_mesh, describe_mesh
 from jaxtp.models.decoder import Decoder
-from jaxtp.parallelize.parallelize import Build
+from jaxtp.plans.parallelize import Build
 from jaxtp.tools.explain.explanation import explain
 from jaxtp.tools.explain.python_model import PythonModel, explain_step, has_own_step, has_settings
 from jaxtp.train import setup
@@ -54,7 +54,7 @@ jaxtp explain --model.build mine.py:build --train.loss mine.py:loss --data.batch
 class Output:
     """Flags of the output."""
 
-    compile: Switch = False
+    compile: bool = False
     """Also compile for virtual CPU devices, and show the collectives that the compiler adds between
     the layers."""
 
@@ -66,11 +66,11 @@ class Output:
 class Explain(Output, PythonModel):
     """Flags of `jaxtp explain`."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
+    model: Annotated[str, POSITIONAL, Argument("FILE.py:FUNCTION")]
     """A function that returns an nnx.Module, in a file or a module (package.model:build); or a YAML
     configuration of jaxtp train."""
 
-    mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
+    mesh: Annotated[str | None, Argument("fsdp=2,tp=4")] = None
     """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has
     its own mesh, which this flag replaces."""
 

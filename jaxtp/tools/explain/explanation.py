@@ -46,12 +46,12 @@ from jaxtp.mesh import (
     mesh_shape,
     parts,
 )
-from jaxtp.parallelize.layouts import as_tuple
-from jaxtp.parallelize.module_wrappers import Method, original_class
-from jaxtp.parallelize.parallelize import Build, original_model, parallelize
-from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
-from jaxtp.parallelize.run_styles import role_of
-from jaxtp.parallelize.styles import (
+from jaxtp.plans.layouts import as_tuple
+from jaxtp.plans.module_wrappers import Method, original_class
+from jaxtp.plans.parallelize import Build, original_model, parallelize
+from jaxtp.plans.plan import Plan, PlanError, format_style, patterns_for
+from jaxtp.plans.run_styles import role_of
+from jaxtp.plans.styles import (
     Colwise,
     PrepareInput,
     PrepareOutput,

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 
+from jaxtp.config.affects import POSITIONAL, REPEATED, Argument
 from jaxtp.config.python_object import describe_value, load_object
-from jaxtp.config.schema import ConfigError, Switch
+from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.config import OriginConfig
 from jaxtp.models.own_decoder import builder
-from jaxtp.parallelize.parallelize import Build
-from jaxtp.parallelize.plan import Plan
+from jaxtp.plans.parallelize import Build
+from jaxtp.plans.plan import Plan
 from jaxtp.tools.explain.explanation import Explanation, explain
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint
@@ -28,21 +28,19 @@ from jaxtp.train.user_step import micro_batch
 class PythonModel:
     """Flags that name a model, its plan and its inputs."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
+    model: Annotated[str, POSITIONAL, Argument("FILE.py:FUNCTION")]
     """A function that returns an nnx.Module, or its class, in a file or a module
     (package.model:build). A parameter rngs gets nnx.Rngs(0)."""
 
-    plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    plan: Annotated[str | None, Argument("FILE.py:NAME")] = None
     """A dict from patterns of module paths to styles. Without a plan, parameters are split over
     fsdp only. With cp > 1 the plan must name the module whose sequences cp splits: {"":
     ContextParallel()}."""
 
-    propose: Switch = False
+    propose: bool = False
     """Use the plan that jaxtp.propose_plan returns; jaxtp explain prints its reasons."""
 
-    input: Annotated[
-        tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="64x16x16x1")
-    ] = ()
+    input: Annotated[tuple[str, ...], REPEATED, Argument("64x16x16x1")] = ()
     """Shape of an input of a global batch, with a dtype unless it is float32: 16x128:int32. Repeat
     the flag for several inputs. Without inputs there are no collectives."""
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Annotated
 
 import pydantic
-import tyro
 
 from jaxtp.config import entry
+from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command
-from jaxtp.config.schema import UserPath, allowed
+from jaxtp.config.schema import UserPath
 from jaxtp.distributed.environment import LaunchError, gpus_present
 from jaxtp.distributed.supervisor import Group, supervise
 
@@ -33,7 +33,7 @@ all GPUs of a host. Several are for trying a run of several hosts, also on CPUs,
 that need one process for each GPU.
 """
 MAX_PROCESSES = 1024
-Number = Annotated[int, pydantic.Field(ge=1, le=MAX_PROCESSES), allowed(f"1 to {MAX_PROCESSES}")]
+Number = Annotated[int, pydantic.Field(ge=1, le=MAX_PROCESSES)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,18 +47,14 @@ class Launch:
     """Virtual CPU devices of each process. By default the processes divide the GPUs of the machine,
     or, if it has none, the virtual devices of the mesh."""
 
-    restarts: Annotated[
-        int, pydantic.Field(ge=0, le=MAX_PROCESSES), allowed(f"0 to {MAX_PROCESSES}")
-    ] = 0
+    restarts: Annotated[int, pydantic.Field(ge=0, le=MAX_PROCESSES)] = 0
     """Maximum number of restarts after failures; none after a mistake (exit code 2) or wrong
     numbers (3)."""
 
-    logs: Annotated[UserPath, tyro.conf.arg(metavar="DIR")] = Path("logs")
+    logs: Annotated[UserPath, Argument("DIR")] = Path("logs")
     """Folder of the logs process-0.log, ...; a later start appends to them."""
 
-    command: Annotated[
-        tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")
-    ] = ()
+    command: Annotated[tuple[str, ...], POSITIONAL, Argument("-- COMMAND")] = ()
     """jaxtp command, or arguments for Python."""
 
 

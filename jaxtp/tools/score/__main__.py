@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Annotated
 
 import jax
-import tyro
 from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
+from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import fingerprint, require_writable, write_json
 from jaxtp.config.hints import Problem, explained
@@ -94,9 +94,7 @@ class ScoredDataConfig:
 class ScoreConfig(SourceConfig):
     """The model, the dataset, the rows, and devices."""
 
-    dataset: Annotated[DataPath | None, tyro.conf.Positional, tyro.conf.arg(metavar="DATASET")] = (
-        None
-    )
+    dataset: Annotated[DataPath | None, POSITIONAL, Argument("DATASET")] = None
     """Dataset of jaxtp prepare, made with the model's tokenizer; all its splits are scored."""
 
     model: OptionalFolder = None

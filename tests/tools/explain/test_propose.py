@@ -14,8 +14,8 @@ from tools.explain.nets import net, over_sum, seeded
 
 from jaxtp.analysis.propose import propose_plan
 from jaxtp.mesh import MeshError, mesh_shape
-from jaxtp.parallelize.plan import PlanError
-from jaxtp.parallelize.styles import (
+from jaxtp.plans.plan import PlanError
+from jaxtp.plans.styles import (
     Colwise,
     ContextParallel,
     PrepareInput,

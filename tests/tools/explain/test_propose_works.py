@@ -18,8 +18,8 @@ from tools.explain.nets import seeded
 import jaxtp
 from jaxtp import Colwise, Rowwise
 from jaxtp.mesh import STORAGE, mesh_shape
-from jaxtp.parallelize.layouts import stored_spec
-from jaxtp.parallelize.plan import PlanError, matches, patterns_for
+from jaxtp.plans.layouts import stored_spec
+from jaxtp.plans.plan import PlanError, matches, patterns_for
 
 B = 8
 T = 4

@@ -23,17 +23,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.python_object import signature_of
 from jaxtp.mesh import MeshError, Sizes, check_axes, mesh_sizes
-from jaxtp.parallelize.module_wrappers import (
+from jaxtp.plans.module_wrappers import (
     Model,
     ModuleInfo,
     find_modules,
     original_class,
     set_class,
 )
-from jaxtp.parallelize.plan import Plan, PlanError, is_inside, matches
-from jaxtp.parallelize.run_styles import role_of, swap_class
-from jaxtp.parallelize.styles import Compute, Style
-from jaxtp.parallelize.validate_plan import parameter_specs, validate_plan
+from jaxtp.plans.plan import Plan, PlanError, is_inside, matches
+from jaxtp.plans.run_styles import role_of, swap_class
+from jaxtp.plans.styles import Compute, Style
+from jaxtp.plans.validate_plan import parameter_specs, validate_plan
 
 Build = Callable[[], nnx.Module]
 

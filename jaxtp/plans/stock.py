@@ -12,8 +12,8 @@ from typing import Any
 from flax import nnx
 
 from jaxtp.mesh import STORAGE, TP, axes_of
-from jaxtp.parallelize.layouts import declared_spec, declared_specs
-from jaxtp.parallelize.module_wrappers import original_class
+from jaxtp.plans.layouts import declared_spec, declared_specs
+from jaxtp.plans.module_wrappers import original_class
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jaxtp.collectives import axis_size, check_divides, constrain, device_view, enter_parallel
 from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, Sizes, axes_of, parts
-from jaxtp.parallelize.styles import Layout, Layouts, Replicate, Shard
+from jaxtp.plans.styles import Layout, Layouts, Replicate, Shard
 
 Shape = tuple[int, ...]
 LeadingAxes = tuple[tuple[str, ...], ...]

@@ -25,7 +25,7 @@ from jaxtp import (
 )
 from jaxtp.config.entry import UserError
 from jaxtp.mesh import STORAGE
-from jaxtp.parallelize.plan import expand_braces, matches
+from jaxtp.plans.plan import expand_braces, matches
 
 MESH = (1, 2, 4)
 

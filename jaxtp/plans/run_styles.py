@@ -39,7 +39,7 @@ from jaxtp.collectives import (
     load_weight,
 )
 from jaxtp.mesh import BATCH, CONTEXT, CP, STORAGE, TOKENS, TP, axes_of, current_mesh, mesh_sizes
-from jaxtp.parallelize.layouts import (
+from jaxtp.plans.layouts import (
     Copies,
     LeadingAxes,
     Shape,
@@ -55,15 +55,15 @@ from jaxtp.parallelize.layouts import (
     split_dim,
     stored_spec,
 )
-from jaxtp.parallelize.module_wrappers import (
+from jaxtp.plans.module_wrappers import (
     CONTAINERS,
     Method,
     original_class,
     set_class,
     subclass,
 )
-from jaxtp.parallelize.stock import ATTEND, Signature, parameters_of, signature
-from jaxtp.parallelize.styles import (
+from jaxtp.plans.stock import ATTEND, Signature, parameters_of, signature
+from jaxtp.plans.styles import (
     Colwise,
     ContextParallel,
     Layout,

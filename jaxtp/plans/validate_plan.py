@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.config.hints import divisors, nearest_multiples
 from jaxtp.mesh import AXES, CP, TP, Sizes, axes_of, parts
-from jaxtp.parallelize.layouts import Shape, as_tuple, declared_spec, stored_spec
-from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, loads_shards, original_class
-from jaxtp.parallelize.plan import Plan, PlanError, assign_styles, is_inside
-from jaxtp.parallelize.run_styles import Role, resolve_style, role_of
-from jaxtp.parallelize.stock import Signature, signature, supported_modules, why_not_split
-from jaxtp.parallelize.styles import (
+from jaxtp.plans.layouts import Shape, as_tuple, declared_spec, stored_spec
+from jaxtp.plans.module_wrappers import ModuleInfo, has_method, loads_shards, original_class
+from jaxtp.plans.plan import Plan, PlanError, assign_styles, is_inside
+from jaxtp.plans.run_styles import Role, resolve_style, role_of
+from jaxtp.plans.stock import Signature, signature, supported_modules, why_not_split
+from jaxtp.plans.styles import (
     Colwise,
     ContextParallel,
     PrepareInput,

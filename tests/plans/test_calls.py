@@ -8,7 +8,7 @@ from support import use_mesh
 
 import jaxtp
 from jaxtp import Colwise, ContextParallel, Rowwise, SequenceParallel
-from jaxtp.parallelize.module_wrappers import modules_of, original_class, with_calls
+from jaxtp.plans.module_wrappers import modules_of, original_class, with_calls
 
 WIDTH = 8
 X = jax.ShapeDtypeStruct((4, 2, WIDTH), jnp.float32)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from jaxtp.config.entry import UserError
-from jaxtp.parallelize.styles import Compute, Style
+from jaxtp.plans.styles import Compute, Style
 
 Plan = Mapping[str, Style | Compute]  # by pattern
 

@@ -15,7 +15,7 @@ import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.analysis.audit import audit
 from jaxtp.mesh import AXES, STORAGE
-from jaxtp.parallelize.parallelize import arrays_of
+from jaxtp.plans.parallelize import arrays_of
 
 B = 8
 COLUMNS = {"attention.w{q,k,v}": Colwise(), "feed_forward.w{1,3}": Colwise()}
