@@ -239,7 +239,7 @@ class Product:
     attention: bool = False  # it is a product of attention, without weights
     # Fraction of it that counts as model FLOPs: about half in causal attention
     counted: float = 1.0
-    dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
+    dtype: str = ""  # float8; empty: the compute dtype
     module: str = ""  # names of the branch and of the layer, as far as known
 
     @classmethod
@@ -385,7 +385,6 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     hidden = moved = tokens * layer.in_features * compute
     if layer.matmul == "float8":
         moved = tokens * (layer.in_features + FLOAT32)
-    if layer.matmul != "compute":
         yield from column_gradient_costs(layer, work)
     split = work.is_split(layer.sequence_parallel)
     chunks = 1
@@ -506,8 +505,7 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
     for f in layer.features:
         group = f.shared_by(work.tp)
         size = FLOAT32 * work.tokens
-        if layer.matmul == "float8":
-            yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
+        yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
         yield CollectiveCost(
             Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times
         )

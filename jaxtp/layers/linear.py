@@ -30,7 +30,6 @@ from jaxtp.collectives import (
     device_view,
 )
 from jaxtp.layers.lora import Lora, LoraConfig, Target
-from jaxtp.layers.mxfp8 import mx_problem
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import (
     ExactDim,
@@ -42,7 +41,7 @@ from jaxtp.layers.parameter import (
     parameter,
     params_and_specs,
 )
-from jaxtp.layers.products import Kernel, as_operand, load_kernel
+from jaxtp.layers.products import Operand, as_operand, load_kernel
 from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
 from jaxtp.layers.transport import Gather, Joined, Ring
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
@@ -209,7 +208,7 @@ class ColumnParallelLinear(nnx.Module):
         merged, *_ = self._add_adapters([kernel], adapters, weights)
         return merged
 
-    def _load_kernels(self, weights: Weights) -> list[Kernel]:
+    def _load_kernels(self, weights: Weights) -> list[Operand]:
         kernels = []
         for i, dim in enumerate(self.features):
             shard = weights[f"kernels.{i}"]
@@ -361,14 +360,6 @@ def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | No
     if smaller_side < min_features:
         return f"{smaller_side:,} features are below matmul_least={min_features:,}"
     return None
-
-
-def mx_obstacle(layer: ColumnParallelLinear | RowParallelLinear, tp: int) -> str | None:
-    """Returns why MXFP8 does not divide a device's part of such a layer into blocks, or None."""
-    if isinstance(layer, RowParallelLinear):
-        return mx_problem(layer.in_features.local(tp), layer.features)
-    problems = (mx_problem(layer.in_features, dim.local(tp)) for dim in layer.features)
-    return next(filter(None, problems), None)
 
 
 def _as_dim(layer: str, features: int | PaddedDim, **sizes: int) -> PaddedDim:

@@ -33,7 +33,6 @@ from jaxtp.collectives import axis_index, axis_size, permute
 from jaxtp.compiler_hints import by_rows, in_turn
 from jaxtp.layers.float8 import Float8, kernel_gradient
 from jaxtp.layers.products import (
-    Kernel,
     NeedsGrad,
     Operand,
     Value,
@@ -60,7 +59,7 @@ Sums = TypeVar("Sums", Array, list[Array])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gather_matmul(keep: bool, x: Operand, kernels: tuple[Kernel, ...]) -> tuple[Array, ...]:
+def gather_matmul(keep: bool, x: Operand, kernels: tuple[Operand, ...]) -> tuple[Array, ...]:
     """Multiplies an activation, all-gathered along the sequence, by each kernel.
 
     `x` is `[b, T/tp, ..., D]`, kernels are this device's columns, `[D, F_i/tp]`; returns
@@ -153,7 +152,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
 
 
 @jax.custom_vjp
-def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Kernel, ...]) -> Array:
+def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Operand, ...]) -> Array:
     """Reduce-scatters the sum of `inputs[i] @ kernels[i]` over tp, along the sequence.
 
     Inputs are `[b, T, ..., F_i/tp]`, kernels the matching rows, `[F_i/tp, D]`; returns

@@ -58,7 +58,6 @@ from jaxtp.layers.linear import (
     RowParallelLinear,
     Schedule,
     matmul_obstacle,
-    mx_obstacle,
 )
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig
 from jaxtp.layers.mlp import MLP
@@ -67,7 +66,7 @@ from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape
-from jaxtp.mesh import CP, STORAGE, TP, parts
+from jaxtp.mesh import CP, STORAGE, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
 from jaxtp.models.block_rules import block_problems
 
@@ -447,7 +446,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     yield from _lora_problems(config)
     yield from _width_problems(config, mesh)
     if config.precision.matmul != "compute" and not unfit:
-        yield from _matmul_problems(config, mesh[TP])
+        yield from _matmul_problems(config)
     if mesh[CP] > 1 and not unfit and config.d_model % parts(mesh, STORAGE) == 0:
         yield from _context_problems(config, mesh[CP])
 
@@ -604,8 +603,8 @@ def _projections(config: ModelConfig, root: str, module: nnx.Module) -> Iterator
         yield _Projection(full, projection, obstacle)
 
 
-def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
-    """Products in 8 bits apply to a layer, and mxfp8 to each of its layers without a ring."""
+def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Products in 8 bits apply to a layer."""
     precision = config.precision
     setting = "model.precision.matmul"
     layers = matmul_layers(config)
@@ -620,24 +619,6 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
         yield Problem(
             f"{setting}={precision.matmul} applies to no layer ({reasons}); use "
             f"{setting}=compute{smaller}"
-        )
-    if precision.matmul == "mxfp8":
-        yield from _mxfp8_problems(config, tp)
-
-
-def _mxfp8_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
-    setting = "model.precision.matmul"
-    if config.overlap == "ring":
-        yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
-    problems = {}
-    for path, layer, obstacle in _all_projections(config):
-        if layer is not None and obstacle is None and (problem := mx_obstacle(layer, tp)):
-            problems[path] = problem
-    if problems:
-        first = next(iter(problems.values()))
-        yield Problem(
-            f"{setting}=mxfp8: {first} ({', '.join(problems)}); use another mesh.tp, "
-            f"{setting}_layers without them, or {setting}=float8"
         )
 
 
