@@ -61,8 +61,6 @@ class Schedule:
     # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
     # that it receives in that second run, because they live for one block only.
     recomputed: bool = False
-    # The backward pass does not read an MLP's output, so the whole MLP can be one ring.
-    fused_mlp: bool = False
     # Gradients of column layers are reduced as in `WeightLayout.early`.
     early_reduction: bool = False
 

@@ -313,13 +313,11 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
 
     def _schedule(self, block: BlockConfig) -> Schedule:
         recomputed = self.remat not in ("none", "save_dots")
-        # The norm after an MLP reads its output in the backward pass, unless that was saved.
-        is_read = block.norm_placement in ("after", "both") and self.remat in ("full", "offload")
         # Rings need each layer's own collectives, experts and latents have collectives of their
         # own, and dropout acts on each branch.
         separate = self.overlap == "ring" or block.num_experts or block.kv_rank or self.dropout
         joined = block.norm_placement == "parallel" and not separate
-        return Schedule(joined=joined, recomputed=recomputed, fused_mlp=recomputed and not is_read)
+        return Schedule(joined=joined, recomputed=recomputed)
 
     def zigzag(self, shape: LocalShape) -> bool:
         """Returns whether a layer needs zigzag order."""
