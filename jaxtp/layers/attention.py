@@ -292,7 +292,7 @@ class CausalSelfAttention(Branch):
             )
         self.config = config
         self.precision = context.precision
-        self.joined = context.schedule.joined
+        self.joined = context.joined
         self.norm_eps = norm.norm_eps
         queries = config.heads
         keys = config.heads.keys

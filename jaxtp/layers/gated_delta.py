@@ -101,7 +101,7 @@ class GatedDeltaNet(Branch):
                 f"delta_key_heads={config.delta_key_heads}"
             )
         self.config = config
-        self.joined = context.schedule.joined
+        self.joined = context.joined
         self.precision = context.precision
         dtype = self.precision.param
         heads = config.delta_heads

@@ -53,19 +53,6 @@ _GRANULE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When the layers of a block communicate, which depends on the block and its remat policy."""
-
-    # The block gathers the input of its branches and reduces their outputs (`Joined`).
-    joined: bool = False
-    # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
-    # that it receives in that second run, because they live for one block only.
-    recomputed: bool = False
-    # Gradients of column layers are reduced as in `WeightLayout.early`.
-    early_reduction: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class LayerContext:
     """Settings that the parallel layers of a model share."""
 
@@ -77,14 +64,24 @@ class LayerContext:
     overlap: Overlap = "none"
     lora: LoraConfig = LoraConfig()
     precision: Precision = Precision()
-    schedule: Schedule = Schedule()
+
+    # The rest says when the layers of a block communicate: it depends on the block and its remat
+    # policy, not on settings of a layer.
+
+    # The block gathers the input of its branches and reduces their outputs (`Joined`).
+    joined: bool = False
+    # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
+    # that it receives in that second run, because they live for one block only.
+    recomputed: bool = False
+    # Gradients of column layers are reduced as in `WeightLayout.early`.
+    early_reduction: bool = False
 
     @property
     def transport(self) -> Gather:
         """How a layer brings activations to its tp group and back."""
-        if self.schedule.joined:
+        if self.joined:
             return Joined()
-        return Ring(self.schedule.recomputed) if self.overlap == "ring" else Gather()
+        return Ring(self.recomputed) if self.overlap == "ring" else Gather()
 
 
 @dataclass(frozen=True)
@@ -147,7 +144,7 @@ class ColumnParallelLinear(nnx.Module):
         self.features = tuple(map(as_dim, outputs))
         self.in_features = in_features
         self.transport = context.transport
-        self.early_reduction = context.schedule.early_reduction
+        self.early_reduction = context.early_reduction
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision
         self.fixed_bias = use_bias if isinstance(use_bias, FixedBias) else None

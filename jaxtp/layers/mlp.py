@@ -75,15 +75,14 @@ class MLP(PositionwiseBranch):
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.joined = context.schedule.joined
+        self.joined = context.joined
         self.precision = context.precision
         self.hidden = PaddedDim((config.d_ff,))
-        # Attention's backward pass follows the columns'.
-        early = replace(context.schedule, early_reduction=True)
         column = partial(
             ColumnParallelLinear,
             d_model,
-            context=replace(context, schedule=early),
+            # Attention's backward pass follows the columns'.
+            context=replace(context, early_reduction=True),
             use_bias=config.mlp_bias,
             rngs=rngs,
         )

@@ -95,7 +95,7 @@ class Ring(Gather):
     """Overlaps products with communication under sequence parallelism, else as `Gather`."""
 
     keep: bool = False
-    """As in `gather_matmul`; see `Schedule.recomputed`."""
+    """As in `gather_matmul`; see `LayerContext.recomputed`."""
 
     def is_ring(self, tp: int, *, split: bool) -> bool:
         """See `Gather`."""

@@ -56,7 +56,6 @@ from jaxtp.layers.linear import (
     ColumnParallelLinear,
     LayerContext,
     RowParallelLinear,
-    Schedule,
     matmul_obstacle,
 )
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig
@@ -301,7 +300,7 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        context = replace(self.layer_context, schedule=self._schedule(block))
+        context = self._context_of(block)
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
         attention = GatedDeltaNet if block.delta_value_heads else attention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
@@ -311,13 +310,13 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
             "mlp": mlp(self.d_model, block, context, rngs=rngs),
         }
 
-    def _schedule(self, block: BlockConfig) -> Schedule:
+    def _context_of(self, block: BlockConfig) -> LayerContext:
         recomputed = self.remat not in ("none", "save_dots")
         # Rings need each layer's own collectives, experts and latents have collectives of their
         # own, and dropout acts on each branch.
         separate = self.overlap == "ring" or block.num_experts or block.kv_rank or self.dropout
         joined = block.norm_placement == "parallel" and not separate
-        return Schedule(joined=joined, recomputed=recomputed)
+        return replace(self.layer_context, joined=joined, recomputed=recomputed)
 
     def zigzag(self, shape: LocalShape) -> bool:
         """Returns whether a layer needs zigzag order."""
