@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
-from jaxtp.layers.kernels.select import CAPABILITIES, MIN_CAPABILITY, matmul_problem
+from jaxtp.layers.kernels.select import CAPABILITIES, FLOAT8_CAPABILITY, matmul_problem
 from jaxtp.mesh import AXES, Sizes, parts
 
 GB = 1e9
@@ -70,11 +70,7 @@ class Hardware:
 
     def peak(self, dtype: str) -> float:
         """Returns the peak FLOP/s of `Precision.matmul`; 0 if the hardware has no such products."""
-        if dtype in ("", "compute"):
-            return self.flops
-        if dtype == "mxfp8" and float(self.capability or 0) < MIN_CAPABILITY[dtype]:
-            return 0
-        return self.float8
+        return self.flops if dtype in ("", "compute") else self.float8
 
     @property
     def memory_speed(self) -> float:
@@ -130,7 +126,7 @@ def _gpu(
     # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979
     # TFLOP/s of an H100, 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format
     # (E4M3FNUZ); these TPUs have none.
-    if float(capability or 0) >= MIN_CAPABILITY["float8"]:
+    if float(capability or 0) >= FLOAT8_CAPABILITY:
         fields = {"float8": 2e12 * tflops, **fields}
     return Hardware(
         name=name,
@@ -301,11 +297,10 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
     problem = matmul_problem(matmul, hardware.architecture)
     if problem or not hardware.peak(matmul):
         able = ", ".join(name for name in TABLE if TABLE[name].peak(matmul))
-        works = "float8 or compute" if hardware.float8 else "compute"
         in_file = "" if problem or hardware.name in TABLE else ", or the key float8 in the file"
         raise ConfigError(
             f"model.precision.matmul={matmul}: {hardware.name} has no such products; "
-            f"--model.precision.matmul {works} works, or one of {able}{in_file}"
+            f"--model.precision.matmul compute works, or one of {able}{in_file}"
         )
 
 

@@ -43,13 +43,13 @@ _INSTRUCTION = re.compile(
 )
 _CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_LIBRARY = re.compile("gemm|matmul|ScaledDot|fmha")
+_LIBRARY = re.compile("gemm|matmul|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 """Matrix products in the code of a kernel, in Triton's or Mosaic GPU's names."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = re.compile("/(site|dist)-packages/")
-_FLOAT8 = re.compile(rf"\b(?:{FLOAT8}|scaled_matmul)\b")
-"""Scopes of products that `layers/products.py` and `layers/mxfp8.py` ask for."""
+_FLOAT8 = re.compile(rf"\b{FLOAT8}\b")
+"""Scope of products that `layers/products.py` asks for."""
 _TRANSFORMS = re.compile(
     r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
 )
@@ -379,9 +379,9 @@ def product_flops(computation: Computation, product: Instruction) -> int | None:
         factor = 2 if "CAUSAL" in product.text else 4
         return products and factor * math.prod(products)
     contracting = re.search(r'lhs_contracting_dim\w+"?[=:] ?[{[]([\d,"]*)[}\]]', product.text)
-    if operands and (contracting or "ScaledDot" in target):
-        dims = _integers(contracting[1]) if contracting else [-1]
-        return 2 * math.prod(result) * math.prod(operands[0][dim] for dim in dims)
+    if operands and contracting:
+        inner = math.prod(operands[0][dim] for dim in _integers(contracting[1]))
+        return 2 * math.prod(result) * inner
     code = re.search(r'\bname = "(\w+)"', product.text)
     products = kernel_products(code[1] if code else "", operands, result)
     return products and 2 * math.prod(products)

@@ -239,7 +239,7 @@ class Product:
     attention: bool = False  # it is a product of attention, without weights
     # Fraction of it that counts as model FLOPs: about half in causal attention
     counted: float = 1.0
-    dtype: str = ""  # float8 or mxfp8; empty: the compute dtype
+    dtype: str = ""  # float8; empty: the compute dtype
     module: str = ""  # names of the branch and of the layer, as far as known
 
     @classmethod
@@ -385,7 +385,6 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     hidden = moved = tokens * layer.in_features * compute
     if layer.matmul == "float8":
         moved = tokens * (layer.in_features + FLOAT32)
-    if layer.matmul != "compute":
         yield from column_gradient_costs(layer, work)
     split = work.is_split(layer.sequence_parallel)
     chunks = 1
@@ -417,23 +416,21 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     yield from _column_lora_costs(layer, work, COLUMN)
 
 
-def row_costs(
-    layer: RowParallelLinear, work: Workload, name: str, *, read: bool, module: str = ROW
-) -> Costs:
+def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool) -> Costs:
     """Yields the costs of a row layer."""
     compute = compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
     recomputed = read and work.rereduces
     rows = layer.in_features
     local = rows.padded(work.tp) // work.tp
-    weight = partial(Weight, module=module, precision=layer.precision)
+    weight = partial(Weight, module=ROW, precision=layer.precision)
     kernel = weight(size=rows.size * layer.features, split=rows)
     bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.transport.joined)
     yield from projection_weights(layer, layer.kernel, work, (kernel, bias), (TP,))
     if layer.matmul == "float8":  # each token's maximum
         again = work.recomputes and (not work.frozen or recomputed)
         yield collective_cost(
-            ALL_REDUCE, (TP,), module, work, FLOAT32 * work.tokens, work.num_evals(again, 0)
+            ALL_REDUCE, (TP,), ROW, work, FLOAT32 * work.tokens, work.num_evals(again, 0)
         )
     if layer.bias is not None:
         yield replace(bias, again=read and work.recomputes)
@@ -441,14 +438,14 @@ def row_costs(
     size = work.tokens * layer.features * compute
     if layer.transport.is_ring(work.tp, split=split):
         chunks = work.tp
-        yield ring(module, work, size, work.num_evals(recomputed, 1))
+        yield ring(ROW, work, size, work.num_evals(recomputed, 1))
     elif not layer.transport.joined:  # else the block sums all branches at once
-        yield from leave(module, work, size, split=split, again=recomputed)
+        yield from leave(ROW, work, size, split=split, again=recomputed)
     shape = work.tokens // chunks, local, layer.features
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     if read and work.saves_reduced:
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
-    yield from _row_lora_costs(layer, work, module, recomputed=recomputed)
+    yield from _row_lora_costs(layer, work, ROW, recomputed=recomputed)
 
 
 def projection_weights(
@@ -506,8 +503,7 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
     for f in layer.features:
         group = f.shared_by(work.tp)
         size = FLOAT32 * work.tokens
-        if layer.matmul == "float8":
-            yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
+        yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
         yield CollectiveCost(
             Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times
         )
@@ -817,27 +813,15 @@ def context_costs(
 def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Costs:
     columns = num_columns(layer.config)
     features = work.tokens * layer.hidden.padded(work.tp) // work.tp
-    fused = work.reprojects and not (read and work.rereduces)
-    fused = fused and layer.has_ring(work.tp, split=work.is_split(layer.down.sequence_parallel))
-    costs = [*column_costs(layer.columns, work, "gate, up" if columns == 2 else "up")]
-    costs += row_costs(layer.down, work, "down", read=read, module=COLUMN if fused else ROW)
+    yield from column_costs(layer.columns, work, "gate, up" if columns == 2 else "up")
+    yield from row_costs(layer.down, work, "down", read=read)
     in_float32 = 0
     if layer.config.activation == XIELU:
         scalar = partial(Weight, size=1, tp=False, fsdp=False, used_by_all_tp=True)
         yield from [scalar(module=XIELU, precision=layer.precision)] * 2
         # The input, its exponent and its square; and two masks
         in_float32 = (3 * FLOAT32 + 2) * features
-    costs += hidden_costs(columns, work, features * compute_itemsize(layer), in_float32)
-    if not fused:
-        yield from costs
-        return
-    # In a ring two parts of the activations are alive, and the sum of the kernels' gradients.
-    for cost in costs:
-        if isinstance(cost, Bytes) and cost.kind == "workspace":
-            cost = replace(cost, bytes=2 * cost.bytes / work.tp)
-        yield cost
-    kernels = (columns + 1) * layer.down.features * features // work.tokens
-    yield Bytes("workspace", FLOAT32 * kernels)
+    yield from hidden_costs(columns, work, features * compute_itemsize(layer), in_float32)
 
 
 def num_columns(config: MLPConfig) -> int:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
+from jaxtp.collectives import axis_index, axis_size, constrain, device_view, token_spec
 from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive, Settings
@@ -294,7 +294,7 @@ class CausalSelfAttention(Branch):
             )
         self.config = config
         self.precision = context.precision
-        self.joined = context.schedule.joined
+        self.joined = context.joined
         self.norm_eps = norm.norm_eps
         queries = config.heads
         keys = config.heads.keys
@@ -333,11 +333,10 @@ class CausalSelfAttention(Branch):
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Causal attention within each document."""
-        segments_BT = sequences.segments
-        shape = self._local_shape(x_BTD.shape[1], sequences)
-        attend = partial(self._attend, replace(sequences, segments=None), shape)
-        segments_spec = None if segments_BT is None else batch_spec(None)
-        y_BTF = self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP))
+        # Only routers read chosen experts.
+        sequences = replace(sequences, experts=None)
+        attend = partial(self._attend, self._local_shape(x_BTD.shape[1], sequences))
+        y_BTF = self._on_heads(attend, x_BTD, (sequences,), (sequences.specs,), token_spec(TP))
         return self.output(y_BTF, x_BTD)
 
     def project(self, x_BTD: Array) -> Heads:
@@ -393,6 +392,8 @@ class CausalSelfAttention(Branch):
             sizes=mesh_sizes(current_mesh()),
             rows=1,
             length=length,
+            packed=sequences.segments is not None,
+            platform=architecture_of(current_device()),
             context=sequences.context,
             zigzag=sequences.zigzag,
         )
@@ -407,13 +408,12 @@ class CausalSelfAttention(Branch):
 
     def _attend(
         self,
-        sequences: Sequences,
         shape: LocalShape,
         weights: Weights,
         qkv: Heads,
-        segments: Array | None,
+        sequences: Sequences,
     ) -> Array:
-        sequences = replace(sequences, segments=segments)
+        segments = sequences.segments
         positions = sequences.local_positions(shape.length)
         if segments is not None:
             in_documents = segment_positions(segments)
@@ -424,23 +424,19 @@ class CausalSelfAttention(Branch):
         q, k, v = self._normalise_and_rotate(weights, qkv, positions, shape.length)
         method, _ = self.config.context_attention(shape.tp).method(shape)
         sinks = self._load_sinks(weights, method)
-        run = self._kernel(shape, sinks, packed=segments is not None)
+        run = self._kernel(shape, sinks)
         y = sequences.attend(run, method, self.config.sliding_window, q, k, v)
         return self._merge_heads(y, *qkv[3:])
 
-    def _kernel(
-        self, shape: LocalShape, sinks: Array | None, *, packed: bool
-    ) -> Callable[..., Array]:
+    def _kernel(self, shape: LocalShape, sinks: Array | None) -> Callable[..., Array]:
         """Returns the kernel for sequences, as a function `(q, k, v, segments, part=)`."""
         config = self.config
-        architecture = architecture_of(current_device())
-        shape = replace(shape, packed=packed, platform=architecture)
         use = config.use_on(shape, self.precision.compute)
         for problem in unsupported(config.attention, use):
             raise ConfigError(f'attention="{config.attention}": {problem}')
         kernel, _ = pick_kernel(config.attention, use)
         run = partial(kernel.run, **use.scores, window=use.window, sinks=sinks)
-        if packed or sinks is not None or shape.sizes[CP] > 1 or not kernel.platforms:
+        if shape.packed or sinks is not None or shape.sizes[CP] > 1 or not kernel.platforms:
             return run
         is_split = shape.is_split(self.out.sequence_parallel)
         is_ring = self.out.transport.is_ring(shape.tp, split=True)

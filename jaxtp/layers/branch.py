@@ -31,8 +31,8 @@ class Branch(nnx.Module):
     """
 
     joined = False
-    """Whether its layers are constructed with `Schedule.joined`: the block gathers its input and
-    reduces its output."""
+    """Whether its layers are constructed with `LayerContext.joined`: the block gathers its input
+    and reduces its output."""
 
     over_cp: ClassVar[bool] = False
     """Whether the branch supports sequences split over cp, with positions on other devices

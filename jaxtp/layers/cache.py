@@ -48,8 +48,7 @@ class NewTokens:
     @property
     def specs(self) -> "NewTokens":
         """Specs for `device_view`."""
-        spec = batch_spec(None)
-        return NewTokens(spec, None if self.rows is None else spec, self.continued)  # type: ignore[arg-type]
+        return jax.tree.map(lambda _: batch_spec(None), self)
 
     def write(self, cache: Array, new: Array) -> Array:
         """Writes new tokens `[b, T, K, H]` to a device's cache `[b, K, S, H]`."""

@@ -70,6 +70,11 @@ class Sequences:
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers also return their choices (`layers/balance.py`)."""
 
+    @property
+    def specs(self) -> "Sequences":
+        """Specs of its arrays for `device_view`: a device has whole rows."""
+        return jax.tree.map(lambda _: batch_spec(None), self)
+
     def local_tokens(self, x_BT: Array) -> Array:
         """Splits whole rows `[B, T, ...]` over cp, in device order; cp must divide T."""
         if axis_size(CP) == 1:

@@ -24,7 +24,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
+from jaxtp.collectives import ATTENDED, axis_size, constrain, device_view, token_spec
 from jaxtp.config.schema import Count, CountOrZero, Settings
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
@@ -103,7 +103,7 @@ class GatedDeltaNet(Branch):
                 f"delta_key_heads={config.delta_key_heads}"
             )
         self.config = config
-        self.joined = context.schedule.joined
+        self.joined = context.joined
         self.precision = context.precision
         dtype = self.precision.param
         heads = config.delta_heads
@@ -137,30 +137,24 @@ class GatedDeltaNet(Branch):
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Reads each document from its first token on."""
-        segments_BT = sequences.segments
+        # Only routers read chosen experts.
+        sequences = replace(sequences, experts=None)
         projected = self.in_proj(x_BTD)
         weights, specs = self._inner()
-        segments_spec = None if segments_BT is None else batch_spec(None)
-        in_specs = (specs, (token_spec(TP),) * len(projected), segments_spec)
-        read = partial(self._read, replace(sequences, segments=None))
-        view = device_view(read, DELTA, in_specs, token_spec(TP))
-        return self.out(view(weights, projected, segments_BT))
+        in_specs = (specs, (token_spec(TP),) * len(projected), sequences.specs)
+        read = device_view(self._read, DELTA, in_specs, token_spec(TP))
+        return self.out(read(weights, projected, sequences))
 
     def _inner(self) -> tuple[Weights, dict[str, P]]:
         weights, specs = params_and_specs(self)
         inner = {name: weights[name] for name in _INSIDE}
         return inner, {name: specs[name] for name in _INSIDE}
 
-    def _read(
-        self,
-        sequences: Sequences,
-        weights: Weights,
-        projected: tuple[Array, ...],
-        segments: Array | None,
-    ) -> Array:
+    def _read(self, weights: Weights, projected: tuple[Array, ...], sequences: Sequences) -> Array:
         *qkv, gate, write, decay = projected  # [b, T/cp, F/tp]
         rows, length, _ = gate.shape
         chunks = sequences.num_chunks
+        segments = sequences.segments
         positions = sequences.local_positions(length * axis_size(CP))
         if segments is not None:
             positions = jnp.take(segment_positions(segments), positions, axis=1)

@@ -131,7 +131,7 @@ class LatentAttention(CausalSelfAttention):
         values = config.value_head_dim
         down = partial(DownProjection, d_model, context=context, rngs=rngs)
         # Latents enter the tp group together.
-        inside = replace(context, schedule=replace(context.schedule, joined=True))
+        inside = replace(context, joined=True)
         up = partial(ColumnParallelLinear, rngs=rngs)
         if config.query_rank:
             self.query_down = down(config.query_rank, target="q_a_proj")

@@ -30,7 +30,6 @@ from jaxtp.collectives import (
     device_view,
 )
 from jaxtp.layers.lora import Lora, LoraConfig, Target
-from jaxtp.layers.mxfp8 import mx_problem
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import (
     ExactDim,
@@ -42,7 +41,7 @@ from jaxtp.layers.parameter import (
     parameter,
     params_and_specs,
 )
-from jaxtp.layers.products import Kernel, as_operand, load_kernel
+from jaxtp.layers.products import Operand, as_operand, load_kernel
 from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
 from jaxtp.layers.transport import Gather, Joined, Ring
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
@@ -51,21 +50,6 @@ COLUMN = "column_parallel_linear"
 ROW = "row_parallel_linear"
 # Tensor cores multiply float8 in multiples of this number of features
 _GRANULE = 16
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When the layers of a block communicate, which depends on the block and its remat policy."""
-
-    # The block gathers the input of its branches and reduces their outputs (`Joined`).
-    joined: bool = False
-    # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
-    # that it receives in that second run, because they live for one block only.
-    recomputed: bool = False
-    # The backward pass does not read an MLP's output, so the whole MLP can be one ring.
-    fused_mlp: bool = False
-    # Gradients of column layers are reduced as in `WeightLayout.early`.
-    early_reduction: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,14 +64,24 @@ class LayerContext:
     overlap: Overlap = "none"
     lora: LoraConfig = LoraConfig()
     precision: Precision = Precision()
-    schedule: Schedule = Schedule()
+
+    # The rest says when the layers of a block communicate: it depends on the block and its remat
+    # policy, not on settings of a layer.
+
+    # The block gathers the input of its branches and reduces their outputs (`Joined`).
+    joined: bool = False
+    # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
+    # that it receives in that second run, because they live for one block only.
+    recomputed: bool = False
+    # Gradients of column layers are reduced as in `WeightLayout.early`.
+    early_reduction: bool = False
 
     @property
     def transport(self) -> Gather:
         """How a layer brings activations to its tp group and back."""
-        if self.schedule.joined:
+        if self.joined:
             return Joined()
-        return Ring(self.schedule.recomputed) if self.overlap == "ring" else Gather()
+        return Ring(self.recomputed) if self.overlap == "ring" else Gather()
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,7 @@ class ColumnParallelLinear(nnx.Module):
         self.features = tuple(map(as_dim, outputs))
         self.in_features = in_features
         self.transport = context.transport
-        self.early_reduction = context.schedule.early_reduction
+        self.early_reduction = context.early_reduction
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision
         self.fixed_bias = use_bias if isinstance(use_bias, FixedBias) else None
@@ -209,7 +203,7 @@ class ColumnParallelLinear(nnx.Module):
         merged, *_ = self._add_adapters([kernel], adapters, weights)
         return merged
 
-    def _load_kernels(self, weights: Weights) -> list[Kernel]:
+    def _load_kernels(self, weights: Weights) -> list[Operand]:
         kernels = []
         for i, dim in enumerate(self.features):
             shard = weights[f"kernels.{i}"]
@@ -361,14 +355,6 @@ def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | No
     if smaller_side < min_features:
         return f"{smaller_side:,} features are below matmul_least={min_features:,}"
     return None
-
-
-def mx_obstacle(layer: ColumnParallelLinear | RowParallelLinear, tp: int) -> str | None:
-    """Returns why MXFP8 does not divide a device's part of such a layer into blocks, or None."""
-    if isinstance(layer, RowParallelLinear):
-        return mx_problem(layer.in_features.local(tp), layer.features)
-    problems = (mx_problem(layer.in_features, dim.local(tp)) for dim in layer.features)
-    return next(filter(None, problems), None)
 
 
 def _as_dim(layer: str, features: int | PaddedDim, **sizes: int) -> PaddedDim:

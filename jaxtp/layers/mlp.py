@@ -11,29 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import GATHERED, REDUCED, axis_size, device_view, token_spec
+from jaxtp.collectives import device_view, token_spec
 from jaxtp.config.schema import Count, Positive, Settings
 from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.linear import (
-    COLUMN,
-    ColumnParallelLinear,
-    LayerContext,
-    RowParallelLinear,
-    activation_specs,
-)
-from jaxtp.layers.overlap import ring_mlp
-from jaxtp.layers.parameter import (
-    DType,
-    PaddedDim,
-    Weights,
-    parameter,
-    params_and_specs,
-    spec_of,
-)
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.parameter import DType, PaddedDim, parameter, spec_of
 from jaxtp.mesh import TP
 
 XIELU = "xielu"
@@ -92,16 +77,14 @@ class MLP(PositionwiseBranch):
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.joined = context.schedule.joined
+        self.joined = context.joined
         self.precision = context.precision
-        self.fused = context.schedule.fused_mlp
         self.hidden = PaddedDim((config.d_ff,))
-        # Attention's backward pass follows the columns'.
-        early = replace(context.schedule, early_reduction=True)
         column = partial(
             ColumnParallelLinear,
             d_model,
-            context=replace(context, schedule=early),
+            # Attention's backward pass follows the columns'.
+            context=replace(context, early_reduction=True),
             use_bias=config.mlp_bias,
             rngs=rngs,
         )
@@ -126,42 +109,12 @@ class MLP(PositionwiseBranch):
         """Gate and up, or only up."""
         return self.up if self.config.mlp == "plain" else self.gate_up
 
-    def has_ring(self, tp: int, *, split: bool) -> bool:
-        """Returns whether `ring_mlp` can compute the layer.
-
-        The ring does not support adapters, biases, xielu or products in 8 bits.
-        """
-        columns = self.columns
-        down = self.down
-        if columns.loras or down.loras or columns.biases or self.config.activation == XIELU:
-            return False
-        in_8_bits = columns.matmul != "compute" or down.matmul != "compute"
-        return down.transport.is_ring(tp, split=split) and not in_8_bits
-
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """See `Branch`."""
-        sequence, _, outside = activation_specs(self.down.sequence_parallel, x_BTD.shape)
-        if self.fused and self.has_ring(axis_size(TP), split=sequence is not None):
-            weights, specs = params_and_specs(self)
-            return device_view(self._ring, COLUMN, (outside, specs), outside)(x_BTD, weights)
-        products_BTF = [*self.columns(x_BTD)]
-        return self.down(self._hidden(products_BTF))
-
-    def _hidden(self, products: Sequence[Array]) -> Array:
         activation = self.config.activation
         activate = self._xielu if activation == XIELU else ACTIVATIONS[activation]
-        return hidden_features(activate, products, self.config.swiglu_limit)
-
-    def _ring(self, x: Array, weights: Weights) -> Array:
-        down = self.precision.load(weights.pop("down.kernel"), 1)
-        columns = [self.precision.load(weights[name], 0) for name in sorted(weights)]
-
-        def hidden(y: Array) -> Array:
-            return self._hidden(jnp.split(y, len(columns), -1))
-
-        x = checkpoint_name(x.astype(self.precision.compute), GATHERED)
-        y = ring_mlp(hidden, x, jnp.concatenate(columns, -1), down)
-        return checkpoint_name(y, REDUCED)
+        products_BTF = [*self.columns(x_BTD)]
+        return self.down(hidden_features(activate, products_BTF, self.config.swiglu_limit))
 
     def _xielu(self, x_BTF: Array) -> Array:
         in_float32 = replace(self.precision, compute="float32")

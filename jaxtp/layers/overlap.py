@@ -5,7 +5,6 @@ ASPLOS 2023, doi 10.1145/3567955.3567959):
 
     gather_matmul     all_gather(x) @ w
     matmul_scatter    reduce_scatter(x @ w)
-    ring_mlp          reduce_scatter(hidden(all_gather(x) @ w) @ v)
 
 Gradients are hand-written rings, because autodiff would save every part; `gather_matmul` saves
 them only on request (`keep`). Weight gradients are summed in float32 and rounded once. Rings are
@@ -18,7 +17,7 @@ because XLA would copy what a loop sends.
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -33,7 +32,6 @@ from jaxtp.collectives import axis_index, axis_size, permute
 from jaxtp.compiler_hints import by_rows, in_turn
 from jaxtp.layers.float8 import Float8, kernel_gradient
 from jaxtp.layers.products import (
-    Kernel,
     NeedsGrad,
     Operand,
     Value,
@@ -60,7 +58,7 @@ Sums = TypeVar("Sums", Array, list[Array])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gather_matmul(keep: bool, x: Operand, kernels: tuple[Kernel, ...]) -> tuple[Array, ...]:
+def gather_matmul(keep: bool, x: Operand, kernels: tuple[Operand, ...]) -> tuple[Array, ...]:
     """Multiplies an activation, all-gathered along the sequence, by each kernel.
 
     `x` is `[b, T/tp, ..., D]`, kernels are this device's columns, `[D, F_i/tp]`; returns
@@ -153,7 +151,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
 
 
 @jax.custom_vjp
-def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Kernel, ...]) -> Array:
+def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Operand, ...]) -> Array:
     """Reduce-scatters the sum of `inputs[i] @ kernels[i]` over tp, along the sequence.
 
     Inputs are `[b, T, ..., F_i/tp]`, kernels the matching rows, `[F_i/tp, D]`; returns
@@ -239,109 +237,6 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
 
 gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
-
-
-# The ring of an MLP: a part of the input gathers, and the partial sum of its results follows one
-# turn later. Part 0 goes around:
-#
-#     turn    device 0          device 1           device 2           device 3
-#        0    hidden, waits     .                  .                  .
-#        1    .                 hidden, sum 0      .                  .
-#        2    .                 .                  hidden, + sum 0    .
-#        3    .                 .                  .                  hidden, + sum 0
-#        4    + sum 0           .                  .                  .
-#
-# Sums move while hidden features are computed, and inputs while those are multiplied by `rows`.
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def ring_mlp(
-    hidden: Callable[[Array], Array],
-    x: Array,
-    columns: Array,
-    rows: Array,
-) -> Array:
-    """Reduce-scatters `hidden(x @ columns) @ rows` over tp, of an all-gathered `x`.
-
-    `x` and the result are `[b, T/tp, ..., D]`; `hidden` sees each token alone.
-    """
-
-    def compute_features(sending: Array | None, part: Array) -> tuple[Array, Array]:
-        arrived, part = _begin_turn(sending, part)
-        return in_turn(arrived, hidden(part @ columns))
-
-    tp = axis_size(TP)
-    part, own_features = compute_features(x, x)
-    partial_sum = None
-    for turn in range(1, tp):
-        arrived_sum, features = compute_features(partial_sum, part)
-        sending = _unless_last(turn, part)
-        part, partial_sum = _add_product(sending, arrived_sum, features, rows)
-    arrived_sum, own_product = _add_product(partial_sum, None, own_features, rows)
-    return arrived_sum + own_product
-
-
-def _add_product(
-    sending: Array | None,
-    total: Array | None,
-    features: Array,
-    kernel: Array,
-) -> tuple[Array, Array]:
-    """Returns what arrived, and a partial sum plus a product, computed while `sending` moves."""
-    arrived, total, features = _begin_turn(sending, total, features)
-    return in_turn(arrived, _plus(total, features @ kernel))
-
-
-def _mlp_forward(hidden: Callable[[Array], Array], *args: object) -> tuple[Array, object]:
-    _, *kernels = args
-    needs_grad = NeedsGrad.of([], kernels)
-    return ring_mlp.fun(hidden, *unwrapped(args)), (unwrapped(args), needs_grad)
-
-
-def _mlp_backward(
-    hidden: Callable[[Array], Array], residuals: Any, grad: Array
-) -> tuple[object, ...]:
-    (x, columns, rows), needs_grad = residuals
-    trained = _true_indices(needs_grad.kernels)
-
-    def compute_gradients(sending: Array | None, x: Array, grad: Array) -> tuple[Array, ...]:
-        """Returns what arrived, the gradient of the columns' product, and hidden features."""
-        arrived, x, grad = _begin_turn(sending, x, grad)
-        features, transpose = jax.vjp(hidden, x @ columns)
-        (grad_y,) = transpose(grad @ rows.T)
-        return in_turn(arrived, grad_y, features)
-
-    def add_kernel_gradients(
-        sending: Array | None, sums: list[Array] | None, grad_y: Array, *operands: Array
-    ) -> tuple[Array, list[Array], Array]:
-        """Returns what arrived, the sums, and `grad_y`.
-
-        `grad_y` waits for the sums, so that their operands are freed before its product.
-        """
-        arrived, sums, grad_y, features, x, grad = _begin_turn(sending, sums, grad_y, *operands)
-        pairs = ((x, grad_y), (features, grad))
-        sums = _plus(sums, [_kernel_gradient(*pairs[i]) for i in trained])
-        return in_turn(arrived, sums, grad_y)
-
-    tp = axis_size(TP)
-    # Turn 0 is for this device's part: the input leaves, then the gradient of the result.
-    arrived_x, own_grad_y, features = compute_gradients(x, x, grad)
-    arrived_grad, sums, own_grad_y = add_kernel_gradients(grad, None, own_grad_y, features, x, grad)
-    partial_sum = None
-    for turn in range(1, tp):
-        x = arrived_x
-        grad = arrived_grad
-        arrived_sum, grad_y, features = compute_gradients(partial_sum, x, grad)
-        sending = _unless_last(turn, grad)
-        arrived_grad, sums, grad_y = add_kernel_gradients(sending, sums, grad_y, features, x, grad)
-        sending = _unless_last(turn, x)
-        arrived_x, partial_sum = _add_product(sending, arrived_sum, grad_y, columns.T)
-    arrived_sum, own_product = _add_product(partial_sum, None, own_grad_y, columns.T)
-    grad_x = arrived_sum + own_product
-    return grad_x, *_as_kernels(sums, trained, (columns, rows), grad_x.dtype)
-
-
-ring_mlp.defvjp(_mlp_forward, _mlp_backward, symbolic_zeros=True)
 
 
 def _begin_turn(sending: object, *operands: object) -> Any:

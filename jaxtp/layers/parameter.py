@@ -44,7 +44,7 @@ GRADIENTS = "gradients"
 (`sum_over_replicas`)."""
 
 DType = Literal["float32", "bfloat16", "float16"]
-Matmul = Literal["compute", "float8", "mxfp8"]
+Matmul = Literal["compute", "float8"]
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class Precision(Settings):
     """Dtype of products in the projections of blocks, forward and for the gradients of inputs.
     float8 is E4M3 with a scale for each token and output feature: half of the bytes that fsdp
     gathers, and sequence parallelism in the forward pass. Gradients of weights, head, routers,
-    norms, adapters and experts stay in the compute dtype. mxfp8 has a scale for each block of 32
-    features, and gathers in the compute dtype."""
+    norms, adapters and experts stay in the compute dtype."""
 
     matmul_layers: str = "*"
     """Layers that matmul applies to, by path as in the shell; | separates alternatives, as in

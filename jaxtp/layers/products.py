@@ -8,7 +8,7 @@ would save or multiply something else.
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +25,10 @@ from jaxtp.layers.float8 import (
     load_float8,
     tokens_in_float8,
 )
-from jaxtp.layers.mxfp8 import mx_matmul
 from jaxtp.layers.parameter import Matmul, Precision
 from jaxtp.mesh import STORAGE, TP
 
-
-class BlockScaled(NamedTuple):
-    """A kernel `[in, out]` that is multiplied in MXFP8."""
-
-    kernel: Array
-
-
 Operand = Array | Quantised
-Kernel = Operand | BlockScaled
 # An operand without its gradient
 Value = Array | Float8
 
@@ -68,23 +59,20 @@ def load_kernel(
     fsdp_dim: int,
     axes: tuple[str, ...],
     **layout: Any,
-) -> Kernel:
+) -> Operand:
     """Loads a kernel as an operand of a layer; the mesh axes `axes` split its input features."""
     if matmul == "float8":
         dtypes = WeightDtypes(precision.compute, precision.reduce, precision.compute)
         weight_layout = WeightLayout(fsdp_dim=fsdp_dim, **layout)
         return load_float8(shard, dtypes, weight_layout, axes)
-    kernel = precision.load(shard, fsdp_dim, **layout)
-    return BlockScaled(kernel) if matmul == "mxfp8" else kernel
+    return precision.load(shard, fsdp_dim, **layout)
 
 
-def multiply(x: Operand, w: Kernel, *axes: str) -> Array:
+def multiply(x: Operand, w: Operand, *axes: str) -> Array:
     """Returns `x @ w`, in the dtype of the kernel.
 
     The mesh axes `axes` split the output features.
     """
-    if isinstance(w, BlockScaled):
-        return mx_matmul(x.astype(w.kernel.dtype), w.kernel)
     if isinstance(x, Quantised) and isinstance(w, Quantised):
         return _multiply(x, w, axes)
     x = x.astype(w.dtype)
@@ -181,10 +169,8 @@ def perturbed(operand: object) -> bool:
     return bool(leaf.perturbed)
 
 
-def value_of(operand: Kernel) -> Value:
+def value_of(operand: Operand) -> Value:
     """Returns an operand without its carrier: a residual, or what a ring sends."""
-    if isinstance(operand, BlockScaled):
-        raise NotImplementedError("MXFP8 has no rings")
     return operand.array if isinstance(operand, Quantised) else operand
 
 

@@ -28,7 +28,7 @@ from jaxtp.collectives import GATHERED, REDUCED, axis_size, enter_parallel, leav
 from jaxtp.compiler_hints import inputs_of_separate_products, sequence_first
 from jaxtp.layers.float8 import Quantised, enter_float8
 from jaxtp.layers.overlap import gather_matmul, matmul_scatter
-from jaxtp.layers.products import Kernel, Operand, multiply
+from jaxtp.layers.products import Operand, multiply
 from jaxtp.mesh import TP
 
 
@@ -46,7 +46,7 @@ class Gather:
         return False
 
     def enter(
-        self, x: Operand, kernels: Sequence[Kernel], sequence_dim: int | None
+        self, x: Operand, kernels: Sequence[Operand], sequence_dim: int | None
     ) -> tuple[Array, ...]:
         """Multiplies an activation by this device's columns of each kernel.
 
@@ -56,7 +56,7 @@ class Gather:
         return _multiply_each(gathered, kernels, sequence_dim)
 
     def leave(
-        self, inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence_dim: int | None
+        self, inputs: Sequence[Operand], kernels: Sequence[Operand], sequence_dim: int | None
     ) -> Array:
         """Returns the sum of `inputs[i] @ kernels[i]` over i and tp.
 
@@ -95,14 +95,14 @@ class Ring(Gather):
     """Overlaps products with communication under sequence parallelism, else as `Gather`."""
 
     keep: bool = False
-    """As in `gather_matmul`; see `Schedule.recomputed`."""
+    """As in `gather_matmul`; see `LayerContext.recomputed`."""
 
     def is_ring(self, tp: int, *, split: bool) -> bool:
         """See `Gather`."""
         return split and tp > 1
 
     def enter(
-        self, x: Operand, kernels: Sequence[Kernel], sequence_dim: int | None
+        self, x: Operand, kernels: Sequence[Operand], sequence_dim: int | None
     ) -> tuple[Array, ...]:
         """See `Gather`."""
         if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
@@ -111,7 +111,7 @@ class Ring(Gather):
         return gather_matmul(self.keep, shard, tuple(kernels))
 
     def leave(
-        self, inputs: Sequence[Operand], kernels: Sequence[Kernel], sequence_dim: int | None
+        self, inputs: Sequence[Operand], kernels: Sequence[Operand], sequence_dim: int | None
     ) -> Array:
         """See `Gather`."""
         if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
@@ -121,7 +121,7 @@ class Ring(Gather):
 
 
 def _multiply_each(
-    x: Operand, kernels: Sequence[Kernel], sequence_dim: int | None
+    x: Operand, kernels: Sequence[Operand], sequence_dim: int | None
 ) -> tuple[Array, ...]:
     x = sequence_first(x, sequence_dim)
     # Dequantised once; the products of all adapters read it.

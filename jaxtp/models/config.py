@@ -65,9 +65,7 @@ from jaxtp.layers.linear import (
     ColumnParallelLinear,
     LayerContext,
     RowParallelLinear,
-    Schedule,
     matmul_obstacle,
-    mx_obstacle,
 )
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig
 from jaxtp.layers.mlp import MLP
@@ -76,7 +74,7 @@ from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape
-from jaxtp.mesh import CP, STORAGE, TP, parts
+from jaxtp.mesh import CP, STORAGE, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
 from jaxtp.models.block_rules import block_problems
 
@@ -307,7 +305,7 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        context = replace(self.layer_context, schedule=self._schedule(block))
+        context = self._context_of(block)
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
         attention = GatedDeltaNet if block.delta_value_heads else attention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
@@ -317,15 +315,13 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
             "mlp": mlp(self.d_model, block, context, rngs=rngs),
         }
 
-    def _schedule(self, block: BlockConfig) -> Schedule:
+    def _context_of(self, block: BlockConfig) -> LayerContext:
         recomputed = self.remat not in ("none", "save_dots")
-        # The norm after an MLP reads its output in the backward pass, unless that was saved.
-        is_read = block.norm_placement in ("after", "both") and self.remat in ("full", "offload")
         # Rings need each layer's own collectives, experts and latents have collectives of their
         # own, and dropout acts on each branch.
         separate = self.overlap == "ring" or block.num_experts or block.kv_rank or self.dropout
         joined = block.norm_placement == "parallel" and not separate
-        return Schedule(joined=joined, recomputed=recomputed, fused_mlp=recomputed and not is_read)
+        return replace(self.layer_context, joined=joined, recomputed=recomputed)
 
     def zigzag(self, shape: LocalShape) -> bool:
         """Returns whether a layer needs zigzag order."""
@@ -452,7 +448,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     yield from _lora_problems(config)
     yield from _width_problems(config, mesh)
     if config.precision.matmul != "compute" and not unfit:
-        yield from _matmul_problems(config, mesh[TP])
+        yield from _matmul_problems(config)
     if mesh[CP] > 1 and not unfit and config.d_model % parts(mesh, STORAGE) == 0:
         yield from _context_problems(config, mesh[CP])
 
@@ -609,8 +605,8 @@ def _projections(config: ModelConfig, root: str, module: nnx.Module) -> Iterator
         yield _Projection(full, projection, obstacle)
 
 
-def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
-    """Products in 8 bits apply to a layer, and mxfp8 to each of its layers without a ring."""
+def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
+    """Products in 8 bits apply to a layer."""
     precision = config.precision
     setting = "model.precision.matmul"
     layers = matmul_layers(config)
@@ -625,24 +621,6 @@ def _matmul_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
         yield Problem(
             f"{setting}={precision.matmul} applies to no layer ({reasons}); use "
             f"{setting}=compute{smaller}"
-        )
-    if precision.matmul == "mxfp8":
-        yield from _mxfp8_problems(config, tp)
-
-
-def _mxfp8_problems(config: ModelConfig, tp: int) -> Iterator[Problem]:
-    setting = "model.precision.matmul"
-    if config.overlap == "ring":
-        yield Problem(f"{setting}=mxfp8 has no rings; use model.overlap=none, or {setting}=float8")
-    problems = {}
-    for path, layer, obstacle in _all_projections(config):
-        if layer is not None and obstacle is None and (problem := mx_obstacle(layer, tp)):
-            problems[path] = problem
-    if problems:
-        first = next(iter(problems.values()))
-        yield Problem(
-            f"{setting}=mxfp8: {first} ({', '.join(problems)}); use another mesh.tp, "
-            f"{setting}_layers without them, or {setting}=float8"
         )
 
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import assert_errors, raised_by, read_table, with_tuples
 
-import jaxtp
 from jaxtp.config.schema import (
     ConfigError,
     from_yaml,
@@ -216,9 +215,6 @@ def test_a_model_that_is_there_keeps_its_sizes():
     assert "or d_model 575 or 580" in next(violations(SMOL, mesh_shape(fsdp=5)))
 
 
-MXFP8 = jaxtp.Precision(matmul="mxfp8", matmul_least=1)
-
-
 SINGLE_VIOLATIONS = [
     {"change": {"model.num_kv_heads": 3}, "says": "num_kv_heads can be 1, 2, 4, 8"},
     {
@@ -228,14 +224,6 @@ SINGLE_VIOLATIONS = [
     {
         "change": {"model.overlap": "ring", "model.sequence_parallel": False},
         "says": "model.overlap=ring overlaps the communication",
-    },
-    {
-        "change": {"model.overlap": "ring", "model.precision": MXFP8},
-        "says": "matmul=mxfp8 has no rings; use model.overlap=none, or",
-    },
-    {
-        "change": {"model.d_ff": 80, "model.precision": MXFP8},
-        "says": ["80 input features on a device", "nearest: 64 or 96", "mlp.down"],
     },
     {
         "change": {"profile.start": 500},

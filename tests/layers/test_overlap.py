@@ -6,12 +6,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.sharding import PartitionSpec as P
 from support import assert_close, swept, use_mesh
 
 from jaxtp.analysis.census import count_collectives
-from jaxtp.layers.overlap import gather_matmul, ring_mlp
+from jaxtp.layers.overlap import gather_matmul
 from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
 from jaxtp.layers.transport import Gather, Ring
 from jaxtp.mesh import mesh_sizes
@@ -138,32 +137,3 @@ def test_the_gradient_of_a_weight_is_rounded_once():
         grad = jax.jit(jax.grad(total))(jnp.ones((1, tp), "bfloat16"))
     assert grad.dtype == jnp.bfloat16
     assert grad.tolist() == [[260.0] * tp]
-
-
-@pytest.mark.parametrize("trained", [("x", "in 0", "out 0"), ("x",)], ids=len)
-def test_an_mlp_in_one_ring(trained):
-    """Its bytes: forward x and sums, backward both again and the gradient of x; no array has
-    whole sequences.
-    """
-    tp = 4
-    plain = lambda hidden, x, columns, rows: hidden(x @ columns) @ rows
-    given = arrays(tp)
-
-    def of(mlp, specs):
-        def total(chosen):
-            x, columns, rows = (chosen.get(name, given[name]) for name in ("x", "in 0", "out 0"))
-            body = jax.shard_map(partial(mlp, jnp.tanh), in_specs=specs, out_specs=specs[0])
-            return (
-                jnp.sin(body(x, columns, rows)) * jax.random.normal(jax.random.key(9), x.shape)
-            ).sum()
-
-        return jax.grad(total)
-
-    with use_mesh(tp=tp):
-        chosen = {name: given[name] for name in trained}
-        ring = of(ring_mlp, (SPLIT, SPLIT, P("tp")))
-        assert_close(
-            jax.jit(ring)(chosen), jax.jit(of(plain, (P(), P(), P())))(chosen), tolerance=1e-6
-        )
-        assert moved(ring, chosen) == {"permute": 5 * (tp - 1) / tp * given["x"].nbytes}
-        assert f"[2,{PART * tp},{FEATURES[0] // tp}]" not in str(jax.make_jaxpr(ring)(chosen))

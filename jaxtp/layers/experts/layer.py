@@ -82,7 +82,7 @@ class MixtureOfExperts(PositionwiseBranch):
         self._add_experts(context.lora, rngs)
         if config.shared_experts:
             # `_shared` computes this MLP inside the experts' `device_view`.
-            joined = replace(context, schedule=replace(context.schedule, joined=True))
+            joined = replace(context, joined=True)
             shared = replace(config, d_ff=config.shared_experts)
             self.shared = MLP(d_model, shared, joined, rngs=rngs)
         if config.shared_experts_gate:

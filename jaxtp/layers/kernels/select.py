@@ -41,8 +41,8 @@ _WIDE_ON_BLACKWELL = (9, 25)
 """The first cuDNN with a backward pass for head_dim 256 on Blackwell; JAX accepts older ones.
 NVIDIA/TransformerEngine#3056 names 9.23 and 9.25."""
 
-MIN_CAPABILITY = {"float8": 8.9, "mxfp8": 10.0}
-"""Minimum compute capability of an NVIDIA GPU with products in that dtype: Ada and Blackwell."""
+FLOAT8_CAPABILITY = 8.9
+"""Minimum compute capability of an NVIDIA GPU with products in float8: Ada."""
 
 CAPABILITIES = {
     **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), "8.0"),
@@ -75,15 +75,13 @@ def matmul_problem(matmul: str, architecture: str) -> str | None:
     `architecture_of` gives the device.
     """
     platform, _, capability = architecture.partition(" ")
-    minimum = MIN_CAPABILITY.get(matmul)
-    if minimum is None or platform == "cpu":
+    if matmul == "compute" or platform == "cpu":
         return None
-    if platform == "cuda" and float(capability or minimum) >= minimum:
+    if platform == "cuda" and float(capability or FLOAT8_CAPABILITY) >= FLOAT8_CAPABILITY:
         return None
-    has_float8 = matmul != "float8" and not matmul_problem("float8", architecture)
-    works = "float8" if has_float8 else "compute"
     return (
-        f"{architecture} would multiply in 16 bits; it needs cuda {minimum} or newer; use {works}"
+        f"{architecture} would multiply in 16 bits; it needs cuda {FLOAT8_CAPABILITY} or newer; "
+        "use compute"
     )
 
 

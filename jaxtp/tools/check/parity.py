@@ -59,9 +59,6 @@ TOLERANCES = {
     # 2^-3 of itself. So an operand differs by sqrt(eps) / 2 in norm: 2^-11.5 at eps = 2^-21, and
     # 2^-6.75 in a product of such products. Wrong scales move most elements, by 2^-5 in norm.
     "float8": Tolerance(scalar=2.0**-9, tensor=2.0**-6),
-    # Elements flip as in float8. A scale is a power of two: one that doubles changes only elements
-    # below 2^-5 of it, by 2^-9 of it, which is 2^-15 of a block's norm.
-    "mxfp8": Tolerance(scalar=2.0**-9, tensor=2.0**-6),
     # 1 and 8 units in the last place: a row layer rounds partial sums to bfloat16 before the
     # reduction.
     "bfloat16": Tolerance(scalar=2.0**-7, tensor=8 * 2.0**-7),

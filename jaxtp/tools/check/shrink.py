@@ -13,7 +13,6 @@ from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.layers.mxfp8 import BLOCK
 from jaxtp.layers.sequence_parallel import Context, Method, is_split
 from jaxtp.mesh import (
     AXES,
@@ -231,14 +230,12 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
         # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
         chunks = math.lcm(*(parts(sizes, SEQUENCE) * min(sizes[CP], 2) for sizes in meshes))
         new_length = smallest_congruent(length, chunks, MIN_SEQUENCE)
-    block = BLOCK if config.model.precision.matmul == "mxfp8" else 1
-    shards = math.lcm(block, *(parts(sizes, STORAGE) for sizes in meshes))
+    shards = math.lcm(*(parts(sizes, STORAGE) for sizes in meshes))
     spec = ShrinkSpec(
         tps=frozenset(sizes[TP] for sizes in meshes),
         shards=shards,
         length=new_length,
         before=length,
-        block=block,
     )
     model = shrink_model(config.model, spec)
     if has_own_batches:

@@ -39,14 +39,12 @@ class ShrinkSpec:
 
     # Every tp of the check
     tps: frozenset[int]
-    # A multiple of every fsdp of the check, and of `block`
+    # A multiple of every fsdp of the check
     shards: int
     # Tokens in a sequence of the check
     length: int
     # Tokens in a sequence of the run
     before: int
-    # Divides the features of every projection on a device
-    block: int = 1
 
     def positions(self, count: int) -> int:
         """Scales a number of positions like the sequence length."""
@@ -54,11 +52,7 @@ class ShrinkSpec:
 
     def size(self, value: int, minimum: int) -> int:
         """Returns the smallest size >= `minimum` that every tp divides, or pads, like `value`."""
-        return smallest_congruent(value, math.lcm(*self.tps) * self.block, minimum)
-
-    def width(self, value: int, minimum: int) -> int:
-        """Returns the smallest width >= `minimum` with the same part of a block, or `value`."""
-        return min(value, smallest_congruent(value, self.block, minimum))
+        return smallest_congruent(value, math.lcm(*self.tps), minimum)
 
 
 def smallest_congruent(value: int, modulus: int, minimum: int) -> int:
@@ -111,7 +105,7 @@ def shrink_block(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
         "attention": "auto" if block.attention in ("cudnn", "fused") else block.attention,
         "delta_key_dim": small.size(delta_key_dim, min(delta_key_dim, _SMALL_DELTA_KEY)),
         # Unlike the width of keys, so that the check notices if both are mixed up
-        "delta_value_dim": small.width(block.delta_value_dim, _SMALL_DELTA_VALUE),
+        "delta_value_dim": min(block.delta_value_dim, _SMALL_DELTA_VALUE),
         "d_ff": small.size(block.d_ff, _MIN_FEATURES),
         **_shrink_experts(block, small),
         **block.shrink(small),
@@ -127,7 +121,7 @@ def _shrink_heads(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
         return _shrink_scaling(block.rope_scaling, num_rotated, small)
 
     def suits(width: int) -> bool:
-        if width >= block.head_dim or width % small.block:
+        if width >= block.head_dim:
             return False
         if any(rope_problems(width, _SMALL_THETA, scaling(width), fraction)):
             return False
@@ -139,17 +133,16 @@ def _shrink_heads(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
 
 
 def _shrink_latents(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
-    rope = small.width(block.rope_head_dim, _SMALL_LATENT_WIDTH)
-    nope = small.width(block.head_dim - block.rope_head_dim, _SMALL_LATENT_WIDTH)
+    rope = min(block.rope_head_dim, _SMALL_LATENT_WIDTH)
+    nope = min(block.head_dim - block.rope_head_dim, _SMALL_LATENT_WIDTH)
     rank = smallest_congruent(0, small.shards, _SMALL_RANK)
-    # The width of values is unlike the others.
-    min_value_dim = _SMALL_LATENT_WIDTH + 1 + small.block
     return {
         "kv_rank": rank,
         "query_rank": block.query_rank and rank,
         "rope_head_dim": rope,
         "head_dim": rope + nope,
-        "value_head_dim": small.width(block.value_head_dim, min_value_dim),
+        # Unlike the other widths
+        "value_head_dim": min(block.value_head_dim, _SMALL_LATENT_WIDTH + 2),
         "rope_scaling": _shrink_scaling(block.rope_scaling, rope, small),
     }
 

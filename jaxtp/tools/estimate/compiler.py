@@ -259,8 +259,7 @@ def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
     major, minor = hardware.capability.split(".")
     # Architectures such as sm_90a and sm_100a have their own matrix instructions.
     feature = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"
-    # The first CUDA and cuDNN with products in float8 and MXFP8, without which XLA multiplies in 16
-    # bits.
+    # The first CUDA with products in float8, without which XLA multiplies in 16 bits.
     return f"""gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535

@@ -215,21 +215,19 @@ def test_a_mistake_is_refused(flags, capsys):
     assert_refused(main, flags.split(), REFUSED[flags], capsys)
 
 
-IN_8_BITS = {
-    "float8 llama3_8b": "*.mlp.*|*.qkv",
-    "mxfp8 llama3_8b": "*.mlp.*|*.qkv",
-    "mxfp8 glm47_flash": "*.attention.*",
-    "mxfp8 qwen35_27b": "*.mlp.*|*.out",
+IN_FLOAT8 = {
+    "llama3_8b": "*.mlp.*|*.qkv",
+    "glm47_flash": "*.attention.*",
+    "qwen35_27b": "*.mlp.*|*.out",
 }
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", IN_8_BITS)
-def test_the_small_model_has_the_same_layers_in_8_bits(name):
-    matmul, config = name.split()
-    changes = {"matmul": matmul, "matmul_layers": IN_8_BITS[name], "matmul_least": 512}
+@pytest.mark.parametrize("name", IN_FLOAT8)
+def test_the_small_model_has_the_same_layers_in_float8(name):
+    changes = {"matmul": "float8", "matmul_layers": IN_FLOAT8[name], "matmul_least": 512}
     config = replace_nested(
-        read(config), {f"model.precision.{key}": value for key, value in changes.items()}
+        read(name), {f"model.precision.{key}": value for key, value in changes.items()}
     )
     small, cases = plan(config)
     assert models.matmul_layers(small.model) == models.matmul_layers(config.model)

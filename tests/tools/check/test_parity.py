@@ -61,7 +61,7 @@ def rotated():
     over_cp = itertools.cycle(OVER_CP)
     takes_turns = itertools.cycle([True, False])
     for name, config in CONFIGS.items():
-        if name not in ("llama", "float8", "mxfp8"):
+        if name not in ("llama", "float8"):
             in_8_bits = config.model.precision.matmul != "compute"
             is_split = config.model.overlap == "ring" or next(takes_turns)
             yield name, next(split if is_split else over_cp if in_8_bits else whole)
@@ -123,7 +123,6 @@ def groups():
         ("llama", "divided", DIVIDED),
         ("llama", "whole", WHOLE_OVER_TP),
         ("float8", "over cp", [*OVER_CP[1:], case((8, 1, 1))]),
-        ("mxfp8", "over cp", [*OVER_CP, case((1, 2, 4))]),
     ]
     wide += [(name, str(each), [each]) for name, each in rotated()]
     for name, group, cases in wide:

@@ -330,11 +330,6 @@ LACKING = {
         "cuda 8.0",
         "would multiply in 16 bits; it needs cuda 8.9",
     ),
-    "model.precision.matmul=mxfp8": (
-        "cpu, cuda, cuda 10.0",
-        "rocm",
-        "would multiply in 16 bits; it needs cuda 10.0",
-    ),
 }
 
 

@@ -205,26 +205,6 @@ def test_each_row_is_multiplied_with_its_own_expert_alone():
     assert xla["temporaries"] >= groups * rows * width * 2
 
 
-MXFP8 = f"""{COMPILED}
-from jaxtp.layers.mxfp8 import mx_matmul
-
-def step(x, w, grad):
-    y, backward = jax.vjp(mx_matmul, x, w)
-    return y, *backward(grad)
-
-shapes = [(shape, "bfloat16") for shape in json.load(sys.stdin)]
-text = compiled(step, *shapes, hardware="b200").as_text()
-print(json.dumps([text.count('custom_call_target="__cudnn$blockScaledDot"'), len(re.findall(r" dot\\(", text))]))
-"""  # noqa: E501
-
-
-def test_blackwell_multiplies_scaled_blocks():
-    """Output and input gradient; XLA would silently multiply in bfloat16 what cuDNN does not
-    take.
-    """
-    assert answers(MXFP8, [(2, 500, 2048), (2048, 4096), (2, 500, 4096)]) == [[2, 1]]
-
-
 DELTA = f"""{COMPILED}
 from jaxtp.layers.kernels.delta_rule import Tokens, delta_rule
 from jaxtp.layers.kernels.select import pick_scan
