@@ -21,13 +21,13 @@ import tyro
 import jaxtp
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command, asks_for_help, choose_name, completion
+from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.environment import is_launched
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
 SUMMARY = "Prints a completion script for a shell."
 COMMANDS = {
-    "bench": "jaxtp.tools.bench",
     "check": "jaxtp.tools.check",
     "checkpoint": "jaxtp.checkpoint",
     "convert": "jaxtp.tools.convert",
@@ -41,6 +41,8 @@ COMMANDS = {
     "train": "jaxtp.train",
 }
 """Package of each command."""
+REMOVED = {"bench": "python scripts/bench.py, in jaxtp's repository"}
+"""Removed commands, with what replaces them."""
 HELP = f"""
 {PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. For completion by Tab:
 
@@ -81,6 +83,8 @@ def _run(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
+    if argv and argv[0] in REMOVED:
+        raise ConfigError(f"{PROGRAM} {argv[0]} is now {REMOVED[argv[0]]}")
     name, flags = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
     if name == COMPLETION:
         return _complete(flags)

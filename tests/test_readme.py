@@ -174,6 +174,7 @@ class Reader:
             return
         if "/examples/" in script:
             flags += ["--steps", "10"]
+        flags += SHORTER.get(Path(script).stem, [])
         if script.endswith("compiled_step.py"):
             return  # in a test of its own
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
