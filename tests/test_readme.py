@@ -138,8 +138,6 @@ class Reader:
             with pytest.raises(SystemExit, match=r"^0$"):
                 run_command([name, *rest, "--print-config"])
             return
-        if name == "estimate" and "--tier" in rest:
-            flags += ["--model.num-layers", "1"]
         self.capsys.readouterr()
         code = run_command([name, *flags])
         said = self.capsys.readouterr()

@@ -113,7 +113,7 @@ def test_an_optimizer_of_the_users_has_its_own_state(run):
 
 
 REFUSED = {
-    "estimate --allow-code --config {run}/run.yaml --tier 2 "
+    "estimate --allow-code --config {run}/run.yaml --tier 3 "
     "--price 3": "--tier, --price: not for a model, loss",
     "estimate --allow-code --config {run}/run.yaml --train.accumulation 3": "accumulation",
     "estimate --allow-code --config {run}/run.yaml --train.loss "
