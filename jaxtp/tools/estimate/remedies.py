@@ -5,13 +5,13 @@ Each change is tried on all meshes.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
-from jaxtp.mesh import Sizes, batch_parts, mesh_shape
+from jaxtp.mesh import batch_parts, mesh_shape
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -30,6 +30,7 @@ from jaxtp.tools.estimate.search import (
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.validation import chosen_kernels, multiplies_all
 
+MAX_REMEDIES = 3
 MAX_DOUBLINGS = 10  # of the devices
 SHORTEST = 512  # Tokens of the shortest sequence to propose
 LORA_RANK = 16
@@ -59,11 +60,6 @@ class Alternative:
 
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE} (--memory-fraction {CLUSTER_SHARE})"
 Change = dict[str, object]  # Settings, by their dotted names
-
-
-def flags_of(change: Change) -> str:
-    """Returns the flags that make a change."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
 
 
 FREE: dict[str, Change] = {
@@ -122,86 +118,76 @@ def faster(results: Search) -> list[Alternative]:
     return [Alternative(" ".join(used), best)]
 
 
-def remedies(results: Search) -> Iterator[Alternative]:
-    """Yields changes that make the run fit, cheapest first.
+class Proposal(NamedTuple):
+    """Changes, and the run with them."""
 
-    Costly changes add the cheap ones if needed.
-    """
+    change: str
+    run: Run
+    note: str = ""
+
+
+def remedies(results: Search) -> Iterator[Alternative]:
+    """Yields changes that make the run fit: the first of each kind, cheapest kinds first."""
     best = results.settings[0]
     run = Run(best.config, best.target, results.model)
-    single = []
-    for flags in CHEAP:
-        if changed_run := changed(run, flags):
-            single.append((flags, changed_run))
-    cheap = list(_fitting(single))
-    together = _stacked(run)
-    if not cheap:
-        cheap = _first(together.items())
-    yield from cheap
-    yield from _without_accumulation(run)
-    yield from _shorter(run)
-    costly = _costly(run)
-    if together and not (cheap or costly):
-        flags, run = list(together.items())[-1]
-        for other in _costly(run):
-            costly.append(dataclasses.replace(other, change=f"{flags} {other.change}"))
-    yield from costly
+    cheap = list(_first(_cheap(run)))
+    costly = [kind(run) if cheap else _with_cheap(run, kind) for kind in (_training, _devices)]
+    others = itertools.chain.from_iterable(map(_first, (_less_data(run), *costly)))
+    return itertools.islice(itertools.chain(cheap, others), MAX_REMEDIES)
 
 
-def _costly(run: Run) -> list[Alternative]:
-    return [*_other_training(run), *_more_devices(run)]
-
-
-def _fitting(candidates: Iterable[tuple[str, Run]]) -> Iterator[Alternative]:
-    for change, run in candidates:
+def _first(proposals: Iterable[Proposal]) -> Iterator[Alternative]:
+    for change, run, note in proposals:
         if setting := _fits(run):
-            yield Alternative(change, setting)
+            yield Alternative(change, setting, note)
+            return
 
 
-def _first(candidates: Iterable[tuple[str, Run]]) -> list[Alternative]:
-    return list(itertools.islice(_fitting(candidates), 1))
+def _cheap(run: Run) -> Iterator[Proposal]:
+    for flags in CHEAP:
+        if other := changed(run, flags):
+            yield Proposal(flags, other)
+    yield from _together(run)
 
 
-def _stacked(run: Run) -> dict[str, Run]:
+def _together(run: Run) -> Iterator[Proposal]:
     # The first cheap change, the first two, ...
-    flags = ""
-    stacked = {}
-    for flag in CHEAP:
-        if other := changed(run, flag):
-            flags = f"{flags} {flag}".strip()
+    changes = []
+    for flags in CHEAP:
+        if other := changed(run, flags):
+            changes.append(flags)
             run = other
-            stacked[flags] = run
-    return stacked
+            yield Proposal(" ".join(changes), run)
 
 
-def _without_accumulation(run: Run) -> list[Alternative]:
-    # The largest batch with one sequence on each device. Gradients are then not summed in a wider
-    # dtype, and a mesh that does not divide the run's batch may fit.
+def _with_cheap(run: Run, kind: Callable[[Run], Iterable[Proposal]]) -> Iterator[Proposal]:
+    """Yields the proposals of a kind, then each of them together with all cheap changes."""
+    yield from kind(run)
+    for flags, cheap_run, _ in list(_together(run))[-1:]:
+        for proposal in kind(cheap_run):
+            yield proposal._replace(change=f"{flags} {proposal.change}")
+
+
+def _less_data(run: Run) -> Iterator[Proposal]:
+    # A batch with one sequence on each device needs no sum of gradients in a wider dtype, and a
+    # mesh that does not divide the run's batch may divide it.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     for size in sorted(set(map(batch_parts, meshes)), reverse=True):
-        if size >= run.config.data.global_batch_size:
-            continue
-        changes: Change = {"data.global_batch_size": size, "train.accumulation": 1}
-        smaller = Run(replace_nested(run.config, changes), run.where, run.model)
-        setting = _fits(smaller, [mesh for mesh in meshes if batch_parts(mesh) == size])
-        if setting:
-            return [Alternative(flags_of(changes), setting, "a batch without accumulation")]
-    return []
+        if size < run.config.data.global_batch_size:
+            yield _proposal(run, {"data.global_batch_size": size})
+    length = run.config.data.sequence_length // 2
+    while length >= SHORTEST:
+        yield _proposal(run, {"data.sequence_length": length})
+        length //= 2
 
 
-def _shorter(run: Run) -> list[Alternative]:
-    def candidates() -> Iterator[tuple[str, Run]]:
-        length = run.config.data.sequence_length // 2
-        while length >= SHORTEST:
-            change: Change = {"data.sequence_length": length}
-            config = replace_nested(run.config, change)
-            yield flags_of(change), Run(config, run.where, describe_model(config))
-            length //= 2
-
-    return _first(candidates())
+def _proposal(run: Run, change: Change, note: str = "") -> Proposal:
+    config = replace_nested(run.config, change)
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+    return Proposal(flags, Run(config, run.where, describe_model(config)), note)
 
 
-def _other_training(run: Run) -> Iterator[Alternative]:
+def _training(run: Run) -> Iterator[Proposal]:
     in_16_bits: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK}
     float8_base: Change = {"model.lora.base": "float8"}
@@ -219,30 +205,23 @@ def _other_training(run: Run) -> Iterator[Alternative]:
             (adapters | in_16_bits | float8_base, "frozen kernels in 8 bits"),
         ]
     for change, note in options:
-        config = replace_nested(run.config, change)
-        if config == run.config:
-            continue
-        if setting := _fits(Run(config, run.where, describe_model(config))):
-            yield Alternative(flags_of(change), setting, note)
+        proposal = _proposal(run, change, note)
+        if proposal.run.config != run.config:
+            yield proposal
 
 
-def _more_devices(run: Run) -> list[Alternative]:
-    def candidates() -> Iterator[tuple[str, Run]]:
-        where = run.where
-        for _ in range(MAX_DOUBLINGS):
-            where = dataclasses.replace(where, devices=2 * where.devices)
-            if where.devices <= MAX_DEVICES:
-                larger = Run(run.config, where, run.model)
-                yield f"{where.devices} x {where.hardware.name}", larger
-
-    return _first(candidates())
+def _devices(run: Run) -> Iterator[Proposal]:
+    where = run.where
+    for _ in range(MAX_DOUBLINGS):
+        where = dataclasses.replace(where, devices=2 * where.devices)
+        if where.devices <= MAX_DEVICES:
+            yield Proposal(f"{where.devices} x {where.hardware.name}", run._replace(where=where))
 
 
-def _fits(run: Run, meshes: Sequence[Sizes] | None = None) -> Setting | None:
+def _fits(run: Run) -> Setting | None:
     # A full search is slow, so first try only the settings that use the least memory. Search all
     # settings only if one of those fits with margin.
-    if meshes is None:
-        meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
+    meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     configs, _ = runnable(run.config, meshes)
     lean_configs = itertools.chain.from_iterable(map(leanest, configs))
     if not any(estimate(config, run.where, run.model).has_margin for config in lean_configs):
