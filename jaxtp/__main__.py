@@ -41,7 +41,10 @@ COMMANDS = {
     "train": "jaxtp.train",
 }
 """Package of each command."""
-REMOVED = {"bench": "python scripts/bench.py, in jaxtp's repository"}
+REMOVED = {
+    "bench": "python scripts/bench.py, in jaxtp's repository",
+    "convert plan": "jaxtp explain --model.from-hf HF_DIR --mesh tp=8, for jaxtp's plan",
+}
 """Removed commands, with what replaces them."""
 HELP = f"""
 {PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. For completion by Tab:
@@ -83,8 +86,9 @@ def _run(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
-    if argv and argv[0] in REMOVED:
-        raise ConfigError(f"{PROGRAM} {argv[0]} is now {REMOVED[argv[0]]}")
+    for words, successor in REMOVED.items():
+        if f"{' '.join(argv)} ".startswith(f"{words} "):
+            raise ConfigError(f"{PROGRAM} {words} is now {successor}")
     name, flags = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
     if name == COMPLETION:
         return _complete(flags)

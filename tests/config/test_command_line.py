@@ -159,6 +159,7 @@ def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
         "estimate?\n",
         "convert exprt": "did you mean jaxtp convert export?",
         "bench comm --out a.yaml": "jaxtp bench is now python scripts/bench.py",
+        "convert plan models/llama": "convert plan is now jaxtp explain --model.from-hf",
         "completion bash --bogus": "--bogus: jaxtp completion has no such setting",
         "completion bsh": "SHELL bsh: should be 'bash', 'zsh' or 'fish'\n",
     }.items():
