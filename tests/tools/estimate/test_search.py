@@ -204,10 +204,11 @@ def test_an_alternative_has_its_speed_and_the_cost_of_as_many_tokens():
     told = explained(of_eight(), None, [alternative], 2.0).splitlines()[-1]
     parts = re.search(r"GB.*; (.+) tokens/s, (.+) h100 hours; cost (.+)$", told).groups()
     speed, hours, cost = (float(part.split(" to ")[0].replace(",", "")) for part in parts)
-    assert speed == pytest.approx(setting.tokens_per_second_range[0], rel=0.01)
+    # Each is printed with two digits.
+    assert speed == pytest.approx(setting.tokens_per_second_range[0], rel=0.05)
     low, _ = device_hours(setting)
-    assert hours == pytest.approx(2 * low, rel=0.01), "a step has half of the tokens"
-    assert cost == pytest.approx(2 * hours, rel=0.01)
+    assert hours == pytest.approx(2 * low, rel=0.05), "a step has half of the tokens"
+    assert cost == pytest.approx(4 * low, rel=0.05)
 
 
 def test_gigabytes_have_three_digits_or_two():
