@@ -159,7 +159,7 @@ class Topology:
     platform: str  # cuda or tpu
     name: str  # a TPU slice, v5e:4x4; for GPUs partitions, hosts and GPUs per host, 1x4x8
     target_config: str = ""
-    compiler: str  # the package that compiles, and cuDNN's if used, with their versions
+    compiler: str  # the package that compiles
     libraries: str = ""  # folder of cuDNN's library, if used
 
     def devices(self) -> Sequence[jax.Device]:
@@ -195,23 +195,19 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
 
 def with_cudnn(target: Topology) -> Topology | None:
     """Adds cuDNN's library to absent GPUs; None if missing."""
-    package = _CUDNN[target.compiler.partition(" ")[0]]
     try:
-        cudnn = metadata.distribution(package)
+        cudnn = metadata.distribution(_CUDNN[target.compiler])
     except metadata.PackageNotFoundError:
         return None
-    return replace(
-        target,
-        compiler=f"{target.compiler}, {package} {cudnn.version}",
-        libraries=str(cudnn.locate_file("nvidia/cudnn/lib")),
-    )
+    return replace(target, libraries=str(cudnn.locate_file("nvidia/cudnn/lib")))
 
 
 def installed(packages: Sequence[str], extra: str) -> str:
-    """Returns the first installed package with its version; the error names the extra."""
+    """Returns the first installed package; the error names the extra."""
     for package in packages:
         with suppress(metadata.PackageNotFoundError):
-            return f"{package} {metadata.version(package)}"
+            metadata.version(package)
+            return package
     raise TargetError(
         f"the compiler for this target is not installed: pip install 'jaxtp[{extra}]'"
     )
@@ -442,9 +438,8 @@ def ask(
     target: Topology,
     *,
     timeout_s: float,
-    compiler: Sequence[str] | None = None,
 ) -> Compiled:
-    """Runs the compiler process and reads its answer; tests replace `compiler`."""
+    """Runs the compiler process and reads its answer."""
     request = {
         "config": to_plain(config),
         "sizes": dict(sizes),
@@ -456,7 +451,7 @@ def ask(
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
     try:
         process = subprocess.run(
-            compiler or COMPILER,
+            COMPILER,
             input=json.dumps(request),
             env=environment,
             timeout=timeout_s,

@@ -5,13 +5,13 @@ Each change is tried on all meshes.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
-from jaxtp.mesh import batch_parts, mesh_shape
+from jaxtp.mesh import Sizes, batch_parts, mesh_shape
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -39,11 +39,18 @@ CHUNK = 128
 
 
 class Run(NamedTuple):
-    """A configuration, its target, and the facts of its model."""
+    """A configuration with changes, its target, and the facts of its model."""
 
     config: TrainConfig
     where: Target
     model: Model
+    change: str = ""  # flags, or a number of devices
+    note: str = ""
+
+    def search(self, meshes: Sequence[Sizes], *, as_configured: bool = False) -> Setting:
+        """Returns the best setting on some meshes."""
+        results = search(self.config, self.where, self.model, meshes, as_configured=as_configured)
+        return results.settings[0]
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,8 @@ def changed(run: Run, flags: str) -> Run | None:
         on_cluster = target(where.hardware, where.devices, CLUSTER_SHARE)
         if on_cluster.room > where.room:
             where = on_cluster
-    other = Run(replace_nested(run.config, CHEAP[flags]), where, run.model)
+    config = replace_nested(run.config, CHEAP[flags])
+    other = run._replace(config=config, where=where, change=f"{run.change} {flags}".strip())
     if _facts(other) == _facts(run):
         return None
     return other
@@ -99,31 +107,19 @@ def _facts(run: Run) -> tuple[object, ...]:
 def faster(results: Search) -> list[Alternative]:
     """Returns the free changes that together speed up the best setting or free a GB, or none."""
     best = results.settings[0]
-    used = []
     run = Run(best.config, best.target, results.model)
     meshes = [setting.sizes for setting in results.settings]
     for flags in FREE:
         other = changed(run, flags)
         if other is None:
             continue
-        setting = search(*other, meshes, as_configured=results.as_configured).settings[0]
+        setting = other.search(meshes, as_configured=results.as_configured)
         ratio = best.time.expected / setting.time.expected
         frees = other.where == run.where and setting.spare - best.spare > GB and ratio > 1 / NEAR
         if setting.fits and (ratio > NEAR or frees):
             best = setting
             run = other
-            used.append(flags)
-    if not used:
-        return []
-    return [Alternative(" ".join(used), best)]
-
-
-class Proposal(NamedTuple):
-    """Changes, and the run with them."""
-
-    change: str
-    run: Run
-    note: str = ""
+    return [Alternative(run.change, best)] if run.change else []
 
 
 def remedies(results: Search) -> Iterator[Alternative]:
@@ -132,62 +128,58 @@ def remedies(results: Search) -> Iterator[Alternative]:
     run = Run(best.config, best.target, results.model)
     cheap = list(_first(_cheap(run)))
     costly = [kind(run) if cheap else _with_cheap(run, kind) for kind in (_training, _devices)]
-    others = itertools.chain.from_iterable(map(_first, (_less_data(run), *costly)))
-    return itertools.islice(itertools.chain(cheap, others), MAX_REMEDIES)
+    alternatives = itertools.chain.from_iterable(map(_first, (_less_data(run), *costly)))
+    return itertools.islice(itertools.chain(cheap, alternatives), MAX_REMEDIES)
 
 
-def _first(proposals: Iterable[Proposal]) -> Iterator[Alternative]:
-    for change, run, note in proposals:
+def _first(runs: Iterable[Run]) -> Iterator[Alternative]:
+    for run in runs:
         if setting := _fits(run):
-            yield Alternative(change, setting, note)
+            yield Alternative(run.change, setting, run.note)
             return
 
 
-def _cheap(run: Run) -> Iterator[Proposal]:
-    for flags in CHEAP:
-        if other := changed(run, flags):
-            yield Proposal(flags, other)
+def _cheap(run: Run) -> Iterator[Run]:
+    yield from filter(None, (changed(run, flags) for flags in CHEAP))
     yield from _together(run)
 
 
-def _together(run: Run) -> Iterator[Proposal]:
+def _together(run: Run) -> Iterator[Run]:
     # The first cheap change, the first two, ...
-    changes = []
     for flags in CHEAP:
         if other := changed(run, flags):
-            changes.append(flags)
             run = other
-            yield Proposal(" ".join(changes), run)
+            yield run
 
 
-def _with_cheap(run: Run, kind: Callable[[Run], Iterable[Proposal]]) -> Iterator[Proposal]:
-    """Yields the proposals of a kind, then each of them together with all cheap changes."""
+def _with_cheap(run: Run, kind: Callable[[Run], Iterable[Run]]) -> Iterator[Run]:
+    """Yields the runs of a kind, then each of them together with all cheap changes."""
     yield from kind(run)
-    for flags, cheap_run, _ in list(_together(run))[-1:]:
-        for proposal in kind(cheap_run):
-            yield proposal._replace(change=f"{flags} {proposal.change}")
+    for cheap in list(_together(run))[-1:]:
+        yield from kind(cheap)
 
 
-def _less_data(run: Run) -> Iterator[Proposal]:
+def _less_data(run: Run) -> Iterator[Run]:
     # A batch with one sequence on each device needs no sum of gradients in a wider dtype, and a
     # mesh that does not divide the run's batch may divide it.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     for size in sorted(set(map(batch_parts, meshes)), reverse=True):
         if size < run.config.data.global_batch_size:
-            yield _proposal(run, {"data.global_batch_size": size})
+            yield _with(run, {"data.global_batch_size": size})
     length = run.config.data.sequence_length // 2
     while length >= SHORTEST:
-        yield _proposal(run, {"data.sequence_length": length})
+        yield _with(run, {"data.sequence_length": length})
         length //= 2
 
 
-def _proposal(run: Run, change: Change, note: str = "") -> Proposal:
+def _with(run: Run, change: Change, note: str = "") -> Run:
     config = replace_nested(run.config, change)
     flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
-    return Proposal(flags, Run(config, run.where, describe_model(config)), note)
+    text = f"{run.change} {flags}".strip()
+    return Run(config, run.where, describe_model(config), text, note)
 
 
-def _training(run: Run) -> Iterator[Proposal]:
+def _training(run: Run) -> Iterator[Run]:
     in_16_bits: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK}
     float8_base: Change = {"model.lora.base": "float8"}
@@ -205,17 +197,18 @@ def _training(run: Run) -> Iterator[Proposal]:
             (adapters | in_16_bits | float8_base, "frozen kernels in 8 bits"),
         ]
     for change, note in options:
-        proposal = _proposal(run, change, note)
-        if proposal.run.config != run.config:
-            yield proposal
+        other = _with(run, change, note)
+        if other.config != run.config:
+            yield other
 
 
-def _devices(run: Run) -> Iterator[Proposal]:
+def _devices(run: Run) -> Iterator[Run]:
     where = run.where
     for _ in range(MAX_DOUBLINGS):
         where = dataclasses.replace(where, devices=2 * where.devices)
         if where.devices <= MAX_DEVICES:
-            yield Proposal(f"{where.devices} x {where.hardware.name}", run._replace(where=where))
+            text = f"{run.change} {where.devices} x {where.hardware.name}".strip()
+            yield run._replace(where=where, change=text)
 
 
 def _fits(run: Run) -> Setting | None:
@@ -226,5 +219,5 @@ def _fits(run: Run) -> Setting | None:
     lean_configs = itertools.chain.from_iterable(map(leanest, configs))
     if not any(estimate(config, run.where, run.model).has_margin for config in lean_configs):
         return None
-    best = search(*run, [config.mesh.sizes for config in configs]).settings[0]
+    best = run.search([config.mesh.sizes for config in configs])
     return best if best.has_margin else None

@@ -373,8 +373,7 @@ H100S = "--hardware h100x8"
 IN_CUDNN = "x8 --model.attention cudnn"
 REFUSED = {
     "--hardware h1000x8": "hardware 'h1000' is not known; did you mean h100",
-    "--hardware h100": "how many devices? For example h100x8",
-    "--hardware h100x-3": "--hardware h100x-3: '-3' is not a number of devices",
+    "--hardware h100": "--hardware h100: should be a kind and a number of devices, as in h100x8",
     "--hardware h100x8 --mesh tp=4": "is 4 devices, and --hardware h100x8 is 8",
     "--hardware h100x9999999967": "--hardware h100x9999999967: from 1 to 1,048,576 devices",
     f"--hardware h100x1{'0' * 5000}": "--hardware h100x10000000000000000000...: from 1 to",
