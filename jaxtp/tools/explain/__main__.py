@@ -81,8 +81,11 @@ RUN_COMMAND = Command(
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    if argv and re.fullmatch(r"[^-].*\.ya?ml", argv[0]):
-        argv = ["--train.accumulation=1", "--config", *argv]
+    if not has_settings(argv):
+        is_file = re.compile(r"[^-].*\.ya?ml").fullmatch
+        flags = [f"--config={word}" if is_file(word) else word for word in argv]
+        if any(map(is_file, argv)):
+            argv = ["--train.accumulation=1", *flags]
     if has_settings(argv):
         return entry.attempt(PROGRAM, lambda: _explain_run(RUN_COMMAND.load(argv)[0]))
     return entry.attempt(PROGRAM, lambda: _explain_model(COMMAND.load(argv)[0]))
