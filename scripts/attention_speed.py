@@ -12,9 +12,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench import medians
 
 from jaxtp.layers.kernels.select import KERNELS, KernelName
-from jaxtp.tools.bench.__main__ import medians
 
 NAMES: tuple[KernelName, ...] = ("xla", "blockwise")
 LENGTHS = (256, 1024, 4096)

@@ -16,10 +16,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench import medians
 from jax import Array, lax
 
 from jaxtp.layers.kernels.delta_rule import Tokens, delta_rule, delta_step
-from jaxtp.tools.bench.__main__ import medians
 
 KEY_HEADS = 2
 VALUE_HEADS = 4

@@ -286,9 +286,9 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
 def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
     """Times attention, forward and backward, in two rows with the heads of 8B and 1B models."""
     import jax
+    from bench import medians
 
     from jaxtp.layers.kernels.select import architecture_of
-    from jaxtp.tools.bench.__main__ import medians
     from jaxtp.train.self_check import problem, results
 
     most = ceiling(machine, out, log)["flops_per_second"]
@@ -337,10 +337,10 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from bench import medians
 
     from jaxtp.layers.kernels.grouped import grouped_matmul, unsupported
     from jaxtp.mesh import platform_of
-    from jaxtp.tools.bench.__main__ import medians
     from jaxtp.tools.check.parity import relative_error
     from jaxtp.train.self_check import TOLERANCE
 
@@ -398,8 +398,7 @@ def ceiling(machine: Machine, out: Path, log: Path) -> Result:
     """Times one large matrix product, the upper limit of FLOP/s on this device."""
     import jax
     import jax.numpy as jnp
-
-    from jaxtp.tools.bench.__main__ import medians
+    from bench import medians
 
     size, dtype = (256, "float32") if machine.is_small else (8192, "bfloat16")
     a, b = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in (0, 1))
@@ -686,10 +685,8 @@ def several(machine: Machine, out: Path, log: Path) -> Result:
     if machine.count < 2:
         raise LeftOutError("there is one device")
     file = str(out / "hardware.yaml")
-    run(
-        [sys.executable, "-m", "jaxtp", "bench", "comm", "--like", machine.hardware, "--out", file],
-        log,
-    )
+    script = str(Path(__file__).parent / "bench.py")
+    run([sys.executable, script, "--like", machine.hardware, "--out", file], log)
     found: Result = {"hardware": yaml.safe_load((out / "hardware.yaml").read_text())}
     for tp in (tp for tp in (2, 4, 8) if tp <= machine.count):
         words = ["--mesh", f"tp={tp}", "--variants", "plain", "jaxtp", "model.overlap=ring"]

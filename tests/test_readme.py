@@ -138,8 +138,6 @@ class Reader:
             with pytest.raises(SystemExit, match=r"^0$"):
                 run_command([name, *rest, "--print-config"])
             return
-        if name == "estimate" and "--tier" in rest:
-            flags += ["--model.num-layers", "1"]
         self.capsys.readouterr()
         code = run_command([name, *flags])
         said = self.capsys.readouterr()
@@ -174,6 +172,7 @@ class Reader:
             return
         if "/examples/" in script:
             flags += ["--steps", "10"]
+        flags += SHORTER.get(Path(script).stem, [])
         if script.endswith("compiled_step.py"):
             return  # in a test of its own
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):

@@ -15,9 +15,14 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in zip(*aligned, strict=True))
 
 
-def between(low: str, high: str) -> str:
-    """Returns a range; equal ends are one number."""
-    return low if low == high else f"{low} to {high}"
+def about(value: float) -> str:
+    """Returns a modelled number with two digits."""
+    return f"{float(f'{value:.2g}'):,.10g}"
+
+
+def between(low: float, high: float) -> str:
+    """Returns a range of modelled numbers; equal ends are one number."""
+    return " to ".join(dict.fromkeys(map(about, (low, high))))
 
 
 def gigabytes(size: float) -> str:

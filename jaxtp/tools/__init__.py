@@ -1,1 +1,1 @@
-"""Commands about a run: check, estimate, evaluate, explain, bench."""
+"""Commands about a run: check, estimate, evaluate, explain."""

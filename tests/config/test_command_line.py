@@ -33,7 +33,6 @@ from jaxtp.config.schema import ConfigError, Count, Keys, UserPath
 from jaxtp.data.prepare.__main__ import COMMAND as PREPARE
 from jaxtp.generate.__main__ import COMMAND as GENERATE
 from jaxtp.mesh import mesh_shape
-from jaxtp.tools.bench.__main__ import COMMANDS as BENCH
 from jaxtp.tools.check.__main__ import COMMAND as CHECK
 from jaxtp.tools.convert.__main__ import COMMANDS as CONVERT
 from jaxtp.tools.estimate.__main__ import COMMAND as ESTIMATE
@@ -156,7 +155,8 @@ def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
         "estimte": "jaxtp: error: 'estimte' is not a command of jaxtp; did you mean jaxtp "
         "estimate?\n",
         "convert exprt": "did you mean jaxtp convert export?",
-        "bench x": "'x' is not a command of jaxtp bench; there are comm",
+        "bench comm --out a.yaml": "jaxtp bench is now python scripts/bench.py",
+        "convert plan models/llama": "convert plan is now jaxtp explain --model.from-hf",
         "completion bash --bogus": "--bogus: jaxtp completion has no such setting",
         "completion bsh": "SHELL bsh: should be 'bash', 'zsh' or 'fish'\n",
     }.items():
@@ -378,7 +378,6 @@ def test_completion_knows_commands_and_their_flags():
         "train": TRAIN,
         "convert": CONVERT,
         "check": CHECK,
-        "bench": BENCH,
         "estimate": ESTIMATE,
     }
     for shell in ("bash", "zsh", "fish"):
@@ -391,7 +390,6 @@ def test_completion_knows_commands_and_their_flags():
             "--mesh",
             "--config",
             "--merged",
-            "--message-bytes",
         )
         assert not [word for word in words if word not in script], shell
     without_train = {name: command for name, command in offered.items() if name != "train"}
@@ -407,8 +405,6 @@ def test_bash_completes(tmp_path, capsys):
     (tmp_path / "jaxtp.bash").write_text(capsys.readouterr().out)
     offered = {
         "train --model.lora.ra": "--model.lora.rank",
-        "bench com": "comm",
-        "bench comm --message": "--message-bytes",
         "convert ex": "export",
         "convert export --ad": "--adapters",
         "train --model.remat save_d": "save_dots",

@@ -57,11 +57,10 @@ def value_of(name, reference):
 
 
 def run(program, words):
-    start = ["comm"] if program == "bench" else []
-    return import_module(f"{COMMANDS[program]}.__main__").main([*start, *words])
+    return import_module(f"{COMMANDS[program]}.__main__").main(words)
 
 
-NAMES = dict.fromkeys(("bench", "check", "estimate", "explain", "train"), REFERENCES)
+NAMES = dict.fromkeys(("check", "estimate", "explain", "train"), REFERENCES)
 NAMES |= {"evaluate": ["build", "task_folder", "cache"], "generate": ["build"], "score": ["build"]}
 """What names code in the files of each command that reads one."""
 

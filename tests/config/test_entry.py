@@ -71,7 +71,6 @@ def test_a_name_that_no_file_can_have_is_one_line(tmp_path, monkeypatch, capsys)
         (checkpoint, f"inspect {LONG}"),
         (convert, f"export {LONG} out"),
         (convert, f"import {LONG} out"),
-        (convert, f"plan {LONG}"),
         (generate, f"--model {LONG} --prompt a"),
         (train, f"--data.path {LONG}"),
         (train, f"--run.dir {LONG}"),

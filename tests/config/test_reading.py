@@ -296,7 +296,6 @@ def test_every_command_refuses_the_home_of_nobody(capsys, tmp_path, monkeypatch)
     for command, flags in (
         (convert, f"export {NOBODY}/run out"),
         (convert, f"import {NOBODY}/model run"),
-        (convert, f"plan {NOBODY}/model"),
         (prepare, f"{NOBODY}/texts --out out"),
         (train, f"--data.path {NOBODY}/text.txt"),
         (generate, f"--model {NOBODY}/run --prompt a"),

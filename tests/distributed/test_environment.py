@@ -13,7 +13,6 @@ from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.distributed import environment as launch
 from jaxtp.generate import __main__ as generate
 from jaxtp.generate import loading
-from jaxtp.tools.bench import __main__ as bench
 from jaxtp.train import setup
 from jaxtp.train.__main__ import main as training
 
@@ -121,7 +120,6 @@ def test_cache_evicts_least_recently_used_programs(tmp_path):
     ("module", "main", "flags"),
     [
         (setup, training, ["--data.path=nowhere.txt"]),
-        (bench, bench.main, ["comm", "--json=/proc/nothing/x.json"]),
         (loading, generate.main, ["--model=.", "--prompt=a"]),
     ],
 )

@@ -205,7 +205,6 @@ COMMANDS = {
     "estimate": (estimate, "--model.from-hf {}"),
     "generate": (generate, "--model {} --prompt x"),
     "import": (convert, "import {} {}"),
-    "plan": (convert, "plan {}"),
 }
 
 

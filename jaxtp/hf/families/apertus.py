@@ -9,11 +9,9 @@ from jaxtp.hf.families.family import (
     DOWN,
     OUTER,
     QK_NORMS,
-    REPLICATED,
     UP,
     Family,
     block_tensors,
-    plan_without,
     required,
     sizes,
 )
@@ -52,5 +50,4 @@ APERTUS = Family(
     always={"mlp": "plain", "activation": "xielu", "qk_norm": "head"},
     required=required(hidden_act="xielu", mlp_bias=False, qk_norm=True, post_norm=False),
     ignored_attributes={"hidden_dropout"},
-    tp_plan=plan_without("gate") | REPLICATED,
 )

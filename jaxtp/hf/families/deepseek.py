@@ -10,7 +10,6 @@ from dataclasses import replace
 from jaxtp.hf.families.family import (
     DOWN,
     EXPERTS,
-    EXPERTS_TP_PLAN,
     GATE_UP,
     NORMS,
     OUT,
@@ -19,7 +18,6 @@ from jaxtp.hf.families.family import (
     ROUTER_LOSS,
     SELECTION_BIAS,
     SHARED_EXPERTS,
-    SHARED_TP_PLAN,
     Attribute,
     Attributes,
     Family,
@@ -27,7 +25,6 @@ from jaxtp.hf.families.family import (
     first_dense,
     grouped_experts,
     only,
-    plan_without,
     required,
     sizes,
     with_defaults,
@@ -71,13 +68,6 @@ def attributes(eps: float = 1e-6) -> Attributes:
 
 ROPE_PAIRS = only("rope_interleave", True, False, default=True)
 """The layout of the file, which an import follows; an export writes the usual one."""
-ATTENTION_TP_PLAN = {
-    "layers.*.self_attn.q_b_proj": "colwise",
-    "layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
-    "layers.*.self_attn.kv_b_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-}
-_MLP_TP_PLAN = plan_without("attn") | EXPERTS_TP_PLAN
 
 
 def _remote_code(version: str) -> tuple[str, ...]:
@@ -128,12 +118,6 @@ DEEPSEEK_V2 = Family(
     required=_WITHOUT_BIASES | _ROUTER_V2,
     written=_ROUTER_V2,
     ignored_attributes=ROUTER_LOSS | IGNORED,
-    tp_plan={
-        **ATTENTION_TP_PLAN,
-        "layers.*.self_attn.q_proj": "colwise",
-        **_MLP_TP_PLAN,
-        **SHARED_TP_PLAN,
-    },
 )
 
 DEEPSEEK_V3 = replace(
@@ -157,5 +141,4 @@ DEEPSEEK_V3 = replace(
     written={**_ROUTER_V3, "num_nextn_predict_layers": 0},
     ignored_attributes=DEEPSEEK_V2.ignored_attributes
     | {"num_nextn_predict_layers", "num_mtp_layers"},
-    tp_plan=_MLP_TP_PLAN | SHARED_TP_PLAN,
 )

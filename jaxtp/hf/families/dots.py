@@ -8,16 +8,12 @@ from jaxtp.hf.families.family import (
     BODY,
     COMMON,
     EXPERTS,
-    EXPERTS_TP_PLAN,
     OUT_BIAS,
     QK_NORMS,
     QKV_BIASES,
-    REPLICATED,
     ROUTER_LOSS,
     SELECTION_BIAS,
     SHARED_EXPERTS,
-    SHARED_TP_PLAN,
-    TP_PLAN,
     WINDOW,
     Family,
     first_dense,
@@ -54,5 +50,4 @@ DOTS1 = Family(
         mlp_bias=False, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1
     ),
     ignored_attributes=ROUTER_LOSS | {"aux_loss_alpha", "seq_aux", "ep_size", "use_sliding_window"},
-    tp_plan=TP_PLAN | REPLICATED | EXPERTS_TP_PLAN | SHARED_TP_PLAN,
 )

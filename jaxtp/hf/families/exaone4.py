@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families.family import COMMON, NO_ROPE, REPLICATED, TP_PLAN, WINDOW, required, sizes
+from jaxtp.hf.families.family import COMMON, NO_ROPE, WINDOW, required, sizes
 from jaxtp.hf.families.olmo import OLMO2
 
 EXAONE4 = replace(
@@ -17,5 +17,4 @@ EXAONE4 = replace(
     window_can_be_null=True,
     always={"norm_placement": "after", "qk_norm": "head"},
     required=required(attention_bias=False, mlp_bias=False),
-    tp_plan=TP_PLAN | REPLICATED,
 )

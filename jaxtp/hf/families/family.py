@@ -158,44 +158,6 @@ NO_ROPE_LAYERS = {"no_rope_layers", "no_rope_layer_interval"}
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
 COMMON = ROPE | {"head_dim"}
-TP_PLAN: dict[str, str] = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.k_proj": "colwise",
-    "layers.*.self_attn.v_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.mlp.gate_proj": "colwise",
-    "layers.*.mlp.up_proj": "colwise",
-    "layers.*.mlp.down_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
-
-
-def plan_without(text: str, plan: Mapping[str, str] = TP_PLAN) -> dict[str, str]:
-    """Returns the rows of a plan for modules whose names do not contain `text`."""
-    return {module: style for module, style in plan.items() if text not in module}
-
-
-ATTENTION_TP_PLAN = plan_without(".mlp.")
-EXPERTS_TP_PLAN = {
-    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
-    "layers.*.mlp.experts.down_proj": "rowwise",
-}
-"""transformers also lists `layers.*.mlp.experts`, which splits no weight and sums the experts'
-outputs."""
-SHARED_TP_PLAN = {
-    module.replace(".mlp.", ".mlp.shared_experts."): style
-    for module, style in TP_PLAN.items()
-    if ".mlp." in module
-}
-GATHERED_TP_PLAN = {
-    **{f"layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "qkv"},
-    "layers.*.self_attn.o_proj": "rowwise_split_input",
-}
-"""transformers gathers q and k to normalize them over all heads; jaxtp sums the squares over tp."""
-REPLICATED = dict.fromkeys(
-    ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce"
-)
-"""Plan of the query and key norms of each head."""
 
 
 @dataclass(frozen=True)
@@ -293,8 +255,6 @@ class Family:
     """Ignored in addition to `IGNORED_ATTRIBUTES`."""
     quantization: Set[str] = frozenset({"fp8"})
     """Supported values of quant_method in quantization_config."""
-    tp_plan: Mapping[str, str] = field(default_factory=TP_PLAN.copy)
-    """`base_model_tp_plan` of transformers 5, with a row for the head."""
 
     def changing_fields(self) -> Iterable[str]:
         """Returns the fields that depend on a layer's types, always in the same order."""

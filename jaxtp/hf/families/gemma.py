@@ -15,8 +15,6 @@ from jaxtp.hf.families.family import (
     PROJECTIONS,
     QK_NORMS,
     QKV_BIASES,
-    REPLICATED,
-    TP_PLAN,
     WINDOW,
     Attribute,
     Family,
@@ -118,7 +116,6 @@ GEMMA3 = replace(
     always={**GEMMA2.always, "qk_norm": "head"},
     # transformers ignores it.
     required={**GEMMA2.required, "attn_logit_softcapping": None},
-    tp_plan=TP_PLAN | REPLICATED,
 )
 
 GEMMA3_WRAPPER = Wrapper(

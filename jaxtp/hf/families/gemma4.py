@@ -113,11 +113,6 @@ GEMMA4 = replace(
         without=("hidden_act", "partial_rotary_factor", "per_layer_config"), mlp_bias=False
     ),
     ignored_attributes={"vocab_size_per_layer_input"},
-    tp_plan={
-        **GEMMA3.tp_plan,
-        "layers.*.experts.gate_up_proj": "packed_colwise",
-        "layers.*.experts.down_proj": "rowwise",
-    },
 )
 
 GEMMA4_UNIFIED = replace(
@@ -130,7 +125,6 @@ GEMMA4_UNIFIED = replace(
         use_bidirectional_attention="vision",
     ),
     layer_attributes=GEMMA4.layer_attributes - {"enable_moe_block"},
-    tp_plan=GEMMA3.tp_plan,
     default_window=1024,
 )
 

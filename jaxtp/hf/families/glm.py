@@ -8,12 +8,10 @@ from dataclasses import replace
 
 from jaxtp.hf.families import deepseek
 from jaxtp.hf.families.family import (
-    ATTENTION_TP_PLAN,
     BODY,
     COMMON,
     DOWN,
     EXPERTS,
-    EXPERTS_TP_PLAN,
     GATE_UP,
     OUT,
     OUTER,
@@ -25,8 +23,6 @@ from jaxtp.hf.families.family import (
     ROUTER_LOSS,
     SELECTION_BIAS,
     SHARED_EXPERTS,
-    SHARED_TP_PLAN,
-    TP_PLAN,
     Attribute,
     Family,
     block_tensors,
@@ -66,11 +62,6 @@ GLM4 = Family(
     default_head_dim=128,
     always={"norm_placement": "both"},
     required=required(without=("partial_rotary_factor",), mlp_bias=False),
-    tp_plan={
-        **ATTENTION_TP_PLAN,
-        "layers.*.mlp.gate_up_proj": "colwise_gather_output",
-        "layers.*.mlp.down_proj": "rowwise_split_input",
-    },
 )
 
 GLM = replace(
@@ -106,7 +97,6 @@ GLM4_MOE = Family(
     always={"router_scores": "sigmoid", "selection_bias": True},
     required=required(without=("partial_rotary_factor",), mlp_bias=False),
     ignored_attributes=ROUTER_LOSS | {"num_nextn_predict_layers", "num_mtp_layers"},
-    tp_plan=TP_PLAN | EXPERTS_TP_PLAN | SHARED_TP_PLAN,
 )
 
 GLM4_MOE_LITE = replace(
@@ -129,5 +119,4 @@ GLM4_MOE_LITE = replace(
     by_type=first_dense(1536, 1),
     default_dense_layers=1,
     remote_code=(),
-    tp_plan=TP_PLAN | deepseek.ATTENTION_TP_PLAN | EXPERTS_TP_PLAN,
 )

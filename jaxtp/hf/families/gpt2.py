@@ -84,5 +84,4 @@ GPT2 = Family(
         "summary_first_dropout",
         "summary_last_dropout",
     },
-    tp_plan={},
 )

@@ -94,13 +94,6 @@ GPT_NEOX = Family(
         "gradient_checkpointing",
         "num_key_value_heads",
     },
-    tp_plan={
-        "layers.*.attention.query_key_value": "colwise",
-        "layers.*.attention.dense": "rowwise",
-        "layers.*.mlp.dense_h_to_4h": "colwise",
-        "layers.*.mlp.dense_4h_to_h": "rowwise",
-        "embed_out": "colwise_gather_output",
-    },
 )
 
 GPT_NEO = replace(

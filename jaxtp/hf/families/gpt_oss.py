@@ -89,5 +89,4 @@ GPT_OSS = Family(
     # Only OpenAI's code reads it; its value is also in rope_scaling.
     ignored_attributes=ROUTER_LOSS | {"initial_context_length"},
     quantization={"fp8", "mxfp4"},
-    tp_plan={"lm_head": "colwise_gather_output"},
 )

@@ -88,11 +88,6 @@ GRANITEMOE = Family(
     ),
     required=required(without=_DROPOUT, mlp_bias=False),
     ignored_attributes=_DROPOUT | ROUTER_LOSS,
-    tp_plan={
-        "layers.*.block_sparse_moe.experts.gate_up_proj": "packed_colwise",
-        "layers.*.block_sparse_moe.experts.down_proj": "rowwise",
-        "lm_head": "colwise_gather_output",
-    },
 )
 
 GRANITEMOEHYBRID = replace(

@@ -56,5 +56,4 @@ HUNYUAN = Family(
         "skip_cls_token",
         "num_media_embeds",
     },
-    tp_plan={},
 )

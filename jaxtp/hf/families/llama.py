@@ -23,7 +23,6 @@ from jaxtp.hf.families.family import (
     WINDOW,
     Attribute,
     Family,
-    plan_without,
     required,
     sizes,
     with_biases,
@@ -66,7 +65,6 @@ ARCEE = replace(
     ),
     always={"mlp": "plain"},
     required=required(without=("hidden_act",), sliding_window=None),
-    tp_plan=plan_without("gate"),
 )
 
 SMOLLM3 = replace(

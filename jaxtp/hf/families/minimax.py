@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 from jaxtp.hf.families.family import (
-    EXPERTS_TP_PLAN,
-    GATHERED_TP_PLAN,
     NORMS,
     OUT,
     OUTER,
@@ -74,5 +72,4 @@ MINIMAX_M2 = Family(
         "num_mtp_modules",
         "mtp_transformer_layers",
     },
-    tp_plan=GATHERED_TP_PLAN | {"lm_head": "colwise_gather_output"} | EXPERTS_TP_PLAN,
 )

@@ -12,10 +12,8 @@ from dataclasses import replace
 
 from jaxtp.hf.families import deepseek
 from jaxtp.hf.families.family import (
-    ATTENTION_TP_PLAN,
     BODY,
     COMMON,
-    EXPERTS_TP_PLAN,
     NEVER,
     NORMS,
     OUT,
@@ -73,7 +71,6 @@ MIXTRAL = Family(
     rope_theta=1e6,
     required=required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),
     ignored_attributes=ROUTER_LOSS,
-    tp_plan=ATTENTION_TP_PLAN | EXPERTS_TP_PLAN,
 )
 
 MINISTRAL = replace(

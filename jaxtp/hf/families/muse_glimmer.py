@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
-    TP_PLAN,
     Attribute,
     Wrapper,
     block_tensors,
@@ -54,7 +53,6 @@ MUSE_GLIMMER = replace(
         "attention_gate": True,
     },
     required=required(without=("hidden_act",), mlp_bias=False, attention_bias=False),
-    tp_plan=TP_PLAN | {"layers.*.self_attn.gate_proj": "colwise"},
 )
 
 MUSE_GLIMMER_WRAPPER = Wrapper(

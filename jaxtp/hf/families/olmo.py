@@ -14,9 +14,7 @@ from jaxtp.hf.families.family import (
     COMMON,
     DOWN,
     EXPERTS,
-    EXPERTS_TP_PLAN,
     GATE_UP,
-    GATHERED_TP_PLAN,
     NORMS,
     OUT_BIAS,
     OUTER,
@@ -25,12 +23,10 @@ from jaxtp.hf.families.family import (
     QKV_BIASES,
     ROPE,
     ROUTER_LOSS,
-    TP_PLAN,
     WINDOW,
     Attribute,
     Family,
     block_tensors,
-    plan_without,
     required,
     sizes,
     some_experts,
@@ -39,8 +35,6 @@ from jaxtp.hf.families.family import (
 )
 
 _CLIP = Attribute("clip_qkv", "clip_qkv", float, can_be_null=True)
-_TP_PLAN = TP_PLAN | GATHERED_TP_PLAN
-_EXPERTS_TP_PLAN = plan_without(".mlp.", _TP_PLAN)
 
 
 OLMO = Family(
@@ -73,7 +67,6 @@ OLMO2 = Family(
     attributes=(*sizes(1e-5), ATTENTION_BIAS),
     always={"norm_placement": "after", "qk_norm": "projection"},
     required=required(mlp_bias=False, clip_qkv=None),
-    tp_plan=_TP_PLAN,
 )
 
 OLMO3 = replace(
@@ -101,7 +94,6 @@ OLMOE = Family(
     always={"qk_norm": "projection"},
     required=required(mlp_bias=False, sliding_window=None),
     ignored_attributes=ROUTER_LOSS,
-    tp_plan=_EXPERTS_TP_PLAN | EXPERTS_TP_PLAN,
 )
 
 FLEX_OLMO = replace(
@@ -112,5 +104,4 @@ FLEX_OLMO = replace(
     attributes=(*sizes(), ATTENTION_BIAS, *some_experts(7, 5)),
     rope_theta=500_000.0,
     ignored_attributes=ROUTER_LOSS,
-    tp_plan=_EXPERTS_TP_PLAN | EXPERTS_TP_PLAN,
 )

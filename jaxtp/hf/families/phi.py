@@ -65,13 +65,4 @@ PHI = Family(
     },
     required=required(without=("hidden_act", "partial_rotary_factor")),
     ignored_attributes={"resid_pdrop", "embd_pdrop"},
-    tp_plan={
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.dense": "rowwise",
-        "layers.*.mlp.fc1": "colwise",
-        "layers.*.mlp.fc2": "rowwise",
-        "lm_head": "colwise_gather_output",
-    },
 )

@@ -46,11 +46,4 @@ PHI3 = Family(
         interpolate_factor=1,
     ),
     ignored_attributes={"resid_pdrop", "embd_pdrop"},
-    tp_plan={
-        "layers.*.self_attn.qkv_proj": "colwise_gather_output",
-        "layers.*.self_attn.o_proj": "rowwise_split_input",
-        "layers.*.mlp.gate_up_proj": "colwise_gather_output",
-        "layers.*.mlp.down_proj": "rowwise_split_input",
-        "lm_head": "colwise_gather_output",
-    },
 )

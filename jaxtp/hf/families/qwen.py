@@ -9,14 +9,11 @@ from jaxtp.hf.families.family import (
     DENSE_LAYERS,
     DENSE_WIDTH,
     EXPERTS,
-    EXPERTS_TP_PLAN,
     OUT_BIAS,
     QK_NORMS,
     QKV_BIASES,
-    REPLICATED,
     ROUTER_LOSS,
     SWITCHED_WINDOW,
-    TP_PLAN,
     Attribute,
     Family,
     block_tensors,
@@ -46,7 +43,6 @@ QWEN3 = Family(
     default_head_dim=128,
     always={"qk_norm": "head"},
     required=required(mlp_bias=False),
-    tp_plan=TP_PLAN | REPLICATED,
 )
 
 
@@ -63,7 +59,6 @@ QWEN3_MOE = Family(
     always={"qk_norm": "head"},
     required=required(mlp_bias=False),
     ignored_attributes=ROUTER_LOSS,
-    tp_plan=TP_PLAN | REPLICATED | EXPERTS_TP_PLAN,
 )
 
 SHARED_EXPERT = block_tensors(
@@ -100,5 +95,4 @@ QWEN2_MOE = replace(
     always_by_type={"experts": {"shared_experts_gate": True}},
     window_period=0,
     always={},
-    tp_plan=TP_PLAN | EXPERTS_TP_PLAN,
 )

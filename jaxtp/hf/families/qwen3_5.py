@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ATTENTION_BIAS,
-    ATTENTION_TP_PLAN,
     COMMON,
     DENSE_LAYERS,
     DENSE_WIDTH,
     DOWN,
     EXPERTS,
-    EXPERTS_TP_PLAN,
     GATE_UP,
     LINEAR_LAYERS,
     NORMS,
@@ -24,10 +22,7 @@ from jaxtp.hf.families.family import (
     QK_NORMS,
     QKV,
     QKV_BIASES,
-    REPLICATED,
     ROUTER_LOSS,
-    SHARED_TP_PLAN,
-    TP_PLAN,
     Attribute,
     AttributesByType,
     Family,
@@ -97,20 +92,7 @@ _EXPERTS: AttributesByType = {
     )
 }
 _REQUIRED = required(without=("partial_rotary_factor",), mlp_bias=False, attn_output_gate=True)
-_ATTENTION_TP_PLAN = ATTENTION_TP_PLAN | REPLICATED
-_SHARED_TP_PLAN = {
-    name.replace("_experts", "_expert"): style for name, style in SHARED_TP_PLAN.items()
-}
 
-
-def _linear_tp_plan(*modules: str) -> dict[str, str]:
-    return {
-        f"layers.*.linear_attn.{module}": "colwise_gather_output"
-        for module in (*modules, "out_proj")
-    }
-
-
-_LINEAR_TP_PLAN = _linear_tp_plan("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 QWEN3_5 = Family(
     model_type="qwen3_5_text",
@@ -136,7 +118,6 @@ QWEN3_5 = Family(
     other_tensors=("mtp.",),
     # The state is float32 in transformers too, whatever mamba_ssm_dtype is.
     ignored_attributes={"mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"},
-    tp_plan=TP_PLAN | REPLICATED | _LINEAR_TP_PLAN,
 )
 
 QWEN3_5_MOE = replace(
@@ -161,7 +142,6 @@ QWEN3_5_MOE = replace(
     ignored_attributes=QWEN3_5.ignored_attributes
     | ROUTER_LOSS
     | {"intermediate_size", "mlp_only_layers", "decoder_sparse_step"},
-    tp_plan=_ATTENTION_TP_PLAN | _LINEAR_TP_PLAN | EXPERTS_TP_PLAN | _SHARED_TP_PLAN,
 )
 
 QWEN3_NEXT = replace(
@@ -185,11 +165,6 @@ QWEN3_NEXT = replace(
     by_type=_LINEAR | _EXPERTS | {"dense": DENSE_WIDTH},
     required=_REQUIRED | {"use_sliding_window": False},
     ignored_attributes=QWEN3_5.ignored_attributes | ROUTER_LOSS,
-    tp_plan=TP_PLAN
-    | REPLICATED
-    | _linear_tp_plan("in_proj_qkvz", "in_proj_ba")
-    | EXPERTS_TP_PLAN
-    | _SHARED_TP_PLAN,
 )
 
 QWEN3_5_WRAPPER = Wrapper(

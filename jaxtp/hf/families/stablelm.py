@@ -48,5 +48,4 @@ STABLELM = Family(
     always={"norm": "layer"},
     required=required(without=("partial_rotary_factor",)),
     ignored_attributes={"hidden_dropout"},
-    tp_plan={},
 )

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
-    ATTENTION_TP_PLAN,
     COMMON,
     NORMS,
     OUT,
@@ -70,11 +69,6 @@ STARCODER2 = Family(
         "residual_dropout",
         "activation_function",
         "layer_norm_epsilon",
-    },
-    tp_plan={
-        **ATTENTION_TP_PLAN,
-        "layers.*.mlp.c_fc": "colwise",
-        "layers.*.mlp.c_proj": "rowwise",
     },
 )
 

@@ -1,4 +1,4 @@
-"""`jaxtp convert`: imports, exports, and compares the tp plans of models in Hugging Face format."""
+"""`jaxtp convert`: imports and exports models in Hugging Face format."""
 
 if __name__ == "__main__":
     from jaxtp.config.entry import start
@@ -6,7 +6,7 @@ if __name__ == "__main__":
     start("jaxtp convert")
 
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,10 +14,9 @@ from typing import Annotated, Any, Literal
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxtp.checkpoint import silence_orbax
-from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
@@ -26,21 +25,19 @@ from jaxtp.config.console import Display
 from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_yaml
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
-from jaxtp.hf.config_json import dtype_of, family_of, model_config
+from jaxtp.hf.config_json import dtype_of, family_of
 from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
-from jaxtp.hf.families.family import LAYER, Family, Layout, Tensor
+from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress, import_config, load_folder
-from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
+from jaxtp.hf.model_folder import HFError, open_folder
 from jaxtp.hf.peft import save_peft
 from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters, origin_of
 from jaxtp.hf.save import SaveOptions, atomic_folder, copied_attributes, has_tokenizer, save_hf
-from jaxtp.hf.tensor_map import HEAD, TABLE, alternatives, split_path
 from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import DType, Precision, spec_of
-from jaxtp.mesh import TP, axes_of, mesh_of, mesh_shape, mesh_sizes
-from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder, abstract_decoder
+from jaxtp.layers.parameter import DType, Precision
+from jaxtp.mesh import mesh_of, mesh_shape, mesh_sizes
+from jaxtp.models.decoder import Decoder
 from jaxtp.train import run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
 
@@ -62,30 +59,12 @@ With --adapters, merges adapters into a model:
 
 jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapters
 """
-PLAN_HELP = """\
-Compares how transformers splits each module of a model over tp (base_model_tp_plan) with how
-jaxtp does.
-
-jaxtp convert plan models/Llama-3.2-1B
-"""
 LIST_HELP = """\
 Lists the models that jaxtp reads and writes, by the model_type in their config.json, and the models
 that it refuses, with the reason.
 
 jaxtp convert list
 """
-PLAN = "base_model_tp_plan"
-_EQUIVALENT = {
-    "colwise": "colwise colwise_rep colwise_gather_output local_colwise packed_colwise",
-    "rowwise": "rowwise rowwise_rep rowwise_split_input local_rowwise packed_rowwise",
-    "embedding_rowwise": "embedding_rowwise rowwise rowwise_rep",
-    "grouped_gemm": "grouped_gemm",
-    "replicated": "replicated replicated_with_grad_allreduce sequence_parallel local mla_kv_a_proj",
-}
-"""Styles of transformers that split like each of jaxtp's styles; they may gather the output
-differently."""
-
-
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
 HFDir = Annotated[UserPath, POSITIONAL, Argument("HF_DIR")]
 RunDir = Annotated[UserPath, POSITIONAL, Argument("RUN_DIR")]
@@ -170,19 +149,6 @@ class Export:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Flags of `jaxtp convert plan`."""
-
-    source: HFDir
-    """Folder with a config.json; weights are not read. A plan in config.json overrides the plan of
-    transformers."""
-
-    ignore_config: Keys = ()
-    """Unknown attributes of config.json to ignore, because they do not affect the model's outputs.
-    Repeatable."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class List:
     """Flags of `jaxtp convert list`: none."""
 
@@ -190,7 +156,6 @@ class List:
 COMMANDS: dict[str, Command[Any]] = {
     "import": Command(program=f"{PROGRAM} import", schema=Import, description=IMPORT_HELP),
     "export": Command(program=f"{PROGRAM} export", schema=Export, description=EXPORT_HELP),
-    "plan": Command(program=f"{PROGRAM} plan", schema=Plan, description=PLAN_HELP),
     "list": Command(program=f"{PROGRAM} list", schema=List, description=LIST_HELP),
 }
 
@@ -211,10 +176,8 @@ def _run(argv: Sequence[str]) -> None:
         print(import_run(config))
     elif isinstance(config, Export):
         print(export_run(config))
-    elif isinstance(config, List):
-        print("\n".join(_list_lines()))
     else:
-        print("\n".join(plan_lines(config.source, config.ignore_config)))
+        print("\n".join(_list_lines()))
 
 
 @contextmanager
@@ -390,72 +353,6 @@ def _list_lines() -> Iterator[str]:
         "for only one model, SmolLM2-135M (llama): generate, evaluate and DPO agree with "
         "transformers and TRL on it."
     )
-
-
-def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:
-    """Yields the lines of a table of modules.
-
-    Raises `HFError` like `read_config`, or for an invalid plan.
-    """
-    attributes = read_attributes(path)
-    source = str(path / CONFIG)
-    config = model_config(attributes, source, ignore_config)
-    family = family_of(attributes, source)
-    styles = attributes.get(PLAN)
-    origin = f"{PLAN} of {source}"
-    if styles is None:
-        styles = family.tp_plan
-        origin = "the plan of transformers"
-    is_plan = isinstance(styles, Mapping) and all(isinstance(s, str) for s in styles.values())
-    if not is_plan:
-        raise HFError(f"{source}: {PLAN} should give a style for each module")
-    own_styles = _own_plan(config, family)
-    yield f"{family.model_type}, {origin}"
-    yield ""
-    modules = dict.fromkeys((*own_styles, *styles))
-    width = max(39, *map(len, modules)) + 1
-    yield f"{'module':<{width}}{'transformers':<32}{'jaxtp':<20}"
-    for module in modules:
-        verdict = _verdict(module, styles, own_styles)
-        yield (
-            f"{module:<{width}}{styles.get(module, '-'):<32}{own_styles.get(module, '-'):<20}"
-            f"{verdict}"
-        )
-
-
-def _own_plan(config: ModelConfig, family: Family) -> dict[str, str]:
-    """Returns jaxtp's style of each module, in PyTorch's names, from its parameters' specs."""
-    blocks = {stack: block for stack, _, block in config.kinds()}
-    plan: dict[str, str] = {}
-    for path, variable in named_variables(abstract_decoder(config)[1]).items():
-        stack, general = split_path(path)
-        possible = alternatives(general, family, blocks.get(str(stack), config.block()))
-        tensor = next(tensor for tensor in possible if tensor.layout in (None, "stacked"))
-        if not tensor.name.endswith((".bias", "proj_bias")):
-            module = tensor.name.removeprefix(family.prefix).removesuffix(".weight")
-            plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
-    return plan
-
-
-def _style(tensor: Tensor, declared: PartitionSpec) -> str:
-    dims = list(declared)[1:] if LAYER in tensor.name else list(declared)
-    split = [dim for dim, axes in enumerate(dims) if TP in axes_of(axes)]
-    if not split:
-        return "replicated"
-    if tensor.path == TABLE:
-        return "embedding_rowwise"
-    if ".experts." in tensor.name and split == [0]:
-        return "grouped_gemm"
-    outputs = 0 if tensor.path == HEAD else len(dims) - 1
-    return "colwise" if split == [outputs] else "rowwise"
-
-
-def _verdict(module: str, styles: Mapping[str, str], own_styles: Mapping[str, str]) -> str:
-    if module not in styles:  # transformers replicates modules that its plan lacks
-        return "" if own_styles[module] == "replicated" else "split by jaxtp only"
-    if module not in own_styles:
-        return "no such module in this model"
-    return "same" if styles[module] in _EQUIVALENT[own_styles[module]].split() else "differs"
 
 
 if __name__ == "__main__":

@@ -33,8 +33,6 @@ from jaxtp.tools.estimate.compiler import (
     DoesNotFitError,
     TargetError,
     compile_for,
-    compile_partitioned,
-    request_devices,
     topology,
 )
 from jaxtp.tools.estimate.remedies import faster, remedies
@@ -76,7 +74,7 @@ FILE.py:build instead of a configuration takes any Flax model: see jaxtp estimat
 --help. --train.loss works as for jaxtp train, without the data. So do --model.build, --data.batches
 and --optimizer.build; the estimate then tries meshes only.
 
-  jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
+  jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
 """
 
@@ -93,9 +91,8 @@ WRITTEN = "# The best of jaxtp estimate for"
 class EstimateConfig(foreign.OnHardware, TrainConfig):
     """Command line of an estimate: a training configuration, and hardware."""
 
-    tier: Literal[1, 2, 3] = 1
-    """Depth of the estimate: 1 computes it in seconds; 2 also compiles the best mesh for virtual
-    CPU devices, and compares the program's communication with the estimate; 3 also compiles for the
+    tier: Literal[1, 3] = 1
+    """Depth of the estimate: 1 computes it in seconds; 3 also compiles the best mesh for the
     hardware, which need not be present. 3 needs pip install 'jaxtp[estimate-gpu]', with cuDNN's
     attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]'."""
 
@@ -147,15 +144,11 @@ def _estimate(argv: Sequence[str]) -> int:
         return foreign.rank(options, *open_task(config))
     load_task(config)  # refuses settings without effect
     where = _target(options)
-    if options.tier == 2 and config.train.loss is not None:
-        raise ConfigError(
-            "--tier 2 compares the decoder's own loss with formulas; --tier 3 compiles yours"
-        )
     if options.tier == 3:
         try:
             topology(where.hardware.compiled_as, **where.hosts)
         except TargetError as error:
-            raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
+            raise ConfigError(f"--tier 3: {error}") from None
     require_matmul(where.hardware, config.model.precision.matmul)
     check_kernels(config, mesh_shape(), where.hardware.architecture)
     model = describe_model(config)
@@ -334,41 +327,30 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
 def _compile(
     options: EstimateConfig, best: Setting, numbers: Record
 ) -> tuple[bool, Exception | None]:
-    """Adds tiers 2 and 3 to the numbers.
+    """Adds tier 3 to the numbers.
 
-    Returns whether the step fits, and an error of a compiler.
+    Returns whether the step fits, and an error of the compiler.
     """
-    fits = best.fits
-    failure: Exception | None = None
+    if options.tier == 1:
+        return best.fits, None
     try:
-        if options.tier >= 2 and best.config.train.loss is None:
-            request_devices(best)
-            partitioned = compile_partitioned(best)
-            numbers["tier_2"] = partitioned.record()
-            print("", *partitioned.lines(best), sep="\n", flush=True)
-    except (ConfigError, MeshError) as error:
-        numbers["tier_2"] = {"error": str(error)}
-        failure = error
-    try:
-        if options.tier >= 3:
-            compiled = compile_for(
-                best.config,
-                best.sizes,
-                best.target.hardware.compiled_as,
-                **best.target.hosts,
-                timeout_s=options.timeout,
-            )
-            numbers["tier_3"] = compiled.record(best)
-            fits = fits and compiled.fits(best)
-            print("", *compiled.lines(best), sep="\n", flush=True)
+        compiled = compile_for(
+            best.config,
+            best.sizes,
+            best.target.hardware.compiled_as,
+            **best.target.hosts,
+            timeout_s=options.timeout,
+        )
     except DoesNotFitError as error:
         numbers["tier_3"] = {"error": str(error), "fits": False}
-        fits = False
         print("", error, sep="\n", flush=True)
+        return False, None
     except TargetError as error:
         numbers["tier_3"] = {"error": str(error)}
-        failure = error
-    return fits, failure
+        return best.fits, error
+    numbers["tier_3"] = compiled.record(best)
+    print("", *compiled.lines(best), sep="\n", flush=True)
+    return best.fits and compiled.fits(best), None
 
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:

@@ -1,10 +1,9 @@
-"""Tiers 2 and 3: the real training step, compiled from shapes; nothing is allocated or run.
+"""Tier 3: the real training step, compiled from shapes for GPUs or TPUs that may be absent.
 
-Tier 2 compiles for virtual CPU devices. Tier 3 compiles for GPUs or TPUs that may be absent, in a
-process of its own (`python -m` this file), because a compiler without its devices may crash, hang
-or print. XLA reads an absent GPU's `GpuTargetConfigProto` as text (openxla/xla,
-xla/stream_executor/device_description.proto). It divides by missing fields and dies silently, so
-every field is set.
+Nothing is allocated or run. It compiles in a process of its own (`python -m` this file), because a
+compiler without its devices may crash, hang or print. XLA reads an absent GPU's
+`GpuTargetConfigProto` as text (openxla/xla, xla/stream_executor/device_description.proto). It
+divides by missing fields and dies silently, so every field is set.
 """
 
 import dataclasses
@@ -27,9 +26,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.stages import Traced
 
-from jaxtp.analysis.audit import audit
-from jaxtp.analysis.collective import Axes, Traffic, bytes_by, bytes_by_axes
-from jaxtp.analysis.compiling import captured_stderr
+from jaxtp.analysis.collective import bytes_by_axes
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
 from jaxtp.analysis.layer_costs import itemsize
@@ -45,25 +42,21 @@ from jaxtp.analysis.schedule import (
 from jaxtp.analysis.step_costs import LOGIT_PASSES, StepCosts
 from jaxtp.analysis.tables import Record, columns
 from jaxtp.config.entry import signal_name
-from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
+from jaxtp.config.schema import replace_nested, to_plain, validate
 from jaxtp.data.loader import split
-from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import child_environment
 from jaxtp.mesh import Sizes, describe_mesh, mesh_of
 from jaxtp.tools.estimate.roofline import link_speed
-from jaxtp.tools.estimate.search import Setting, is_plain
+from jaxtp.tools.estimate.search import Setting
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step, with_attention
 from jaxtp.train.setup import open_task
-from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
+from jaxtp.train.state import plan_state
 from jaxtp.train.step import compiler_options, make_train_step, trace_step
 from jaxtp.train.task import Task
-from jaxtp.train.validation import check, chosen_kernels, kernel_problems
+from jaxtp.train.validation import check, chosen_kernels
 
-# Virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
-MAX_DEVICES = 1024
-QUICK = {"xla_backend_optimization_level": 0}  # only the program after partitioning is read
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
 _NO_DEVICES = {
     "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
@@ -96,138 +89,6 @@ _PART_HEADER = (
     *("products", "others", "copies", "links"),
 )
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
-
-Bytes = Mapping[tuple[str, Axes], float]  # Bytes that each device sends, by kind and mesh axes
-
-
-@dataclass(frozen=True)
-class Partitioned:
-    """Tier 2: the step after SPMD partitioning, compared with tier 1."""
-
-    planned: Bytes  # by tier 1
-    realised: Bytes  # after SPMD partitioning, without sums of scalars
-    problems: tuple[str, ...]  # communication that the compiler added
-    warnings: tuple[str, ...]  # lines that the compiler printed
-    seconds: float  # to trace and compile
-    notes: tuple[str, ...]  # how the program differs from the one for the hardware
-    bound: bool  # whether tier 1 is an upper bound for this model, and not exact
-
-    @property
-    def rows(self) -> list[tuple[str, Axes, float, float]]:
-        """Kind, mesh axes, planned and realised bytes."""
-        keys = dict.fromkeys((*self.planned, *self.realised))
-        return [(*key, self.planned.get(key, 0.0), self.realised.get(key, 0.0)) for key in keys]
-
-    @property
-    def equal(self) -> bool:
-        """Whether both tiers agree in kind, axes and bytes, up to rounding."""
-        return all(abs(planned - realised) <= 1 for *_, planned, realised in self.rows)
-
-    @property
-    def within(self) -> bool:
-        """Whether tier 1 counts everything that is moved."""
-        none_more = all(realised <= planned + 1 for *_, planned, realised in self.rows)
-        return not self.problems and (none_more if self.bound else self.equal)
-
-    def lines(self, setting: Setting) -> Iterator[str]:
-        """Yields the collectives, problems, warnings and notes."""
-        yield (
-            f"compiled {setting} for {setting.target.devices} virtual CPU devices in "
-            f"{self.seconds:.0f} s"
-        )
-        rows = []
-        for kind, axes, planned, realised in self.rows:
-            sent = (f"{planned / GB:,.3f}", f"{realised / GB:,.3f}")
-            rows.append((kind, "+".join(axes), *sent))
-        yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
-        amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
-        if self.within:
-            yield (
-                f"the partitioned program moves {amount}, in kind, axes and bytes, and nothing else"
-            )
-        else:
-            yield "the partitioned program does not move what tier 1 says"
-        for text in (*self.problems, *self.warnings, *self.notes):
-            yield f"  {text}"
-
-    def record(self) -> Record:
-        """Returns tier 2 for JSON."""
-        return {
-            "provenance": "compiled",
-            "equal_to_tier_1": self.equal,
-            "within_tier_1": self.within,
-            "planned": _records(self.planned),
-            "realised": _records(self.realised),
-            "problems": self.problems,
-            "warnings": self.warnings,
-            "notes": self.notes,
-            "seconds": self.seconds,
-        }
-
-
-def _records(sent: Bytes) -> list[Record]:
-    return [{"kind": kind, "axes": axes, "bytes_sent": size} for (kind, axes), size in sent.items()]
-
-
-def request_devices(setting: Setting) -> None:
-    """Requests a mesh's virtual devices before other uses of JAX."""
-    if setting.target.devices > MAX_DEVICES:
-        raise ConfigError(
-            f"tier 2 compiles for at most {MAX_DEVICES:,} virtual CPU devices, not "
-            f"{setting.target.devices:,}; a mesh "
-            "with less dp shows the same collectives, as in --hardware h100x512"
-        )
-    request_virtual_devices(setting.target.devices)
-
-
-def compile_partitioned(setting: Setting) -> Partitioned:
-    """Compiles the step for virtual CPU devices.
-
-    Raises `MeshError` if JAX has started with fewer.
-    """
-    started = time.monotonic()
-    config, notes = _for_cpu(setting.config)
-    mesh = mesh_of(setting.sizes)
-    blueprint = _plan(config, mesh)
-    with captured_stderr() as printed:
-        report = audit(
-            trace_step(config, blueprint),
-            blueprint.sharded,
-            mesh=mesh,
-            budget=setting.costs.budget,
-            global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
-            compiler_options=QUICK,
-        )
-    array_traffic = {
-        collective: times for collective, times in report.realised.items() if collective.shape
-    }
-    return Partitioned(
-        planned=bytes_sent(setting.costs.traffic),
-        realised=bytes_sent(array_traffic),
-        problems=tuple(report.problems()),
-        warnings=tuple(line.rstrip() for line in printed if line.strip()),
-        seconds=time.monotonic() - started,
-        notes=tuple(notes),
-        bound=not is_plain(config.model),
-    )
-
-
-def bytes_sent(moved: Traffic) -> Bytes:
-    """Returns the bytes that each device sends, by kind and mesh axes."""
-    return bytes_by(moved, "kind", "axes")
-
-
-def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    notes = []
-    if any(kernel_problems(config, config.mesh.sizes, "cpu")):
-        notes.append(
-            f"compiled with a CPU's attention, which moves the same as {config.model.attention}'s"
-        )
-        config = with_attention(config, "auto")
-    if config.model.remat == "offload":
-        config = replace_nested(config, {"model.remat": "full"})
-        notes.append("compiled with remat full, which moves the same as offload")
-    return config, notes
 
 
 class GpuSpec(NamedTuple):
@@ -297,7 +158,7 @@ class Topology:
     platform: str  # cuda or tpu
     name: str  # a TPU slice, v5e:4x4; for GPUs partitions, hosts and GPUs per host, 1x4x8
     target_config: str = ""
-    compiler: str  # the package that compiles, and cuDNN's if used, with their versions
+    compiler: str  # the package that compiles
     libraries: str = ""  # folder of cuDNN's library, if used
 
     def devices(self) -> Sequence[jax.Device]:
@@ -333,23 +194,19 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
 
 def with_cudnn(target: Topology) -> Topology | None:
     """Adds cuDNN's library to absent GPUs; None if missing."""
-    package = _CUDNN[target.compiler.partition(" ")[0]]
     try:
-        cudnn = metadata.distribution(package)
+        cudnn = metadata.distribution(_CUDNN[target.compiler])
     except metadata.PackageNotFoundError:
         return None
-    return replace(
-        target,
-        compiler=f"{target.compiler}, {package} {cudnn.version}",
-        libraries=str(cudnn.locate_file("nvidia/cudnn/lib")),
-    )
+    return replace(target, libraries=str(cudnn.locate_file("nvidia/cudnn/lib")))
 
 
 def installed(packages: Sequence[str], extra: str) -> str:
-    """Returns the first installed package with its version; the error names the extra."""
+    """Returns the first installed package; the error names the extra."""
     for package in packages:
         with suppress(metadata.PackageNotFoundError):
-            return f"{package} {metadata.version(package)}"
+            metadata.version(package)
+            return package
     raise TargetError(
         f"the compiler for this target is not installed: pip install 'jaxtp[{extra}]'"
     )
@@ -580,9 +437,8 @@ def ask(
     target: Topology,
     *,
     timeout_s: float,
-    compiler: Sequence[str] | None = None,
 ) -> Compiled:
-    """Runs the compiler process and reads its answer; tests replace `compiler`."""
+    """Runs the compiler process and reads its answer."""
     request = {
         "config": to_plain(config),
         "sizes": dict(sizes),
@@ -594,7 +450,7 @@ def ask(
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
     try:
         process = subprocess.run(
-            compiler or COMPILER,
+            COMPILER,
             input=json.dumps(request),
             env=environment,
             timeout=timeout_s,
@@ -666,14 +522,11 @@ def trace(config: TrainConfig, mesh: Mesh) -> Traced:
         config, task, shapes = open_task(config)
         batch = split(shapes, mesh)
     with jax.set_mesh(mesh):
-        blueprint = _plan(config, mesh)
+        tuned = optimizers.build(config.optimizer, config.train.steps)
+        blueprint = plan_state(config.model, tuned, mesh)
         return trace_step(
             config, blueprint, make_train_step(config, blueprint, task=task), batch=batch
         )
-
-
-def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
-    return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
 
 
 def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> Record:

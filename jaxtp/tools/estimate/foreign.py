@@ -173,7 +173,7 @@ class Estimate(Candidate):
             f"{self.spare / MB:,.0f}" if self.fits else "does not fit",
             f"{self.flops / 1e9:,.3f}",
             f"{sum(bytes_by_axes(self.traffic).values()) / MB:,.3f}",
-            between(f"{1e3 * self.time.overlapped:,.3g}", f"{1e3 * self.time.serial:,.3g}"),
+            between(1e3 * self.time.overlapped, 1e3 * self.time.serial),
             f"{self.time.computing_share:.0%}",
         )
 

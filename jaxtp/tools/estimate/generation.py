@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from jaxtp.analysis.hardware import GB
 from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import StepCosts, costs_of
-from jaxtp.analysis.tables import Record, columns, gigabytes
+from jaxtp.analysis.tables import Record, about, columns, gigabytes
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.decode_model import decode_sizes
 from jaxtp.mesh import CP, TP, Sizes, batch_parts, describe_mesh
@@ -140,7 +140,7 @@ def table(generations: Sequence[Generation], length: int) -> str:
     for generation in generations[:MAX_ROWS]:
         sizes = (f"{generation.weights / GB:,.2f}", f"{generation.cache / GB:,.2f}")
         spare = gigabytes(generation.spare) if generation.fits else "does not fit"
-        speed = f"{generation.tokens_per_second:,.0f}"
+        speed = about(generation.tokens_per_second)
         lines.append((describe_mesh(generation.sizes), *sizes, spare, speed))
     header = ("mesh", "GB of weights", "GB of cache", "to spare", "tokens/s with a full cache")
     title = f"generating {generations[0].rows} rows of {length:,} tokens"

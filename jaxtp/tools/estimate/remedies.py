@@ -5,7 +5,7 @@ Each change is tried on all meshes.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from jaxtp.tools.estimate.search import (
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.validation import chosen_kernels, multiplies_all
 
+MAX_REMEDIES = 3
 MAX_DOUBLINGS = 10  # of the devices
 SHORTEST = 512  # Tokens of the shortest sequence to propose
 LORA_RANK = 16
@@ -38,11 +39,18 @@ CHUNK = 128
 
 
 class Run(NamedTuple):
-    """A configuration, its target, and the facts of its model."""
+    """A configuration with changes, its target, and the facts of its model."""
 
     config: TrainConfig
     where: Target
     model: Model
+    change: str = ""  # flags, or a number of devices
+    note: str = ""
+
+    def search(self, meshes: Sequence[Sizes], *, as_configured: bool = False) -> Setting:
+        """Returns the best setting on some meshes."""
+        results = search(self.config, self.where, self.model, meshes, as_configured=as_configured)
+        return results.settings[0]
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,6 @@ class Alternative:
 
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={CLUSTER_SHARE} (--memory-fraction {CLUSTER_SHARE})"
 Change = dict[str, object]  # Settings, by their dotted names
-
-
-def flags_of(change: Change) -> str:
-    """Returns the flags that make a change."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
 
 
 FREE: dict[str, Change] = {
@@ -85,7 +88,8 @@ def changed(run: Run, flags: str) -> Run | None:
         on_cluster = target(where.hardware, where.devices, CLUSTER_SHARE)
         if on_cluster.room > where.room:
             where = on_cluster
-    other = Run(replace_nested(run.config, CHEAP[flags]), where, run.model)
+    config = replace_nested(run.config, CHEAP[flags])
+    other = run._replace(config=config, where=where, change=f"{run.change} {flags}".strip())
     if _facts(other) == _facts(run):
         return None
     return other
@@ -103,105 +107,79 @@ def _facts(run: Run) -> tuple[object, ...]:
 def faster(results: Search) -> list[Alternative]:
     """Returns the free changes that together speed up the best setting or free a GB, or none."""
     best = results.settings[0]
-    used = []
     run = Run(best.config, best.target, results.model)
     meshes = [setting.sizes for setting in results.settings]
     for flags in FREE:
         other = changed(run, flags)
         if other is None:
             continue
-        setting = search(*other, meshes, as_configured=results.as_configured).settings[0]
+        setting = other.search(meshes, as_configured=results.as_configured)
         ratio = best.time.expected / setting.time.expected
         frees = other.where == run.where and setting.spare - best.spare > GB and ratio > 1 / NEAR
         if setting.fits and (ratio > NEAR or frees):
             best = setting
             run = other
-            used.append(flags)
-    if not used:
-        return []
-    return [Alternative(" ".join(used), best)]
+    return [Alternative(run.change, best)] if run.change else []
 
 
 def remedies(results: Search) -> Iterator[Alternative]:
-    """Yields changes that make the run fit, cheapest first.
-
-    Costly changes add the cheap ones if needed.
-    """
+    """Yields changes that make the run fit: the first of each kind, cheapest kinds first."""
     best = results.settings[0]
     run = Run(best.config, best.target, results.model)
-    single = []
-    for flags in CHEAP:
-        if changed_run := changed(run, flags):
-            single.append((flags, changed_run))
-    cheap = list(_fitting(single))
-    together = _stacked(run)
-    if not cheap:
-        cheap = _first(together.items())
-    yield from cheap
-    yield from _without_accumulation(run)
-    yield from _shorter(run)
-    costly = _costly(run)
-    if together and not (cheap or costly):
-        flags, run = list(together.items())[-1]
-        for other in _costly(run):
-            costly.append(dataclasses.replace(other, change=f"{flags} {other.change}"))
-    yield from costly
+    cheap = list(_first(_cheap(run)))
+    costly = [kind(run) if cheap else _with_cheap(run, kind) for kind in (_training, _devices)]
+    alternatives = itertools.chain.from_iterable(map(_first, (_less_data(run), *costly)))
+    return itertools.islice(itertools.chain(cheap, alternatives), MAX_REMEDIES)
 
 
-def _costly(run: Run) -> list[Alternative]:
-    return [*_other_training(run), *_more_devices(run)]
-
-
-def _fitting(candidates: Iterable[tuple[str, Run]]) -> Iterator[Alternative]:
-    for change, run in candidates:
+def _first(runs: Iterable[Run]) -> Iterator[Alternative]:
+    for run in runs:
         if setting := _fits(run):
-            yield Alternative(change, setting)
+            yield Alternative(run.change, setting, run.note)
+            return
 
 
-def _first(candidates: Iterable[tuple[str, Run]]) -> list[Alternative]:
-    return list(itertools.islice(_fitting(candidates), 1))
+def _cheap(run: Run) -> Iterator[Run]:
+    yield from filter(None, (changed(run, flags) for flags in CHEAP))
+    yield from _together(run)
 
 
-def _stacked(run: Run) -> dict[str, Run]:
+def _together(run: Run) -> Iterator[Run]:
     # The first cheap change, the first two, ...
-    flags = ""
-    stacked = {}
-    for flag in CHEAP:
-        if other := changed(run, flag):
-            flags = f"{flags} {flag}".strip()
+    for flags in CHEAP:
+        if other := changed(run, flags):
             run = other
-            stacked[flags] = run
-    return stacked
+            yield run
 
 
-def _without_accumulation(run: Run) -> list[Alternative]:
-    # The largest batch with one sequence on each device. Gradients are then not summed in a wider
-    # dtype, and a mesh that does not divide the run's batch may fit.
+def _with_cheap(run: Run, kind: Callable[[Run], Iterable[Run]]) -> Iterator[Run]:
+    """Yields the runs of a kind, then each of them together with all cheap changes."""
+    yield from kind(run)
+    for cheap in list(_together(run))[-1:]:
+        yield from kind(cheap)
+
+
+def _less_data(run: Run) -> Iterator[Run]:
+    # A batch with one sequence on each device needs no sum of gradients in a wider dtype, and a
+    # mesh that does not divide the run's batch may divide it.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     for size in sorted(set(map(batch_parts, meshes)), reverse=True):
-        if size >= run.config.data.global_batch_size:
-            continue
-        changes: Change = {"data.global_batch_size": size, "train.accumulation": 1}
-        smaller = Run(replace_nested(run.config, changes), run.where, run.model)
-        setting = _fits(smaller, [mesh for mesh in meshes if batch_parts(mesh) == size])
-        if setting:
-            return [Alternative(flags_of(changes), setting, "a batch without accumulation")]
-    return []
+        if size < run.config.data.global_batch_size:
+            yield _with(run, {"data.global_batch_size": size})
+    length = run.config.data.sequence_length // 2
+    while length >= SHORTEST:
+        yield _with(run, {"data.sequence_length": length})
+        length //= 2
 
 
-def _shorter(run: Run) -> list[Alternative]:
-    def candidates() -> Iterator[tuple[str, Run]]:
-        length = run.config.data.sequence_length // 2
-        while length >= SHORTEST:
-            change: Change = {"data.sequence_length": length}
-            config = replace_nested(run.config, change)
-            yield flags_of(change), Run(config, run.where, describe_model(config))
-            length //= 2
-
-    return _first(candidates())
+def _with(run: Run, change: Change, note: str = "") -> Run:
+    config = replace_nested(run.config, change)
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+    text = f"{run.change} {flags}".strip()
+    return Run(config, run.where, describe_model(config), text, note)
 
 
-def _other_training(run: Run) -> Iterator[Alternative]:
+def _training(run: Run) -> Iterator[Run]:
     in_16_bits: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK}
     float8_base: Change = {"model.lora.base": "float8"}
@@ -219,33 +197,27 @@ def _other_training(run: Run) -> Iterator[Alternative]:
             (adapters | in_16_bits | float8_base, "frozen kernels in 8 bits"),
         ]
     for change, note in options:
-        config = replace_nested(run.config, change)
-        if config == run.config:
-            continue
-        if setting := _fits(Run(config, run.where, describe_model(config))):
-            yield Alternative(flags_of(change), setting, note)
+        other = _with(run, change, note)
+        if other.config != run.config:
+            yield other
 
 
-def _more_devices(run: Run) -> list[Alternative]:
-    def candidates() -> Iterator[tuple[str, Run]]:
-        where = run.where
-        for _ in range(MAX_DOUBLINGS):
-            where = dataclasses.replace(where, devices=2 * where.devices)
-            if where.devices <= MAX_DEVICES:
-                larger = Run(run.config, where, run.model)
-                yield f"{where.devices} x {where.hardware.name}", larger
-
-    return _first(candidates())
+def _devices(run: Run) -> Iterator[Run]:
+    where = run.where
+    for _ in range(MAX_DOUBLINGS):
+        where = dataclasses.replace(where, devices=2 * where.devices)
+        if where.devices <= MAX_DEVICES:
+            text = f"{run.change} {where.devices} x {where.hardware.name}".strip()
+            yield run._replace(where=where, change=text)
 
 
-def _fits(run: Run, meshes: Sequence[Sizes] | None = None) -> Setting | None:
+def _fits(run: Run) -> Setting | None:
     # A full search is slow, so first try only the settings that use the least memory. Search all
     # settings only if one of those fits with margin.
-    if meshes is None:
-        meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
+    meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
     configs, _ = runnable(run.config, meshes)
     lean_configs = itertools.chain.from_iterable(map(leanest, configs))
     if not any(estimate(config, run.where, run.model).has_margin for config in lean_configs):
         return None
-    best = search(*run, [config.mesh.sizes for config in configs]).settings[0]
+    best = run.search([config.mesh.sizes for config in configs])
     return best if best.has_margin else None

@@ -124,15 +124,14 @@ def _row(setting: Setting) -> Cells:
         gigabytes(setting.memory.total),
         spare,
         speed_range(setting),
-        between(f"{low:.0%}", f"{high:.0%}"),
+        f"{between(100 * low, 100 * high)}%",
         f"{setting.time.computing_share:.0%}",
     )
 
 
 def speed_range(setting: Setting) -> str:
     """Formats the range of tokens/s."""
-    slow, fast = setting.tokens_per_second_range
-    return between(f"{slow:,.0f}", f"{fast:,.0f}")
+    return between(*setting.tokens_per_second_range)
 
 
 def explained(
@@ -159,23 +158,15 @@ def explained(
     if best.fits:
         parts = sorted(_seconds(best).items(), key=lambda part: -part[1])
         shares = ", ".join(f"{name} {seconds / time.serial:.0%}" for name, seconds in parts)
-        seconds = between(f"{time.overlapped:,.3f}", f"{time.serial:,.3f}")
-        rows.append(("step", f"{seconds} seconds: {shares}"))
+        rows.append(("step", f"{between(time.overlapped, time.serial)} seconds: {shares}"))
         low, high = device_hours(best)
-        hours = _range(low / best.target.devices, high / best.target.devices)
+        hours = between(low / best.target.devices, high / best.target.devices)
         rows.append(("run", f"{steps:,} steps: {hours} hours, {_cost(best, 1.0, price)}"))
     if configured is not None and configured.config != best.config:
         rows.append(("now", _beside(configured, best)))
     for other in alternatives:
         rows.append(("try", f"{other}: {_proposed(other.setting, best, price)}"))
     return "\n".join(f"{label:<8}{text}" for label, text in rows)
-
-
-def _range(low: float, high: float) -> str:
-    def digits(value: float) -> str:
-        return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-    return between(digits(low), digits(high))
 
 
 def _proposed(setting: Setting, best: Setting, price: float | None) -> str:
@@ -189,8 +180,8 @@ def _cost(setting: Setting, runs: float, price: float | None) -> str:
     low, high = device_hours(setting)
     low *= runs
     high *= runs
-    hours = f"{_range(low, high)} {setting.target.hardware.name} hours"
-    return hours if price is None else f"{hours}; cost {_range(low * price, high * price)}"
+    hours = f"{between(low, high)} {setting.target.hardware.name} hours"
+    return hours if price is None else f"{hours}; cost {between(low * price, high * price)}"
 
 
 def _used(setting: Setting) -> str:

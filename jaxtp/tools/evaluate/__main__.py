@@ -18,7 +18,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxtp.analysis.tables import between
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
@@ -232,8 +231,7 @@ def _table(records: Sequence[Record]) -> str:
     for record in records:
         parts = [(part["source"], part) for part in record.get("by_source", ())]
         for part in record.get("by_length", ()):
-            lengths = between(f"{part['tokens_from']:,}", f"{part['tokens_to']:,}")
-            parts.append((f"{lengths} tokens", part))
+            parts.append((f"{part['tokens_from']:,} to {part['tokens_to']:,} tokens", part))
         for name, numbers in [*parts, ("all", record["all"])]:
             if len(records) > 1:
                 name = f"{record['model']}: {name}" if parts else record["model"]

@@ -72,11 +72,6 @@ def has_settings(argv: Sequence[str]) -> bool:
     return any(re.match(r"--(config(=|$)|[^=]*\.)", word) for word in argv)
 
 
-def has_own_step(config: TrainConfig) -> bool:
-    """Returns whether a run's model, loss or batches are the user's, so that its step is traced."""
-    return any((config.model.build, config.train.loss, config.data.batches))
-
-
 def explain_step(
     config: TrainConfig, blueprint: Blueprint, loss: Loss, batch: Shapes, *, compiled: bool = False
 ) -> Explanation:

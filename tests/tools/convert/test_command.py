@@ -1,4 +1,4 @@
-"""`jaxtp convert`: a model in, trained from, and out again; its plan."""
+"""`jaxtp convert`: a model in, trained from, and out again."""
 
 import errno
 import os
@@ -170,7 +170,6 @@ REFUSED = {
     "export {run} {tmp}/out --family bert": "supported are llama, mistral",
     "export {run} {tmp}/out --family llama": "a llama cannot represent",
     "export {run} {tmp}/o --tokenizer-from {tmp}": "no tokenizer file",
-    "plan {tmp}": "no config.json",
 }
 
 
@@ -182,31 +181,6 @@ def test_mistakes_are_refused(imported, tmp_path, capsys):
         assert message in error
         assert error.count("\n") <= 5
     assert not (tmp_path / "out").exists()
-
-
-def plan_of(folder, capsys):
-    """Returns the lines of a plan by module, and the text above them."""
-    convert("plan", folder)
-    lines = capsys.readouterr().out.splitlines()
-    rows = {}
-    for line in lines[3:]:
-        module, *words = line.split()
-        rows[module] = " ".join(words)
-    return rows, "\n".join(lines[:3])
-
-
-def test_a_plan_is_compared_with_that_of_the_model(tmp_path, capsys):
-    rows, _ = plan_of(FOLDER / "llama_gqa", capsys)
-    assert rows["layers.*.self_attn.q_proj"] == "colwise colwise same"
-    assert rows["lm_head"] == "colwise_gather_output colwise same"
-    assert rows["norm"] == "- replicated"
-    plan = {"layers.*.self_attn.q_proj": "rowwise", "layers.*.gone": "colwise"}
-    attributes = attributes_of(FOLDER / "llama_gqa") | {"base_model_tp_plan": plan}
-    write_json(tmp_path / "config.json", attributes)
-    rows, head = plan_of(tmp_path, capsys)
-    assert f"llama, base_model_tp_plan of {tmp_path}/config.json" in head
-    assert rows["layers.*.self_attn.q_proj"] == "rowwise colwise differs"
-    assert rows["layers.*.gone"] == "colwise - no such module in this model"
 
 
 def test_the_list_of_families_says_which_published_weights_were_loaded(capsys):

@@ -1,5 +1,5 @@
-"""Tier 1 beside the partitioned program: equal on every mesh, and what nobody planned is called
-out.
+"""The estimate's collectives beside those of the partitioned program, which are equal on every
+mesh; what nobody planned is called out.
 """
 
 import inspect
@@ -16,13 +16,19 @@ from jax.sharding import PartitionSpec as P
 from support import swept
 
 import jaxtp
+from jaxtp.analysis.audit import audit
+from jaxtp.analysis.collective import bytes_by
+from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import find
-from jaxtp.config.schema import ConfigError, replace_nested, validate
-from jaxtp.mesh import AXES, TP
+from jaxtp.config.schema import replace_nested, validate
+from jaxtp.mesh import AXES, TP, mesh_of
 from jaxtp.models import decoder
-from jaxtp.tools.estimate.compiler import MAX_DEVICES, compile_partitioned, request_devices, trace
+from jaxtp.tools.estimate.compiler import trace
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
+from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import OPTIMIZER_SCOPE, plan_state
+from jaxtp.train.step import trace_step
 
 SETTINGS = """
 model: {vocab_size: 61, d_model: 32, num_layers: 2, num_heads: 16, num_kv_heads: 4, head_dim: 8, d_ff: 64,
@@ -75,45 +81,63 @@ def setting(mesh, changes=(), config=CONFIG):
     return estimate(config, where, describe_model(config))
 
 
-def assert_equal_to_tier_1(found):
-    assert found.realised == pytest.approx(found.planned)
-    assert found.equal
-    assert not found.problems
-    assert not found.warnings
+def compiled(estimated):
+    """Returns the bytes that a device sends, by kind and axes, as estimated and after SPMD
+    partitioning; and communication that the compiler added.
+    """
+    config = estimated.config
+    if config.model.remat == "offload":  # a CPU offloads nothing
+        config = replace_nested(config, {"model.remat": "full"})
+    mesh = mesh_of(estimated.sizes)
+    tuned = optimizers.build(config.optimizer, config.train.steps)
+    blueprint = plan_state(config.model, tuned, mesh)
+    with captured_stderr() as warnings:
+        report = audit(
+            trace_step(config, blueprint),
+            blueprint.sharded,
+            mesh=mesh,
+            budget=estimated.costs.budget,
+            global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
+            compiler_options={"xla_backend_optimization_level": 0},
+        )
+    assert not "".join(warnings).strip()
+    arrays = {moved: times for moved, times in report.realised.items() if moved.shape}
+    sent = [bytes_by(moved, "kind", "axes") for moved in (estimated.costs.traffic, arrays)]
+    return *sent, report.problems()
+
+
+def assert_moves_as_estimated(estimated):
+    planned, realised, problems = compiled(estimated)
+    assert realised == pytest.approx(planned)
+    assert not problems
 
 
 VARIED = dict(zip(MESHES, itertools.cycle(VARIETY), strict=False))
 
 
 @swept("mesh", MESHES)
-def test_tier_1_is_what_the_partitioned_program_moves(mesh):
-    assert_equal_to_tier_1(compile_partitioned(setting(mesh, VARIED[mesh])))
+def test_the_estimate_is_what_the_partitioned_program_moves(mesh):
+    assert_moves_as_estimated(setting(mesh, VARIED[mesh]))
 
 
 @swept("name", OTHERS)
-def test_tier_1_is_what_other_programs_move(name):
+def test_the_estimate_is_what_other_programs_move(name):
     mesh, changes = OTHERS[name]
-    found = compile_partitioned(setting(mesh, changes | {"train.accumulation": 2}))
-    assert_equal_to_tier_1(found)
-    # A CPU offloads nothing.
-    assert len(found.notes) == (name == "offload")
+    assert_moves_as_estimated(setting(mesh, changes | {"train.accumulation": 2}))
 
 
 @pytest.mark.wide
-def test_tier_1_knows_an_optimizer_that_exchanges_matrices():
-    found = compile_partitioned(setting("2-1-2-2", {"optimizer.name": "muon"}))
-    assert found.realised == pytest.approx(found.planned)
-    assert "all-to-all" in {kind for kind, _ in found.planned}
-    assert not found.problems
+def test_the_estimate_knows_an_optimizer_that_exchanges_matrices():
+    muon = setting("2-1-2-2", {"optimizer.name": "muon"})
+    assert_moves_as_estimated(muon)
+    assert "all-to-all" in {moved.kind for moved in muon.costs.traffic}
 
 
 @swept("name", TRAINED)
-def test_tier_1_knows_every_family(name):
+def test_the_estimate_knows_every_family(name):
     model = replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
     config = replace(CONFIG, model=model)
-    assert_equal_to_tier_1(
-        compile_partitioned(setting("1-2-1-4", {"data.sequence_length": 16}, config))
-    )
+    assert_moves_as_estimated(setting("1-2-1-4", {"data.sequence_length": 16}, config))
 
 
 def plant(monkeypatch):
@@ -136,24 +160,13 @@ def plant(monkeypatch):
 def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
     line = plant(monkeypatch)
     # The batch is gathered over fsdp alone.
-    one = setting("1-2-1-1", {"model.num_layers": 1})
-    found = compile_partitioned(one)
-    assert not found.equal
-    unasked = [problem for problem in found.problems if "the compiler added it" in problem]
-    assert any(f"test_partitioned.py:{line}" in problem for problem in unasked), found.problems
+    planned, realised, problems = compiled(setting("1-2-1-1", {"model.num_layers": 1}))
+    assert realised != pytest.approx(planned)
+    unasked = [problem for problem in problems if "the compiler added it" in problem]
+    assert any(f"test_partitioned.py:{line}" in problem for problem in unasked), problems
     assert any(
         "all-gather of float32 32x32x32 (131,072 bytes) over fsdp" in problem for problem in unasked
     )
-    text = "\n".join(found.lines(one))
-    assert "does not move what tier 1 says" in text
-    assert unasked[0] in text
-
-
-def test_more_devices_than_a_process_can_have_are_refused():
-    where = Target(find("h100"), 2 * MAX_DEVICES, 1.0)
-    many = replace(setting("1-1-1-8"), target=where)
-    with pytest.raises(ConfigError, match="at most 1,024 virtual CPU devices"):
-        request_devices(many)
 
 
 @pytest.mark.wide

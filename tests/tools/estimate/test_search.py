@@ -205,10 +205,11 @@ def test_an_alternative_has_its_speed_and_the_cost_of_as_many_tokens():
     told = explained(of_eight(), None, [alternative], 2.0).splitlines()[-1]
     parts = re.search(r"GB.*; (.+) tokens/s, (.+) h100 hours; cost (.+)$", told).groups()
     speed, hours, cost = (float(part.split(" to ")[0].replace(",", "")) for part in parts)
-    assert speed == pytest.approx(setting.tokens_per_second_range[0], rel=0.01)
+    # Each is printed with two digits.
+    assert speed == pytest.approx(setting.tokens_per_second_range[0], rel=0.05)
     low, _ = device_hours(setting)
-    assert hours == pytest.approx(2 * low, rel=0.01), "a step has half of the tokens"
-    assert cost == pytest.approx(2 * hours, rel=0.01)
+    assert hours == pytest.approx(2 * low, rel=0.05), "a step has half of the tokens"
+    assert cost == pytest.approx(4 * low, rel=0.05)
 
 
 def test_gigabytes_have_three_digits_or_two():
@@ -347,23 +348,25 @@ def test_a_kernel_that_the_platform_lacks_is_refused(name):
 
 @pytest.mark.wide
 def test_changes_that_would_make_it_fit_are_proposed():
-    """More devices, training less, or training in fewer bits."""
-    room = least(of_eight()) * 0.8
-    tight = found(room=room)
+    """Training less, and more devices: the first change of each kind that fits."""
+    room = least(found(FUSED)) * 0.8
+    tight = found(FUSED, room=room, hardware=with_room(room))
     assert not tight.settings[0].fits
     alternatives = list(remedies(tight))
     told = words(tight, None, alternatives)
     assert told["best"].startswith("nothing fits; the least is ")
     more = next(line for line in told["try"].splitlines() if " x h100: " in line)
-    again = found(room=room, devices=int(more.split()[0])).settings[0]
+    again = found(FUSED, room=room, devices=int(more.split()[0])).settings[0]
     assert again.has_margin
     assert str(again) in more
-    settings = proposed(alternatives)
-    lora = settings["--model.lora.rank 16"]
-    in_half = settings["--model.lora.rank 16 --model.precision.param bfloat16"]
-    assert in_half.config.model.lora.rank == 16
-    assert in_half.memory.total < lora.memory.total
-    assert all(setting.has_margin for setting in settings.values())
+    assert [other.change for other in alternatives] == ["--model.lora.rank 16", "16 x h100"]
+    assert all(other.setting.has_margin for other in alternatives)
+
+
+@pytest.mark.wide
+def test_at_most_three_changes_are_proposed():
+    tight = found(room=least(of_eight()) * 0.8)
+    assert len(list(remedies(tight))) == 3
 
 
 @pytest.mark.wide
@@ -377,10 +380,9 @@ def test_where_nothing_fits_a_batch_without_accumulation_is_proposed():
     room = least(found(narrow, [OVER_FSDP])) - 1
     tight = found(narrow, [OVER_FSDP], room, hardware=with_room(room))
     assert not tight.settings[0].fits
-    note = "a batch without accumulation"
-    once = next(other for other in remedies(tight) if other.note == note)
-    assert re.fullmatch(r"--data.global-batch-size \d --train.accumulation 1", once.change)
-    assert once.setting.config.train.accumulation == once.setting.rows == 1
+    once = next(other for other in remedies(tight) if "batch-size" in other.change)
+    assert re.fullmatch(r"--data.global-batch-size \d", once.change)
+    assert once.setting.config.train.accumulation == 1
     assert once.setting.has_margin
 
 

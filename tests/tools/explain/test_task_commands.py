@@ -5,6 +5,7 @@ run.
 from pathlib import Path
 
 import pytest
+from hf_reference import FOLDER
 from support import assert_refused, task_flags
 from tables import read_json, write_json
 
@@ -83,20 +84,23 @@ def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
 
 
 @pytest.mark.wide
-def test_settings_of_the_decoder_explain_its_loss(tmp_path):
+def test_a_configuration_is_explained_with_its_whole_batch(tmp_path):
+    """Its model is that of its folder."""
     settings = {
-        "model": {"num_layers": 1, "d_model": 32, "d_ff": 64, "remat": "none"},
+        "model": {"from_hf": str(FOLDER / "qwen3"), "remat": "none"},
         "data": {"sequence_length": 16},
         "mesh": {"fsdp": 1, "tp": 2},
+        "train": {"accumulation": 2},
     }
     write_json(tmp_path / "small.yaml", settings)
     records = []
     for command in (["--config"], []):
         assert explain([*command, f"{tmp_path}/small.yaml", "--json", f"{tmp_path}/out.json"]) == 0
         records.append(read_json(tmp_path / "out.json"))
-    loss, logits = records
-    assert loss["modules"] == logits["modules"]
-    assert loss["flops_per_device"] >= logits["flops_per_device"] > 0
+    part, whole = records
+    assert part["modules"] == whole["modules"]
+    assert whole["flops_per_device"] == 2 * part["flops_per_device"] > 0
+    assert "blocks.attention.qk_norms.0" in {row["module"] for row in whole["modules"]}
 
 
 @pytest.mark.wide
@@ -113,7 +117,7 @@ def test_an_optimizer_of_the_users_has_its_own_state(run):
 
 
 REFUSED = {
-    "estimate --allow-code --config {run}/run.yaml --tier 2 "
+    "estimate --allow-code --config {run}/run.yaml --tier 3 "
     "--price 3": "--tier, --price: not for a model, loss",
     "estimate --allow-code --config {run}/run.yaml --train.accumulation 3": "accumulation",
     "estimate --allow-code --config {run}/run.yaml --train.loss "
@@ -121,7 +125,7 @@ REFUSED = {
     "estimate --allow-code --config {run}/run.yaml --train.loss "
     "{run}/mine.py:lost": "has no lost; did you mean loss?",
     "estimate --model.build {run}/mine.py:build": "needs a loss",
-    "explain {run}/run.yaml --mesh tp=2": "names parts of your own; write jaxtp explain --config",
+    "explain {run}/run.yaml --mesh tp=2": "run.yaml names code",
     "explain --allow-code --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
     "explain --allow-code --config {run}/run.yaml --mesh fsdp=3": "not divisible",
     "explain --model.build {run}/mine.py:build --mesh tp=2": "needs a loss",

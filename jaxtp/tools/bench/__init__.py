@@ -1,1 +1,0 @@
-"""Measures the devices of this machine, and writes a hardware file for estimates."""
