@@ -441,7 +441,6 @@ class Scheduler:
         # By row: the row to copy the first tokens from, and their number
         self._shared: dict[int, tuple[int, int]] = {}
         self._steps = 1
-        self._history = np.full((len(cache.tokens), cache.shape.slots), -1, np.int32)
 
     def serve(self, requests: Iterable[Request]) -> Iterator[Piece]:
         """Yields pieces of the requests' texts as they are generated."""
@@ -470,8 +469,6 @@ class Scheduler:
             del self._cached[row][count:]
             self.timing.kept_tokens += max(count, num_shared)
             self._requests[row] = request
-            self._history[row] = -1
-            self._history[row, : request.num_prompt] = request.tokens
             free.remove(row)
 
     def _num_cached(self, row: int, prompt: Sequence[int]) -> int:
@@ -604,7 +601,6 @@ class Scheduler:
                     )
                 self._cached[row] += request.tokens[len(self._cached[row]) :]
                 pieces.append(request.append(tokens[row], logprobs[row]))
-                self._history[row, len(request.tokens) - 1] = request.tokens[-1]
                 if request.finish is not None:
                     del self._requests[row]
                     if request.finish == "stop" and self._programs.has_states:
@@ -616,14 +612,17 @@ class Scheduler:
         num_rows = len(self._cached)
         tokens, lengths, left = np.zeros((3, num_rows), np.int32)
         seeds = np.zeros(num_rows, np.uint32)
+        history = None
+        if self._programs.needs_history:
+            history = np.full((num_rows, self._programs.shape.slots), -1, np.int32)
         for row, request in self._requests.items():
             has_text = len(request.tokens) > request.num_prompt
             tokens[row] = request.tokens[-1]
             lengths[row] = len(request.tokens) - has_text
             left[row] = request.tokens_left
             seeds[row] = request.seed
-        # A copy: the CPU backend may read the array itself.
-        history = self._history.copy() if self._programs.needs_history else None
+            if history is not None:
+                history[row, : len(request.tokens)] = request.tokens
         return RowArrays(tokens, lengths, left, seeds, history)
 
     def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
