@@ -477,8 +477,8 @@ class Scheduler:
         A state has all its tokens or none.
         """
         cached = self._cached[row]
-        most = min(len(cached), len(prompt) - 1)
-        count = next((i for i in range(most) if cached[i] != prompt[i]), most)
+        max_count = min(len(cached), len(prompt) - 1)
+        count = next((i for i in range(max_count) if cached[i] != prompt[i]), max_count)
         return 0 if self._programs.has_states and count < len(cached) else count
 
     def _find_equal(self, row: int, prompt: Sequence[int]) -> tuple[int, int]:

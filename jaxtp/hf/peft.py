@@ -405,8 +405,8 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
         _check_attributes(attributes)
         tensors, notes = without_wrappers(_read_tensors(path))
     with prefix_errors(f"{path}, made for {truncate(base, 200)}" if base else path):
-        found = _match_model(path, tensors, attributes, plain, choose_family(plain, family))
-    return replace(found, notes=(*notes, *found.notes))
+        folder = _match_model(path, tensors, attributes, plain, choose_family(plain, family))
+    return replace(folder, notes=(*notes, *folder.notes))
 
 
 def _check_base(base: object) -> None:
