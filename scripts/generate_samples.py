@@ -1,19 +1,13 @@
-"""Compares reading a prompt once for all its samples with reading it for each; measures proposals.
+"""Compares reading a prompt once for all its samples with reading as many different prompts.
 
     python scripts/generate_samples.py | tee scripts/results/generate_samples.txt
 
-Both methods have the same programs and rows and take turns; without sharing each row reads its
-prompt. The model is a decoder with random weights. Seconds are medians of `--repeats` calls for one
-token of each text, after one that compiles; FLOPs are 2 for each parameter of the layers and each
-token read. If the texts differ, the script fails.
-
-Generation with and without proposals (`GenerationSettings.speculate`) takes turns in the same way,
-for texts of 256 tokens. Greedy texts of random weights soon repeat, which shows the maximum gain of
-proposals; at temperature 1 no text repeats, which shows their maximum cost.
+Both have the same programs and rows and take turns. The model is a decoder with random weights.
+Seconds are medians of `--repeats` calls for one token of each text, after one that compiles; FLOPs
+are 2 for each parameter of the layers and each token read.
 """
 
 import argparse
-import dataclasses
 import os
 import statistics
 import time
@@ -23,7 +17,6 @@ import numpy as np
 from flax import nnx
 
 import jaxtp
-from jaxtp.generate import engine
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=256,
@@ -35,11 +28,8 @@ CONFIG = jaxtp.ModelConfig(
     d_ff=2048,
     remat="none",
 )
-CASES = {"8 samples": (1, 8, 0), "4 samples of 2": (2, 4, 0), "8 prompts, half shared": (8, 1, 256)}
-"""Prompts, samples of each, and tokens with which all prompts begin."""
-SPECULATIVE = {"1 text, greedy": (1, 0.0), "8 texts, greedy": (8, 0.0), "1 text, sampled": (1, 1.0)}
-"""Prompts, and temperature."""
-SHARED = engine.Scheduler._find_shared
+CASES = {"8 samples": (1, 8), "4 samples of 2": (2, 4)}
+"""Prompts, and samples of each."""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,9 +37,6 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--length", type=int, default=512, help="tokens of a prompt (default 512)")
-    parser.add_argument(
-        "--tokens", type=int, default=16, help="tokens of each text that are compared (default 16)"
-    )
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args(argv)
     model = nnx.jit(lambda: jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0)))()
@@ -62,64 +49,28 @@ def main(argv: list[str] | None = None) -> None:
         f"jax {jax.__version__}, {os.cpu_count()} cores; prompts of {arguments.length} "
         "tokens, 8 rows"
     )
-    compare_sharing(generator, arguments, layers)
-    compare_proposals(generator, arguments)
+    compare(generator, arguments.repeats, arguments.length, layers)
 
 
-def compare_sharing(generator: jaxtp.Generator, arguments: argparse.Namespace, layers: int) -> None:
-    rng = np.random.default_rng(0)
+def compare(generator: jaxtp.Generator, repeats: int, length: int, layers: int) -> None:
+    random = np.random.default_rng(0)
     print(f"{'':<24}{'sharing':>10}{'tokens read':>13}{'GFLOP':>8}{'seconds':>9}")
-    for case, (prompts, samples, same) in CASES.items():
-        ids = rng.integers(3, 256, (prompts, arguments.length))
-        ids[:, :same] = ids[0, :same]
-        settings = jaxtp.GenerationSettings(
-            max_tokens=arguments.tokens, samples=samples, temperature=1.0
-        )
-        texts = {}
-        read = {}
+    for case, (prompts, samples) in CASES.items():
+        ids = random.integers(3, 256, (prompts * samples, length)).tolist()
+        ways = {"yes": (ids[:prompts], samples), "no": (ids, 1)}
         seconds: dict[str, list[float]] = {"yes": [], "no": []}
-        for turn in range(arguments.repeats + 1):
-            for name, times in seconds.items():
-                engine.Scheduler._find_shared = (
-                    SHARED if name == "yes" else (lambda self, row, request: (row, 0))
-                )
-                if turn == 0:
-                    texts[name] = [each.ids for each in generator.generate(ids.tolist(), settings)]
+        read = {}
+        for _ in range(repeats + 1):
+            for name, (given, count) in ways.items():
+                settings = jaxtp.GenerationSettings(max_tokens=1, samples=count, temperature=1.0)
                 started = time.perf_counter()
-                generator.generate(ids.tolist(), dataclasses.replace(settings, max_tokens=1))
-                times.append(time.perf_counter() - started)
+                generator.generate(given, settings)
+                seconds[name].append(time.perf_counter() - started)
                 read[name] = generator.speed.timing.prefill_tokens
-        assert texts["yes"] == texts["no"]
         for name, times in seconds.items():
             flops = 2 * layers * read[name] / 1e9
             print(
                 f"{case:<24}{name:>10}{read[name]:>13,}{flops:>8.0f}{statistics.median(times[1:]):>9.2f}",
-                flush=True,
-            )
-
-
-def compare_proposals(generator: jaxtp.Generator, arguments: argparse.Namespace) -> None:
-    prompts = np.random.default_rng(0).integers(3, 256, (8, 16)).tolist()
-    print(f"{'':<24}{'proposals':>10}{'accepted':>13}{'tokens/s':>9}")
-    for case, (count, temperature) in SPECULATIVE.items():
-        rates: dict[int, list[float]] = {0: [], 2: [], 4: [], 8: []}
-        texts = {}
-        accepted = {}
-        for _ in range(arguments.repeats + 1):
-            for proposals, found in rates.items():
-                settings = jaxtp.GenerationSettings(
-                    max_tokens=256, temperature=temperature, speculate=proposals
-                )
-                texts[proposals] = [
-                    each.ids for each in generator.generate(prompts[:count], settings)
-                ]
-                timing = generator.speed.timing
-                found.append(timing.decode_tokens / timing.decode_seconds)
-                accepted[proposals] = timing.accepted_tokens / max(1, timing.proposed_tokens)
-        assert all(each == texts[0] for each in texts.values())
-        for proposals, found in rates.items():
-            print(
-                f"{case:<24}{proposals:>10}{accepted[proposals]:>13.0%}{statistics.median(found[1:]):>9.1f}",
                 flush=True,
             )
 

@@ -1,6 +1,5 @@
 """Measures an import: bytes read, peak anonymous host memory, and time relative to safetensors.
 
-    pip install safetensors
     python scripts/import_speed.py
 
 The script writes a synthetic Llama in several files to a temporary folder. Separate processes

@@ -59,9 +59,7 @@ class SmallDecoder:
 
     def generator(self, mesh=None, tokenizer=None, *, chunk=16, **options):
         """Returns a generator of bytes, which reads prompts in short chunks."""
-        generator = jaxtp.Generator(self.on(mesh), tokenizer or ByteTokenizer(), **options)
-        generator.chunk = chunk
-        return generator
+        return jaxtp.Generator(self.on(mesh), tokenizer or ByteTokenizer(), chunk=chunk, **options)
 
     @cached_property
     def logits(self):

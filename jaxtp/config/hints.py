@@ -110,9 +110,14 @@ INSTEAD = {
         "jaxtp convert export writes a folder for the hub from the run in {}",
     ),
     "dpo_beta loss_type": ("train.loss", _LOSS),
+    "speculate": (
+        "batch_size",
+        "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "
+        "continues more texts in each step",
+    ),
 }
-"""Names of other programs for which jaxtp has another concept: its setting, and a sentence in which
-{} is the name of this setting."""
+"""Names of other programs, and of settings that jaxtp had, for which it has another concept: its
+setting, and a sentence in which {} is the name of this setting."""
 
 
 def hint_for(name: str, names: Sequence[str], spell: Callable[[str], str]) -> str | None:

@@ -40,7 +40,6 @@ from jaxtp.config.schema import (
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Chat, ConversationEncoder
-from jaxtp.generate.decode_model import NO_SPECULATION
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import (
     InferenceMeshConfig,
@@ -159,10 +158,6 @@ def _generate(config: GenerateConfig) -> None:
     source = open_source(config.model, config)
     context = None if config.beyond_context else source.context
     limits = limits_of(source.config, context)
-    if (count := config.sampling.speculate) and any(
-        kind.delta_value_heads for kind in source.config.block_kinds()
-    ):
-        raise GenerationError(spell("speculate", f"{count}: {NO_SPECULATION}"))
     encoder = _chat_encoder(config, source, limits) if config.chat else None
     encoded = encode_prompts(
         prompts, source.tokenizer, source.prefix, limits, partial(_prompt_name, config)

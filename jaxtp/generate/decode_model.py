@@ -50,10 +50,6 @@ from jaxtp.mesh import (
 from jaxtp.models.config import BLOCKS
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
 
-NO_SPECULATION = (
-    "a model with recurrent states (Gated DeltaNet) cannot take back rejected tokens; leave it out"
-)
-
 
 class DecodeModel(EmbeddingAndHead):
     """A decoder with one module per layer that continues from a KV cache."""

@@ -4,8 +4,8 @@ When a row's text ends, the next prompt takes the row while the others continue 
 OSDI 2022). Prompts are packed: several share a sequence, and the last may continue in the next
 call, so no prompt is padded to another's length. A finished row keeps its KV cache, and a prompt
 with the same first tokens (the next chat turn) reuses it. A recurrent state cannot be cut back:
-only a prompt that begins with all tokens of a row reuses it. A prompt that begins like a prompt in
-another row copies that row's cache, so the samples of a prompt read it once.
+only a prompt that begins with all tokens of a row reuses it. Rows with equal prompts copy the cache
+of one of them, so the samples of a prompt read it once.
 
 The attention kernels are those for packed documents. The cached tokens of a continued prompt come
 right before its new tokens, so each query attends to one range of keys. A few programs therefore
@@ -33,12 +33,10 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import (
-    NO_SPECULATION,
     DecodeModel,
     cache_bytes,
     decode_mesh,
     decode_weights,
-    has_states,
     model_mesh,
     to_decode_model,
     weight_bytes,
@@ -67,7 +65,7 @@ again."""
 
 CPU_CHUNK = 512
 CHUNK = 2048
-"""Defaults of `Generator.chunk`: enough to use all of a CPU or GPU."""
+"""Default chunks: enough to use all of a CPU or GPU."""
 
 # Length of the shortest sequence of packed prompts
 MIN_LENGTH = 16
@@ -76,8 +74,8 @@ MAX_WASTE = 2
 """A compiled program is reused if its sequences are at most this many times longer than needed."""
 
 MIN_SHARED = 8
-"""A prompt copies another row's tokens if they are at least a chunk divided by this number. Fewer
-tokens take less time to read again."""
+"""An equal prompt is copied if it has more tokens than a chunk divided by this number. Fewer tokens
+take less time to read again."""
 
 # Target duration of a decode call; its tokens arrive when it ends
 SECONDS_PER_CALL = 0.1
@@ -111,8 +109,6 @@ class Timing:
     """Prompt tokens that were in the cache of their row, or copied from another row."""
     decode_tokens: int = 0
     decode_seconds: float = 0.0
-    proposed_tokens: int = 0
-    accepted_tokens: int = 0
 
 
 @dataclass
@@ -145,12 +141,7 @@ class Speed:
         timing = self.timing
         cached = f"; {timing.kept_tokens:,} more were in the cache" if timing.kept_tokens else ""
         yield f"prefill {_rate(timing.prefill_tokens, timing.prefill_seconds)}{cached}"
-        accepted = ""
-        if proposed := timing.proposed_tokens:
-            accepted = (
-                f"; {timing.accepted_tokens / proposed:.0%} of {proposed:,} proposals accepted"
-            )
-        yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}{accepted}"
+        yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}"
         if self.shape is not None:
             tokens = f"{self.shape.rows} x {self.shape.slots:,} tokens"
             size = size_text(self.cache_bytes, binary=True)
@@ -185,6 +176,8 @@ class Generator:
       tokenizer: its prefix, if any, comes before each text.
       end_ids: by default the tokenizer's end token, if any.
       batch_size: prompts to continue together, rounded up to a multiple of dp * fsdp.
+      chunk: maximum prompt tokens that a device reads in one call; by default 512 on CPUs and 2,048
+        on GPUs.
       context: maximum tokens of a prompt and its text together, if any.
       donate: deletes the model's arrays as they are copied.
 
@@ -199,6 +192,7 @@ class Generator:
         *,
         end_ids: frozenset[int] | None = None,
         batch_size: int = 8,
+        chunk: int | None = None,
         context: int | None = None,
         donate: bool = False,
     ):
@@ -230,8 +224,7 @@ class Generator:
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)
         self._batch_parts = batch_parts(mesh_sizes(self._mesh))
         self._batch_size = batch_size
-        self.chunk = CPU_CHUNK if current_platform() == "cpu" else CHUNK
-        """Maximum prompt tokens that a device reads in one call."""
+        self._chunk = chunk or (CPU_CHUNK if current_platform() == "cpu" else CHUNK)
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
         self._cache: Cache | None = None
         self._is_streaming = False
@@ -312,8 +305,6 @@ class Generator:
           NumericsError: the logits are not finite.
         """
         check_settings(settings)
-        if settings.speculate and has_states(self._model, self._mesh):
-            raise GenerationError(f"speculate={settings.speculate}: {NO_SPECULATION}")
         if isinstance(prompts, str):
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
         prefix = getattr(self.tokenizer, "prefix", ())
@@ -335,7 +326,7 @@ class Generator:
             return
         programs, cache = self._prepare(requests, settings, keep)
         compiled = programs.compile_seconds
-        scheduler = Scheduler(programs, cache, self._batch_parts, self.chunk, progress)
+        scheduler = Scheduler(programs, cache, self._batch_parts, self._chunk, progress)
         self.speed.timing = scheduler.timing
         self._is_streaming = True
         try:
@@ -411,11 +402,6 @@ def _next_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _num_equal(first: Sequence[int], second: Sequence[int], max_count: int) -> int:
-    """Counts the first tokens that are equal, up to `max_count`."""
-    return next((i for i in range(max_count) if first[i] != second[i]), max_count)
-
-
 def _require_memory(mesh: Mesh, needed: int, subject: str, remedy: str) -> None:
     memory = memory_per_device(mesh.local_devices)
     if memory is not None and needed > memory:
@@ -455,7 +441,6 @@ class Scheduler:
         # By row: the row to copy the first tokens from, and their number
         self._shared: dict[int, tuple[int, int]] = {}
         self._steps = 1
-        self._history = np.full((len(cache.tokens), cache.shape.slots), -1, np.int32)
 
     def serve(self, requests: Iterable[Request]) -> Iterator[Piece]:
         """Yields pieces of the requests' texts as they are generated."""
@@ -474,20 +459,16 @@ class Scheduler:
             counts = {row: self._num_cached(row, request.tokens) for row in free}
             row = max(counts, key=counts.__getitem__)
             count = counts[row]
-            source, num_shared = self._find_shared(row, request)
-            copies = num_shared > max(count, self._max_chunk // MIN_SHARED)
-            if copies:
-                count = num_shared
             # A row with cached tokens must begin a sequence.
             if not alone and count < request.num_prompt / 2:
                 count = 0
-            if copies and count:
-                self._shared[row] = source, count
-            del self._cached[row][0 if copies else count :]
-            self.timing.kept_tokens += count
+            source, num_shared = self._find_equal(row, request.tokens)
+            if num_shared > count:
+                self._shared[row] = source, num_shared
+                self._cached[row].clear()
+            del self._cached[row][count:]
+            self.timing.kept_tokens += max(count, num_shared)
             self._requests[row] = request
-            self._history[row] = -1
-            self._history[row, : request.num_prompt] = request.tokens
             free.remove(row)
 
     def _num_cached(self, row: int, prompt: Sequence[int]) -> int:
@@ -496,33 +477,25 @@ class Scheduler:
         A state has all its tokens or none.
         """
         cached = self._cached[row]
-        count = _num_equal(cached, prompt, min(len(cached), len(prompt) - 1))
+        max_count = min(len(cached), len(prompt) - 1)
+        count = next((i for i in range(max_count) if cached[i] != prompt[i]), max_count)
         return 0 if self._programs.has_states and count < len(cached) else count
 
-    def _find_shared(self, row: int, request: Request) -> tuple[int, int]:
-        """Returns the row that shares the most first tokens with a prompt, and their number.
+    def _find_equal(self, row: int, prompt: Sequence[int]) -> tuple[int, int]:
+        """Returns the row of the same part with an equal prompt, and how many tokens it shares.
 
-        The row is of the same part as `row`. An equal prompt that is not read yet shares all
-        tokens: its last logits serve both.
+        A prompt that is not read yet shares all tokens: its last logits serve both.
         """
-        prompt = request.tokens
         counts = {row: 0}
-        min_shared = self._max_chunk // MIN_SHARED
-        part = row // self._rows_per_part
-        for other_row, other in self._requests.items():
-            is_unread = len(self._cached[other_row]) < other.num_prompt
-            tokens = other.tokens if is_unread else self._cached[other_row]
-            if (
-                other_row // self._rows_per_part != part
-                or tokens[:min_shared] != prompt[:min_shared]
-            ):
-                continue
-            if is_unread and tokens == prompt:
-                counts[other_row] = len(prompt)
-            # A state has all tokens or none.
-            elif not self._programs.has_states:
-                max_count = min(len(tokens), len(prompt) - 1)
-                counts[other_row] = _num_equal(tokens, prompt, max_count)
+        if len(prompt) > self._max_chunk // MIN_SHARED:
+            for other_row, other in self._requests.items():
+                is_near = other_row // self._rows_per_part == row // self._rows_per_part
+                if is_near and other.tokens[: other.num_prompt] == prompt:
+                    is_read = len(self._cached[other_row]) >= other.num_prompt
+                    counts[other_row] = len(prompt) - is_read
+                    # A state has all its tokens, not only those of the prompt.
+                    if is_read and self._programs.has_states:
+                        counts[other_row] = 0
         return max(counts.items(), key=lambda item: item[1])
 
     def _copy_shared(self) -> None:
@@ -583,22 +556,15 @@ class Scheduler:
             partial(self._programs.decode, steps=self._steps, waiting=waiting)
         )
         lines, _ = sampled
-        width = self._programs.width
         # Processes must make the same calls, but would measure different times.
         target = MAX_STEPS
         if jax.process_count() == 1:
-            target = int(SECONDS_PER_CALL * len(lines) / width / max(seconds, 1e-9))
+            target = int(SECONDS_PER_CALL * len(lines) / max(seconds, 1e-9))
         # The first call of a program is slower.
         self._steps = min(max(1, target), 2 * self._steps, MAX_STEPS)
         self.timing.decode_seconds += seconds
         pieces = self._append_tokens(sampled, rows)
         self.timing.decode_tokens += len(pieces)
-        # Each step has `width` lines with one token for each row. It is -1 if a proposal was not
-        # accepted, or if the row's text has ended.
-        is_token = np.reshape(lines, (-1, width, len(self._cached)))[:, :, rows] >= 0
-        num_first = int(is_token[:, 0].sum())
-        self.timing.proposed_tokens += num_first * (width - 1)
-        self.timing.accepted_tokens += int(is_token.sum()) - num_first
         yield from pieces
 
     def _taken_caches(self) -> KVCaches:
@@ -624,9 +590,8 @@ class Scheduler:
         pieces = []
         for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
-                # The row's text has ended, or its step has no token.
                 request = self._requests.get(row)
-                if request is None or tokens[row] < 0:
+                if request is None:  # the row's text has ended
                     continue
                 if not math.isfinite(logprobs[row]):
                     self._cache.arrays = None
@@ -636,7 +601,6 @@ class Scheduler:
                     )
                 self._cached[row] += request.tokens[len(self._cached[row]) :]
                 pieces.append(request.append(tokens[row], logprobs[row]))
-                self._history[row, len(request.tokens) - 1] = request.tokens[-1]
                 if request.finish is not None:
                     del self._requests[row]
                     if request.finish == "stop" and self._programs.has_states:
@@ -648,14 +612,17 @@ class Scheduler:
         num_rows = len(self._cached)
         tokens, lengths, left = np.zeros((3, num_rows), np.int32)
         seeds = np.zeros(num_rows, np.uint32)
+        history = None
+        if self._programs.needs_history:
+            history = np.full((num_rows, self._programs.shape.slots), -1, np.int32)
         for row, request in self._requests.items():
             has_text = len(request.tokens) > request.num_prompt
             tokens[row] = request.tokens[-1]
             lengths[row] = len(request.tokens) - has_text
             left[row] = request.tokens_left
             seeds[row] = request.seed
-        # A copy: the CPU backend may read the array itself.
-        history = self._history.copy() if self._programs.needs_history else None
+            if history is not None:
+                history[row, : len(request.tokens)] = request.tokens
         return RowArrays(tokens, lengths, left, seeds, history)
 
     def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:

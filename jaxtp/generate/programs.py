@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.decode_model import DecodeModel, has_states
 from jaxtp.generate.request import Ids
-from jaxtp.generate.sampling import GenerationSettings, propose, sample
+from jaxtp.generate.sampling import GenerationSettings, sample
 from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
 Ints = Ids | Array
@@ -75,13 +75,12 @@ class RowArrays:
     """Number of tokens still to be generated; 0 for an idle row."""
     seeds: NDArray[np.uint32] | Array
     history: Ints | None = None
-    """All tokens, `[rows, slots]`; -1 after the last. None without repetition penalty and
-    speculation."""
+    """All tokens, `[rows, slots]`; -1 after the last. None without repetition penalty."""
 
 
 Sampled = tuple[Array, Array, Array]
-"""Tokens (-1 for none) and log-probabilities, `[MAX_STEPS * width or 1, rows]`, and the number of
-valid lines; may not be computed yet."""
+"""Tokens and log-probabilities, `[MAX_STEPS or 1, rows]`, and the number of valid lines; may not be
+computed yet. Those of a row whose text has ended are undefined."""
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +99,7 @@ class _Decoding:
     left: Array
     """Number of tokens still to be generated, `[B]`."""
     tokens: Array
-    """Sampled tokens of all steps, `[MAX_STEPS, width, B]`; -1 for none."""
+    """Sampled tokens of all steps, `[MAX_STEPS, B]`."""
     logprobs: Array
     """Their log-probabilities."""
 
@@ -123,9 +122,7 @@ class Programs:
     ):
         self.shape = shape
         self.compile_seconds = 0.0
-        self._penalises = settings.repetition_penalty != 1
-        self.width = 1 + settings.speculate
-        self.needs_history = self._penalises or self.width > 1
+        self.needs_history = settings.repetition_penalty != 1
         self.has_states = has_states(model, mesh)
         self._mesh = mesh
         self._end_ids = np.array(sorted(end_ids), np.int32)
@@ -154,7 +151,7 @@ class Programs:
     def decode(
         self, caches: KVCaches, rows: RowArrays, steps: int, *, waiting: bool
     ) -> tuple[KVCaches, Sampled]:
-        """Decodes up to `width` tokens of each row, `steps` (at most `MAX_STEPS`) times.
+        """Decodes up to `steps` (at most `MAX_STEPS`) tokens of each row.
 
         `waiting` tells whether a prompt waits for a row.
         """
@@ -184,7 +181,7 @@ class Programs:
         new = NewTokens(jnp.asarray(packed.positions), jnp.asarray(packed.rows), packed.continued)
         x_PCD, caches = model(jnp.asarray(packed.ids), caches, new)
         logits_BV = constrain(model.logits_at(x_PCD, jnp.asarray(packed.last)), batch_spec(None))
-        seen_BV = self._seen(model, rows.history, jnp.asarray(rows.tokens)[:, None])
+        seen_BV = _seen(rows.history, model.config.vocab_size)
         tokens_B, logprobs_B = self._sample(
             logits_BV, seen_BV, jnp.asarray(rows.seeds), jnp.asarray(rows.lengths)
         )
@@ -205,86 +202,44 @@ class Programs:
             none_ended = jnp.all(active_B == was_active_B)
             return (state.step < max_steps) & jnp.any(active_B) & (none_ended | ~waiting)
 
-        tokens = jnp.zeros((MAX_STEPS, self.width, self.shape.rows), jnp.int32)
+        tokens = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
         history, last, lengths, left = jax.tree.map(
             jnp.asarray, (rows.history, rows.tokens, rows.lengths, rows.left)
         )
         logprobs = tokens.astype(jnp.float32)
         start = _Decoding(jnp.int32(0), caches, history, last, lengths, left, tokens, logprobs)
         # Outside of the loop, so that its steps do not create them again
-        seeds_B = jnp.asarray(rows.seeds)
-        ahead_T = jnp.arange(self.width)
-        step = partial(self._decode_step, model, seeds_B, ahead_T)
+        step = partial(self._decode_step, model, jnp.asarray(rows.seeds))
         end = lax.while_loop(unfinished, step, start)
         # Each process reads all tokens. XLA would split the results of a loop, although `sample`
         # replicates the tokens of each step.
-        tokens = constrain(end.tokens.reshape(-1, self.shape.rows), P())
-        logprobs = constrain(end.logprobs.reshape(-1, self.shape.rows), P())
-        return end.caches, (tokens, logprobs, end.step * self.width)
+        return end.caches, (constrain(end.tokens, P()), constrain(end.logprobs, P()), end.step)
 
-    def _decode_step(
-        self, model: DecodeModel, seeds_B: Array, ahead_T: Array, state: _Decoding
-    ) -> _Decoding:
-        ids_BT = state.last[:, None]
-        if state.history is not None and self.width > 1:
-            proposals = partial(propose, count=self.width - 1)
-            ids_BT = jax.vmap(proposals)(state.history, state.lengths)
-        needed_BT = ahead_T < state.left[:, None]
-        next_BT = state.lengths[:, None] + 1 + ahead_T
-        new = NewTokens(constrain(jnp.where(needed_BT, next_BT - 1, DROPPED), batch_spec(None)))
-        x_BTD, caches = model(ids_BT, state.caches, new)
-        sampled_BT, logprobs_BT = self._sample_each(model, x_BTD, ids_BT, next_BT, seeds_B, state)
-        ended_BT = jnp.any(sampled_BT[..., None] == self._end_ids, axis=2)
-        # A token is accepted if all before it equal their proposals and are no end.
-        stops_BT = (sampled_BT[:, :-1] != ids_BT[:, 1:]) | ended_BT[:, :-1]
-        accepted_BT = needed_BT & (jnp.cumsum(jnp.pad(stops_BT, ((0, 0), (1, 0))), axis=1) == 0)
-        count_B = jnp.sum(accepted_BT, axis=1)
-        last_B1 = jnp.take_along_axis(sampled_BT, jnp.maximum(count_B - 1, 0)[:, None], axis=1)
+    def _decode_step(self, model: DecodeModel, seeds_B: Array, state: _Decoding) -> _Decoding:
+        is_active_B = state.left > 0
+        next_B = state.lengths + 1
+        positions_B1 = jnp.where(is_active_B, state.lengths, DROPPED)[:, None]
+        new = NewTokens(constrain(positions_B1, batch_spec(None)))
+        x_B1D, caches = model(state.last[:, None], state.caches, new)
+        logits_BV = constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
+        seen_BV = _seen(state.history, model.config.vocab_size)
+        sampled_B, logprobs_B = self._sample(logits_BV, seen_BV, seeds_B, next_B)
+        is_end_B = jnp.any(sampled_B[:, None] == self._end_ids, axis=1)
         history_BS = state.history
         if history_BS is not None:
-            places = jnp.where(accepted_BT, next_BT, DROPPED)
-            rows = jnp.arange(count_B.size)[:, None]
-            history_BS = history_BS.at[rows, places].set(sampled_BT, mode="drop")
+            places = jnp.where(is_active_B, next_B, DROPPED)
+            rows = jnp.arange(self.shape.rows)
+            history_BS = history_BS.at[rows, places].set(sampled_B, mode="drop")
         return _Decoding(
             step=state.step + 1,
             caches=caches,
             history=history_BS,
-            last=last_B1[:, 0],
-            lengths=state.lengths + count_B,
-            left=jnp.where(jnp.any(ended_BT & accepted_BT, axis=1), 0, state.left - count_B),
-            tokens=state.tokens.at[state.step].set(jnp.where(accepted_BT, sampled_BT, -1).T),
-            logprobs=state.logprobs.at[state.step].set(logprobs_BT.T),
+            last=sampled_B,
+            lengths=state.lengths + is_active_B,
+            left=jnp.where(is_end_B, 0, state.left - is_active_B),
+            tokens=state.tokens.at[state.step].set(sampled_B),
+            logprobs=state.logprobs.at[state.step].set(logprobs_B),
         )
-
-    def _sample_each(
-        self,
-        model: DecodeModel,
-        x_BTD: Array,
-        ids_BT: Array,
-        next_BT: Array,
-        seeds_B: Array,
-        state: _Decoding,
-    ) -> tuple[Array, Array]:
-        """Samples the token after each of a row's tokens; `next_BT` are their positions."""
-        logits = model.logits_of_hidden(x_BTD).reshape(ids_BT.size, -1)
-        logits = constrain(logits, batch_spec(None))
-        seen_BTV = self._seen(model, state.history, ids_BT)
-        seeds = jnp.repeat(seeds_B, self.width)
-        sampled, logprobs = self._sample(logits, seen_BTV, seeds, next_BT.ravel())
-        return sampled.reshape(ids_BT.shape), logprobs.reshape(ids_BT.shape)
-
-    def _seen(self, model: DecodeModel, history_BS: Ints | None, ids_BT: Array) -> Array | None:
-        """Returns whether a row has each token, up to each of `ids_BT`: `[B * T, V]`."""
-        if history_BS is None or not self._penalises:
-            return None
-        rows = len(history_BS)
-        size = model.config.vocab_size
-        ids_BS = jnp.where(history_BS < 0, size, history_BS)
-        none_BV = jnp.zeros((rows, size), bool)
-        seen_BV = none_BV.at[jnp.arange(rows)[:, None], ids_BS].set(True, mode="drop")
-        proposed_BTV = jnp.cumsum(ids_BT[..., None] == jnp.arange(size), axis=1) > 0
-        seen_BTV = seen_BV[:, None] | proposed_BTV
-        return constrain(seen_BTV.reshape(ids_BT.size, size), batch_spec(None))
 
     def _copy(self, model: DecodeModel, caches: KVCaches, sources: Array) -> KVCaches:
         def copy(caches: KVCaches, sources: Array) -> KVCaches:
@@ -329,3 +284,14 @@ class Programs:
         return ShapeDtypeStruct(
             np.shape(array), array.dtype, sharding=NamedSharding(self._mesh, P())
         )
+
+
+def _seen(history_BS: Ints | None, vocab_size: int) -> Array | None:
+    """Returns whether a row has each token, `[B, V]`."""
+    if history_BS is None:
+        return None
+    num_rows = len(history_BS)
+    ids_BS = jnp.where(history_BS < 0, vocab_size, history_BS)
+    none_BV = jnp.zeros((num_rows, vocab_size), bool)
+    seen_BV = none_BV.at[jnp.arange(num_rows)[:, None], ids_BS].set(True, mode="drop")
+    return constrain(seen_BV, batch_spec(None))

@@ -22,8 +22,6 @@ from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.config.affects import REPEATED
 from jaxtp.config.schema import ConfigError, Count, CountOrZero, Fraction, Settings, Share
 
-# Tokens that `propose` compares
-_LOOKED_UP = 3
 # The smallest normal float32; devices flush smaller numbers to 0
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
@@ -61,11 +59,6 @@ class GenerationSettings(Settings):
 
     stop: Annotated[tuple[str, ...], REPEATED] = ()
     """Text that ends the output and is not part of it; can be given several times."""
-
-    speculate: Annotated[int, Field(ge=0, le=64)] = 0
-    """Number of tokens that each step proposes: tokens that followed the last ones earlier in the
-    prompt or text. A step keeps the proposals that equal its own choice, so texts stay the same;
-    repetitive texts come faster."""
 
 
 def check_settings(settings: GenerationSettings) -> None:
@@ -149,24 +142,6 @@ def _sample_row(
     else:
         token = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), filtered)
     return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token]
-
-
-def propose(history: Array, last: Array, count: int) -> Array:
-    """Returns a row's last token and the tokens proposed after it, `[1 + count]`.
-
-    Args:
-      history: the row `[S]`; any tokens after the last.
-      last: position of the last token, at least 1.
-    """
-    # Prompt lookup: finds the latest earlier place with the longest match of the last tokens, and
-    # proposes the tokens after it; at the row's end it begins again after that place.
-    places = score = jnp.arange(history.size)
-    equal = places < last
-    for back in range(_LOOKED_UP):
-        equal &= (jnp.roll(history, back) == history[last - back]) & (places >= back)
-        score += jnp.where(equal, history.size, 0)
-    place = jnp.argmax(jnp.where(places < last, score, -1))
-    return history[jnp.append(last, place + 1 + jnp.arange(count) % (last - place))]
 
 
 def apply_filters(logits: Array, used: Array | None, settings: GenerationSettings) -> Array:

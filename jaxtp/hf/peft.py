@@ -75,17 +75,15 @@ PREFIX = "base_model.model."
 MODULES = "model.language_model."
 """Beginnings of every tensor's name, and of the text modules of a multimodal model."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
-_KNOWN = """
+_ATTRIBUTES = """
     peft_type r lora_alpha use_rslora lora_dropout bias target_modules exclude_modules
     layers_to_transform layers_pattern init_lora_weights fan_in_fan_out task_type
     target_parameters rank_pattern alpha_pattern
-"""
-"""Attributes that an import reads."""
-_WITHOUT_EFFECT = """
     base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
     qalora_group_size runtime_config eva_config ensure_weight_tying
 """
-"""Attributes without effect on outputs, or only with another attribute, which is refused."""
+"""Attributes that an import reads; those from base_model_name_or_path on have no effect on outputs,
+or only with another attribute, which is refused."""
 # PEFT's first version with these A and B of stacked experts; older ones exchange them
 _VERSION = "0.19.0"
 _EXPERT = re.compile(r"\.experts\.\d")
@@ -400,11 +398,15 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
     Raises `HFError` if they are unreadable, unsupported, or do not fit the model.
     """
     attributes = read_attributes(path, CONFIG, "PEFT's format")
-    _check_base(attributes.get("base_model_name_or_path"))
+    base = attributes.get("base_model_name_or_path")
+    _check_base(base)
     plain = replace(config, lora=LoraConfig())
     with prefix_errors(path):
         _check_attributes(attributes)
-        return _match_model(path, attributes, plain, choose_family(plain, family))
+        tensors, notes = without_wrappers(_read_tensors(path))
+    with prefix_errors(f"{path}, made for {truncate(base, 200)}" if base else path):
+        folder = _match_model(path, tensors, attributes, plain, choose_family(plain, family))
+    return replace(folder, notes=(*notes, *folder.notes))
 
 
 def _check_base(base: object) -> None:
@@ -432,7 +434,7 @@ def _check_attributes(attributes: Attributes) -> None:
         )
     if attributes.get("lora_dropout"):
         positive("lora_dropout", attributes["lora_dropout"])
-    allowed = (_KNOWN + _WITHOUT_EFFECT).split()
+    allowed = _ATTRIBUTES.split()
     for name, value in attributes.items():
         if name not in allowed and value not in (None, False, {}, []):
             problems.append(
@@ -454,10 +456,8 @@ class _StoredModule(NamedTuple):
 
 
 def _match_model(
-    path: Path, attributes: Attributes, config: ModelConfig, family: Family
+    path: Path, stored: StoredTensors, attributes: Attributes, config: ModelConfig, family: Family
 ) -> PeftFolder:
-    made_for = _made_for(attributes)
-    stored, notes = without_wrappers(_read_tensors(path))
     parameters = _names("target_parameters", attributes)
     has_stacked = bool(parameters) and not any(map(_EXPERT.search, stored))
     modules = _modules(config, family, "stacked" if has_stacked else "separate")
@@ -467,10 +467,10 @@ def _match_model(
         if not _is_stacked(kernels[0]) or _suffixes(name) & parameters
     }
     stems = _stems(possible)
-    stored = _check_tensors(stored, dict.fromkeys(stems.values()), config, family, made_for)
+    stored = _check_tensors(stored, dict.fromkeys(stems.values()), config, family)
     adapted = _stored_modules(possible, stems, stored, attributes)
-    _check_names(attributes, stems, adapted, made_for)
-    lora, diagonal = _lora_config(attributes, adapted, made_for)
+    _check_names(attributes, stems, adapted)
+    lora, diagonal = _lora_config(attributes, adapted)
     trained = _by_kernel(replace(config, lora=lora))
     lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
     config = replace(config, lora=lora)
@@ -483,15 +483,8 @@ def _match_model(
         name: replace(stored[name], shape=kernels[0].shape) for name, kernels in parts.items()
     }
     trainable = [kernels for kernels in modules.values() if _trained(kernels, trained)]
-    notes += _notes(attributes, len(adapted), len(trainable))
-    return PeftFolder(path, lora, tensors, parts, tuple(notes))
-
-
-def _made_for(attributes: Attributes) -> str:
-    base = attributes.get("base_model_name_or_path")
-    if not base:
-        return ""
-    return f"; they were made for {truncate(base, 200)} (base_model_name_or_path)"
+    notes = tuple(_notes(attributes, len(adapted), len(trainable)))
+    return PeftFolder(path, lora, tensors, parts, notes)
 
 
 def _notes(attributes: Attributes, num_adapted: int, num_trainable: int) -> Iterator[str]:
@@ -565,7 +558,6 @@ def _check_tensors(
     possible: Collection[str],
     config: ModelConfig,
     family: Family,
-    made_for: str,
 ) -> dict[str, StoredTensor]:
     """Returns tensors by their names in memory.
 
@@ -584,7 +576,7 @@ def _check_tensors(
             if layer is not None and module.replace(layer[0], ".0.", 1) in possible:
                 raise HFError(
                     f"{PREFIX}{truncate(module, 200)} is in layer {layer[1]}, and the model has "
-                    f"{config.num_layers} layers{made_for}"
+                    f"{config.num_layers} layers"
                 )
             raise HFError(
                 f"adapters of {truncate(match[1], 200)} are not supported in a "
@@ -608,7 +600,7 @@ def _check_tensors(
 
 
 def _lora_config(
-    attributes: Attributes, adapted: Mapping[str, _StoredModule], made_for: str
+    attributes: Attributes, adapted: Mapping[str, _StoredModule]
 ) -> tuple[LoraConfig, bool]:
     """Returns the settings, and whether the B of several projections is block-diagonal.
 
@@ -623,7 +615,7 @@ def _lora_config(
     configs: dict[str, LoraConfig] = {}
     for name, module in adapted.items():
         target = name if _suffixes(name) & parameters else name.removesuffix(".weight")
-        _check_shapes(rank_of(target), module, made_for)
+        _check_shapes(rank_of(target), module)
         configs[name] = LoraConfig(rank=rank_of(target), alpha=alpha_of(target), rslora=rslora)
     fused = {name: module for name, module in adapted.items() if len(module.kernels) > 1}
     diagonal = bool(fused) and all(
@@ -678,7 +670,7 @@ def _num_stacked(kernel: TensorPart) -> int:
     return kernel.shape[0] if _is_stacked(kernel) else 1
 
 
-def _check_shapes(rank: int, module: _StoredModule, made_for: str) -> None:
+def _check_shapes(rank: int, module: _StoredModule) -> None:
     a = module.a
     b = module.b
     *_, inputs, outputs = module.kernels[0].ordered_shape
@@ -693,8 +685,7 @@ def _check_shapes(rank: int, module: _StoredModule, made_for: str) -> None:
     for tensor, shape in ((a, (rank * experts, inputs)), (b, (outputs, rank * experts))):
         if tensor.shape != shape:
             raise HFError(
-                f"{tensor.name} is {dims(tensor.shape)}, and this model needs "
-                f"{dims(shape)}{made_for}"
+                f"{tensor.name} is {dims(tensor.shape)}, and this model needs {dims(shape)}"
             )
 
 
@@ -724,7 +715,6 @@ def _check_names(
     attributes: Attributes,
     stems: Mapping[str, str],
     adapted: Collection[str],
-    made_for: str,
 ) -> None:
     """Compares the adapted modules with the configuration, unless it has regular expressions."""
     parameters = _names("target_parameters", attributes)
@@ -732,7 +722,7 @@ def _check_names(
     if unknown:
         raise HFError(
             f"target_parameters name {truncate(unknown[0], 200)}, which is no parameter that can "
-            f"have adapters here{made_for}"
+            "have adapters here"
         )
     expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}
     lists = ("target_modules", "exclude_modules")
@@ -752,7 +742,7 @@ def _check_names(
     for name, attribute in expected.items():
         if name not in adapted:
             tensor = _tensor_name(stems[name], "A")
-            raise HFError(f"missing: {tensor}, which {attribute} require{made_for}")
+            raise HFError(f"missing: {tensor}, which {attribute} require")
     unexpected = sorted(set(adapted) - set(expected))
     if unexpected and not is_open:
         tensor = _tensor_name(stems[unexpected[0]], "A")

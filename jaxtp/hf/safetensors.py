@@ -1,28 +1,30 @@
 """Reads and writes safetensors files, which are not trusted.
 
-See https://huggingface.co/docs/safetensors.
+See https://huggingface.co/docs/safetensors, whose library checks the header against the file size.
 
-The header is checked against the file size before data is read. Tensors are read in blocks of rows
-into one buffer, and not mapped: a file that is cut off while it is read is an error, not a crash.
+Tensors are read in blocks of rows into one buffer. The library maps files, which takes as much
+memory as the file and crashes if it is cut off while it is read, or reads a whole tensor for each
+of its slices. Tensors are written one at a time; the library needs all of a file in memory.
 """
 
 import json
 import math
 import os
-import struct
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import sync_file
-from jaxtp.config.reading import MAX_JSON, open_regular, parse_json, truncate
+from jaxtp.config.reading import MAX_JSON, open_regular, truncate
 from jaxtp.layers.parameter import DType
 
 Block = NDArray[Any]
@@ -39,33 +41,9 @@ _MX_BLOCKS = "_blocks"
 _MX_SCALES = "_scales"
 _MX_BYTES = 16
 """Endings of the names of MXFP4 tensors, and the bytes of a block, each with two numbers."""
-# The eight codes without the sign bit
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_ITEM_BYTES = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "F8_E4M3FNUZ": 1,
-    "F8_E5M2FNUZ": 1,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U16": 2,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "C64": 8,
-}
 _LENGTH = 8
 _ALIGNMENT = 8
 _MAX_DIMS = 8
-_METADATA = "__metadata__"
 # Approximate bytes per read
 _BLOCK = 2**24
 
@@ -98,31 +76,29 @@ class StoredTensor:
         row_bytes = self.num_bytes // rows
         step = min(max(1, block_bytes // row_bytes), max(1, last - first))
         buffer = np.empty((step, *self.shape[1:]), _NUMPY[self.dtype])
-        with self.file.open("rb", buffering=0) as file:
-            for row in range(first, last, step):
-                block = buffer[: min(step, last - row)]
-                view = memoryview(block.reshape(-1).view(np.uint8).data)
-                offset = self.offset + row * row_bytes
-                while view:
-                    count = os.preadv(file.fileno(), [view], offset)
-                    if not count:
-                        raise HFError(
-                            f"{self.file}: ends within the tensor {truncate(self.name)}; it "
-                            "changed while it was read"
-                        )
-                    view = view[count:]
-                    offset = offset + count
-                yield row, block
+        for row in range(first, last, step):
+            block = buffer[: min(step, last - row)]
+            self._read_into(block.reshape(-1).view(np.uint8), row * row_bytes)
+            yield row, block
 
     def data(self) -> Block:
         """Returns the bytes of a tensor of any dtype; raises as `blocks`."""
-        data = np.fromfile(self.file, np.uint8, self.num_bytes, offset=self.offset)
-        if data.size != self.num_bytes:
-            raise HFError(
-                f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while it "
-                "was read"
-            )
+        data = np.empty(self.num_bytes, np.uint8)
+        self._read_into(data, 0)
         return data
+
+    def _read_into(self, data: NDArray[np.uint8], offset: int) -> None:
+        view = memoryview(data.data)
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset + offset)
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise HFError(
+                        f"{self.file}: ends within the tensor {truncate(self.name)}; it changed "
+                        "while it was read"
+                    )
+                view = view[count:]
 
     def is_about(self, value: float) -> bool:
         """Returns whether this is a scalar of this value, to two digits; raises as `blocks`."""
@@ -194,11 +170,10 @@ class MXFP4Tensor(ScaledTensor):
 @cache
 def _mxfp4_pairs() -> NDArray[np.uint32]:
     """Returns the two bfloat16 numbers `[scale, byte]`; the low four bits have the first."""
-    fp4 = np.concatenate([_FP4, np.negative(_FP4)])
-    byte = np.arange(256)
-    # 255 is NaN.
-    scales = np.where(byte == 255, np.nan, 2.0 ** (byte - 127))
-    numbers = fp4[np.stack([byte & 15, byte >> 4], axis=-1)]
+    byte = np.arange(256, dtype=np.uint8)
+    scales = byte.view(jnp.float8_e8m0fnu).astype(np.float32)
+    codes = np.stack([byte & 15, byte >> 4], axis=-1)
+    numbers = codes.view(jnp.float4_e2m1fn).astype(np.float32)
     with np.errstate(over="ignore"):
         pairs = (scales[:, None, None] * numbers).astype(DTYPES["BF16"])
     return pairs.view(np.uint32)[..., 0]
@@ -213,7 +188,7 @@ class Constant(StoredTensor):
     @classmethod
     def of(cls, name: str, value: float, dtype: DType) -> "Constant":
         """Returns the scalar in a dtype."""
-        return cls(Path(), name, FORMATS[dtype], (), 0, _ITEM_BYTES[FORMATS[dtype]], value)
+        return cls(Path(), name, FORMATS[dtype], (), 0, _num_bytes(FORMATS[dtype], ()), value)
 
     def data(self) -> Block:
         """Returns the scalar."""
@@ -272,28 +247,39 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Refuses a header that is damaged or does not fit the data.
     """
+    tensors: dict[str, StoredTensor] = {}
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            prefix = file.read(_LENGTH)
-            if len(prefix) < _LENGTH:
-                raise HFError(f"{path}: {size} bytes, too short for a safetensors file")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > min(MAX_JSON, size - _LENGTH):
-                raise HFError(
-                    f"{path}: a header of {length:,} bytes in a file of {size:,}; the file is cut "
-                    "off, or not safetensors"
-                )
-            entries = parse_json(file.read(length), f"{path}: its header")
-    except HFError:
-        raise
+            length = int.from_bytes(file.read(_LENGTH), "little")
+        if length > MAX_JSON:
+            raise SafetensorError(f"a header of {length:,} bytes")
+        with safe_open(path, "numpy") as opened:
+            # There are no gaps between the data.
+            offset = _LENGTH + length
+            for name in opened.offset_keys():
+                view = opened.get_slice(name)
+                shape = tuple(view.get_shape())
+                if len(shape) > _MAX_DIMS:
+                    raise SafetensorError(f"a shape of {len(shape):,} dims for {name}")
+                dtype = view.get_dtype()
+                num_bytes = _num_bytes(dtype, shape)
+                tensors[name] = StoredTensor(path, name, dtype, shape, offset, num_bytes)
+                offset += num_bytes
     except OSError as error:
         raise HFError(f"{path}: {error.strerror}") from None
-    except ValueError as error:
-        raise HFError(str(error)) from None
-    entries.pop(_METADATA, None)
-    tensors = [_entry(path, name, value, _LENGTH + length) for name, value in entries.items()]
-    return _without_gaps(path, tensors, _LENGTH + length, size)
+    except SafetensorError as error:
+        raise HFError(
+            f"{path}: {size:,} bytes, which are cut off, damaged, or not safetensors: "
+            f"{truncate(error, 300)}"
+        ) from None
+    return tensors
+
+
+def _num_bytes(dtype: str, shape: Shape) -> int:
+    # BOOL is the only dtype without its bits in its name.
+    bits = re.search(r"\d+", dtype)
+    return math.prod(shape) * (8 if bits is None else int(bits[0])) // 8
 
 
 Header = Mapping[str, tuple[str, Shape]]
@@ -303,77 +289,16 @@ Header = Mapping[str, tuple[str, Shape]]
 def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -> None:
     """Writes a file, one tensor at a time as `tensor_of` returns it, and flushes it to disk."""
     # transformers requires it.
-    header: dict[str, object] = {_METADATA: {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin = end
-        end = end + math.prod(shape) * _ITEM_BYTES[dtype]
+        end = end + _num_bytes(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(len(text).to_bytes(_LENGTH, "little") + text)
         for name in tensors:
             file.write(np.ascontiguousarray(tensor_of(name)).reshape(-1).view(np.uint8).data)
         sync_file(file)
-
-
-def _entry(path: Path, name: str, value: object, start: int) -> StoredTensor:
-    where = f"{path}: {truncate(name)}"
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise HFError(
-            f"{where}: should have dtype, shape and data_offsets, and has {truncate(value)}"
-        )
-    dtype = value["dtype"]
-    shape = value["shape"]
-    offsets = value["data_offsets"]
-    if not (_is_sizes(shape) and len(shape) <= _MAX_DIMS):
-        raise HFError(f"{where}: the shape {truncate(shape)} is not a list of sizes")
-    if not (_is_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
-        raise HFError(f"{where}: data_offsets {truncate(offsets)} are not a begin and an end")
-    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise HFError(f"{where}: unknown dtype {truncate(dtype)}")
-    begin, end = offsets
-    if end - begin != (needed := math.prod(shape) * _ITEM_BYTES[dtype]):
-        raise HFError(
-            f"{where}: {end - begin:,} bytes for a {dtype} of shape {shape}, which takes {needed:,}"
-        )
-    return StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
-
-
-def _without_gaps(
-    path: Path, tensors: list[StoredTensor], start: int, size: int
-) -> dict[str, StoredTensor]:
-    """Returns the tensors in data order.
-
-    Raises unless they cover the file without gaps or overlaps.
-    """
-    for tensor in tensors:
-        end = tensor.offset + tensor.num_bytes
-        if end > size:
-            raise HFError(
-                f"{path}: {truncate(tensor.name)}: its data end at byte {end:,} of a file of "
-                f"{size:,}; it is cut off"
-            )
-    position = start
-    previous = "the header"
-    ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
-    for tensor in ordered:
-        if tensor.offset != position:
-            wrong = "overlap with" if tensor.offset < position else "leave a gap after"
-            raise HFError(
-                f"{path}: {truncate(tensor.name)}: its data {wrong} the data of {previous}"
-            )
-        position = tensor.offset + tensor.num_bytes
-        previous = truncate(tensor.name)
-    if position != size:
-        raise HFError(
-            f"{path}: {size - position:,} bytes after the data of {previous} belong to no tensor"
-        )
-    return {tensor.name: tensor for tensor in ordered}
-
-
-def _is_sizes(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(
-        type(item) is int and 0 <= item < 2**63 for item in value
-    )

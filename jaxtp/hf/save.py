@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jaxtp.checkpoint.checksum import NonFiniteError, Sums, describe_not_finite
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.entry import say
-from jaxtp.config.files import sync_file, sync_folder
+from jaxtp.config.files import sync_folder, write_atomically
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.adapters import Factors, factors_by_kernel, merge_layer
 from jaxtp.hf.config_json import changed_config, choose_family, open_whole, write_attributes
@@ -417,9 +417,7 @@ def json_bytes(value: Attributes) -> bytes:
 def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
     """Writes files and flushes them to disk."""
     for name, content in contents.items():
-        with (folder / name).open("wb") as file:
-            file.write(content)
-            sync_file(file)
+        write_atomically(folder / name, content)
 
 
 def _tokenizer_files(source: str | Path | None) -> dict[str, bytes]:

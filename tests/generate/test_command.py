@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 from made_once import TINY_MODEL, TINY_RUN, made_once, words_of
@@ -339,17 +338,6 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
         return raised_by(command.read_prompts, path, "prompt")
 
     assert_errors(read_table(__file__, "bad_lines"), error_of)
-
-
-def test_speculation_with_states_is_refused_before_the_weights_are_read(monkeypatch, capsys):
-    source = SimpleNamespace(config=jaxtp.ModelConfig(delta_value_heads=4), context=None)
-    monkeypatch.setattr(command, "open_source", lambda *_: source)
-    assert_refused(
-        main,
-        ["--model=runs/a", "--prompt=x", "--speculate=2"],
-        "--speculate 2: a model with recurrent states (Gated DeltaNet)",
-        capsys,
-    )
 
 
 def test_a_damaged_checkpoint_is_one_error(run, tmp_path, capsys):

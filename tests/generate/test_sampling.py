@@ -169,20 +169,3 @@ def test_a_row_draws_the_same_on_every_mesh_and_in_every_batch():
         with jax.set_mesh(mesh):
             assert draw(chosen, seeds, positions, mesh=mesh)[0].tolist() == alone
     assert len(set(alone)) > 1
-
-
-def test_proposals_follow_the_latest_place_with_the_most_equal_tokens():
-    rng = np.random.default_rng(0)
-    found = jax.jit(jax.vmap(partial(sampling.propose, count=5)))
-    histories = rng.integers(0, 3, (200, 16)).astype(np.int32)
-    lasts = rng.integers(1, 16, 200).astype(np.int32)
-    for history, last, ids in zip(
-        histories.tolist(), lasts.tolist(), found(histories, lasts).tolist(), strict=True
-    ):
-        text = history[: last + 1]
-        lengths = {
-            n: [at for at in range(n - 1, last) if text[at - n + 1 : at + 1] == text[-n:]]
-            for n in (3, 2, 1)
-        }
-        after = 1 + max(next(filter(None, lengths.values()), [last - 1]))
-        assert ids == [text[-1], *(text[after:] * 5)[:5]]

@@ -25,7 +25,6 @@ from jaxtp.generate.decode_model import (
     to_decode_model,
 )
 from jaxtp.generate.programs import Programs, Shape
-from jaxtp.generate.request import GenerationError
 from jaxtp.layers.cache import DROPPED, NewTokens
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.mesh import mesh_sizes
@@ -117,14 +116,6 @@ def test_a_turn_reads_on_from_a_state_that_is_its_beginning(monkeypatch):
     third = (*second, *b"!")  # without the answer
     assert_read(generator, third, 0)
     assert_read(generator, third, 0)  # the state has more than the prompt
-
-
-def test_speculation_is_refused():
-    with pytest.raises(
-        GenerationError,
-        match=r"speculate=2: .* \(Gated DeltaNet\) cannot take back .*; leave it out",
-    ):
-        SMALL.generator().generate([(1,)], replace(SETTINGS, speculate=2))
 
 
 @pytest.mark.wide
