@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -137,7 +137,7 @@ def find_sources(config: PrepareConfig) -> list[Source]:
     if any(source.format == PARQUET for source in sources):
         _require("pyarrow", "Parquet")
     if any(source.path.lower().endswith(ZSTD) for source in sources):
-        _require("zstandard", ZSTD)
+        _require(readers.ZSTD_LIBRARY, ZSTD)
     return sources
 
 
@@ -187,8 +187,12 @@ def _print_layout(layout: str, names: list[str], config: PrepareConfig) -> None:
 
 
 def _require(library: str, files: str) -> None:
-    if find_spec(library) is None:
-        raise PrepareError(f"{files} files need the library {library}: pip install 'jaxtp[data]'")
+    try:
+        import_module(library)
+    except ImportError:
+        raise PrepareError(
+            f"{files} files need the library {library}: pip install 'jaxtp[data]'"
+        ) from None
 
 
 def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
