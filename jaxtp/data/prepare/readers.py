@@ -61,8 +61,6 @@ MAX_LIST = 2**30
 """Maximum bytes of a JSON list, which is parsed as a whole and takes several times its size in
 memory. ShareGPT's list, of 0.7 GB, is read."""
 MAX_VALUES = 2**22  # Maximum number of values of a row; each takes some 100 bytes of memory
-_VALUE_BYTES = 64  # Approximate memory of a value of a table in Python
-VALUES_BYTES = MAX_VALUES * _VALUE_BYTES
 _DECODING = 2**30
 _EXPANSION = 64
 """Maximum memory for decoding a table or a list: bytes, and bytes for each byte of the file."""
@@ -236,14 +234,7 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
     if start:
         return
     if fields is not None and (fields.prompt is not None or fields.turns is not None):
-        contents = "prompts and completions"
-        if fields.required:
-            contents = "pairs"
-        elif fields.turns:
-            contents = "conversations"
-        raise BadInputError(
-            NO_FIELD, f"text has no fields; {contents} are read from JSONL and Parquet"
-        )
+        raise BadInputError(NO_FIELD, "text has no fields; name files of JSONL or Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
         content = stream.read(_BINARY_PREFIX)
         if source.in_folder and b"\0" in content:
@@ -323,8 +314,9 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
                 decoded = file.iter_batches(
                     _PARQUET_ROWS, row_groups=[group], columns=names, use_threads=False
                 )
-                for batch in _within_memory(source.max_memory, decoded):
-                    for values in _rows_of(batch, names, source.max_document):
+                rows = (batch.to_pylist() for batch in decoded)
+                for values_of_rows in _within_memory(source.max_memory, rows):
+                    for values in values_of_rows:
                         row += 1
                         if row > start:
                             yield row, source.size * row // max(file.metadata.num_rows, row), values
@@ -379,41 +371,6 @@ def _limited_memory(max_bytes: int) -> Iterator[None]:
     finally:
         for kind, limits in before.items():
             resource.setrlimit(kind, limits)
-
-
-def _rows_of(batch: "pyarrow.RecordBatch", names: list[str], max_document: int) -> Iterator[object]:
-    """Yields rows, one at a time, because a column with a dictionary may repeat long texts."""
-    columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
-    limit = max_document + VALUES_BYTES
-    is_small = sum(map(_size_of, columns)) <= limit
-    for index in range(batch.num_rows):
-        if not is_small and sum(_size_of(column.slice(index, 1)) for column in columns) > limit:
-            yield too_large(limit, "a row that takes ")
-        else:
-            yield {name: column[index].as_py() for name, column in zip(names, columns, strict=True)}
-
-
-def _size_of(array: "pyarrow.Array[pyarrow.Scalar]") -> int:
-    """Returns the approximate bytes of memory that an array's values take in Python."""
-    import pyarrow
-    from pyarrow import compute
-
-    kind = array.type
-    if isinstance(array, pyarrow.ExtensionArray):
-        return _size_of(array.storage)
-    size = _VALUE_BYTES * len(array)
-    if isinstance(array, pyarrow.DictionaryArray):
-        if not _is_text(kind.value_type):
-            return len(array) * _size_of(array.dictionary)
-        lengths = compute.take(compute.binary_length(array.dictionary), array.indices)
-        return size + (compute.sum(lengths).as_py() or 0)
-    if pyarrow.types.is_struct(kind):
-        return size + sum(map(_size_of, array.flatten()))
-    if pyarrow.types.is_nested(kind) and hasattr(array, "flatten"):
-        return size + _size_of(array.flatten())
-    if _is_text(kind) or pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
-        return size + (compute.sum(compute.binary_length(array)).as_py() or 0)
-    return size
 
 
 def _is_text(kind: "pyarrow.DataType") -> bool:
