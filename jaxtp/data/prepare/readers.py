@@ -10,10 +10,10 @@ import resource
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar, cast
@@ -120,6 +120,7 @@ class Event(NamedTuple):
 
 
 Row = Mapping[str, object]
+_Hook = Callable[[Sequence[tuple[str, object]]], Row]
 Item = tuple[int, int, object]
 """An item's number from 1, the bytes of the source that are read so far, and the item: a text, a
 line of JSON (bytes), a row, or a problem."""
@@ -218,23 +219,11 @@ def first_row(source: Source, fields: Fields | None) -> Row:
     return {}
 
 
-def starts_with_object(source: Source) -> bool:
-    """Returns whether the first line that is not blank is a JSON object, or too long to tell."""
-    with suppress(*DECOMPRESSION_ERRORS, OSError, ImportError, BadInputError):
-        for _, _, line in itertools.islice(_read_lines(source, 0, None), _PEEKED_LINES):
-            assert isinstance(line, bytes)
-            if len(line) > source.max_document and line.lstrip().startswith(b"{"):
-                return True
-            if line.strip():
-                return isinstance(_parse(line, None), dict)
-    return False
-
-
 def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     if start:
         return
     if fields is not None and (fields.prompt is not None or fields.turns is not None):
-        raise BadInputError(NO_FIELD, "text has no fields; name files of JSONL or Parquet")
+        raise BadInputError(NO_FIELD, "text has no fields; rows are read from JSONL and Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
         content = stream.read(_BINARY_PREFIX)
         if source.in_folder and b"\0" in content:
@@ -272,6 +261,15 @@ def _not_text() -> BadInputError:
 
 
 def _read_array(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
+    rows = _list_in(source, fields is not None and fields.turns is not None)
+    for number, row in enumerate(rows[start:], start + 1):
+        yield number, source.size * number // len(rows), row
+    _list_in.cache_clear()
+
+
+# A command reads the first rows of a list several times.
+@lru_cache(maxsize=1)
+def _list_in(source: Source, has_turns: bool) -> list[object]:
     with (
         _limited_memory(source.max_memory),
         open_stream(Path(source.path), source.max_window) as (stream, _),
@@ -282,10 +280,9 @@ def _read_array(source: Source, start: int, fields: Fields | None) -> Iterator[I
             raise BadInputError(
                 TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {to_json_lines('.[]')}"
             )
-        rows = _decode(content, fields)
+        rows = _decode(content, partial(_unique, None) if has_turns else None)
     assert isinstance(rows, list)
-    for number, row in enumerate(rows[start:], start + 1):
-        yield number, source.size * number // len(rows), row
+    return rows
 
 
 def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
@@ -497,42 +494,38 @@ def _row(source: Source, item: object, fields: Fields | None) -> Row:
 def _parse(content: bytes, fields: Fields | None) -> object:
     if _has_many_values(content):
         raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
-    return _decode(content, fields)
+    return _decode(content, _hook(content, fields))
 
 
-def _decode(content: bytes, fields: Fields | None) -> object:
+def _decode(content: bytes, hook: _Hook | None) -> object:
     try:
-        text = content.decode("utf-8-sig")
-        hook = partial(_unique, fields) if _may_repeat(content, fields) else None
-        return json.loads(text, object_pairs_hook=hook)
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=hook)
     except UnicodeDecodeError as error:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
     except (RecursionError, ValueError) as error:
         raise _not_json(error) from None
 
 
-def _may_repeat(content: bytes, fields: Fields | None) -> bool:
-    """Returns whether a row may repeat a key.
+def _hook(content: bytes, fields: Fields | None) -> _Hook | None:
+    """Returns what refuses a key that occurs twice in an object; Python keeps the last value.
 
-    Only then are keys counted, which takes longer than to parse a short row.
+    None for a row of texts that cannot repeat a column, because a hook takes longer than to parse a
+    short row.
     """
     if fields is None:
-        return False
-    return fields.turns is not None or any(
-        content.count(f'"{name}"'.encode()) > 1 for name in fields.names
-    )
+        return None
+    if fields.turns is not None:
+        return partial(_unique, None)
+    repeats = any(content.count(f'"{name}"'.encode()) > 1 for name in fields.names)
+    return partial(_unique, fields.names) if repeats else None
 
 
-def _unique(fields: Fields | None, pairs: list[tuple[str, object]]) -> Row:
-    """Returns an object of a row; refuses a key that occurs twice.
-
-    Python alone would keep the last value.
-    """
+def _unique(names: Sequence[str] | None, pairs: Sequence[tuple[str, object]]) -> Row:
     row = dict(pairs)
     if len(row) < len(pairs):
         counts = Counter(name for name, _ in pairs)
         ((name, _),) = counts.most_common(1)
-        if fields is None or fields.turns is not None or name in fields.names:
+        if names is None or name in names:
             raise BadInputError(
                 NOT_JSON, f"the key {shorten(name)} occurs twice in an object; remove one of them"
             )

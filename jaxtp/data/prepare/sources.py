@@ -105,26 +105,11 @@ _NOT_TEXT: dict[str, tuple[str, str]] = {
 }
 """Files that are never text, by suffix: a description, and how a user gets text out of them."""
 _SIGNATURES = {
-    b"PK\x03\x04": _NOT_TEXT[".zip"],
-    b"7z\xbc\xaf\x27\x1c": _NOT_TEXT[".7z"],
-    b"BZh": _NOT_TEXT[".bz2"],
-    b"\xfd7zXZ\0": _NOT_TEXT[".xz"],
-    b"\x04\x22\x4d\x18": _NOT_TEXT[".lz4"],
     b"\x1f\x8b": ("packed with gzip", "give it a name that ends with .gz"),
     b"\x28\xb5\x2f\xfd": ("packed with zstd", "give it a name that ends with .zst"),
-    b"%PDF-": _NOT_TEXT[".pdf"],
     b"PAR1": ("Parquet", "give it a name that ends with .parquet, or --format parquet"),
-    b"ARROW1\0\0": _NOT_TEXT[".arrow"],
-    b"Obj\x01": _NOT_TEXT[".avro"],
-    b"SQLite format 3\0": _NOT_TEXT[".sqlite"],
-    b"\x93NUMPY": _NOT_TEXT[".npy"],
-    b"\x89HDF": _NOT_TEXT[".h5"],
-    b"GGUF": _NOT_TEXT[".gguf"],
-    b"\x89PNG": _NOT_TEXT[".png"],
-    b"\xff\xd8\xff": _NOT_TEXT[".jpg"],
-    b"\x7fELF": _NOT_TEXT[".so"],
 }
-"""First bytes of files that are never text."""
+"""First bytes of files that can be read under another name."""
 _PEEKED_BYTES = 4096  # The first object of a list must start in this prefix
 _ARRAY_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 _NESTED_ROWS = re.compile(rb'\{\s*"((?:[^"\\]|\\.)*)"\s*:\s*\[')
@@ -325,7 +310,7 @@ def _format_of_json(path: Path, config: PrepareConfig) -> str | None:
         return ARRAY
     limits = config.max_document_bytes, config.max_window_bytes
     source = Source(str(path), 0, 0, JSONL, *limits)
-    return JSONL if readers.starts_with_object(source) else None
+    return JSONL if readers.first_row(source, None) else None
 
 
 def _refuse_json(path: Path, config: PrepareConfig) -> str:
@@ -357,10 +342,7 @@ def _first_bytes(path: Path, config: PrepareConfig) -> bytes:
 
 
 def _signed(path: Path) -> tuple[str, str] | None:
-    """Returns a description and advice if a file cannot be text, judged by its first bytes.
-
-    Files that `_UNPACK` unpacks are not judged.
-    """
+    """Returns a description and advice if the first bytes call for another suffix."""
     if path.suffix.lower() not in _UNPACK:
         with suppress(OSError), path.open("rb") as file:
             start = file.read(max(map(len, _SIGNATURES)))

@@ -183,8 +183,11 @@ def _score(config: ScoreConfig) -> None:
         settings = RowSettings(
             length, source.config.vocab_size, config.data.packing, config.data.long_documents
         )
-        of_splits = {name: make_rows(split, settings) for name, split in dataset.splits.items()}
-        rows = {name: of_split for name, of_split in of_splits.items() if len(of_split)}
+        rows = {}
+        for name, documents in dataset.splits.items():
+            rows_of_split = make_rows(documents, settings)
+            if len(rows_of_split):
+                rows[name] = rows_of_split
         if not rows:
             raise DatasetError(f"{dataset.folder} has no document with a label to score")
         job = Job(out, _record(config, source, dataset, rows), rows)

@@ -219,8 +219,6 @@ def test_a_key_that_occurs_twice_is_refused():
     )
     assert 'a.jsonl, line 3: the key "text" occurs twice' in refusal("a.jsonl")
     assert documents("a.jsonl --on-error skip") == ["a", 'say "text"']
-    write("a.json", '[{"text": "a"}, {"text": "b", "text": "c"}]')
-    assert 'a.json: the key "text" occurs twice' in refusal("a.json --overwrite")
 
 
 def test_text_in_utf_16_names_the_conversion():
