@@ -248,15 +248,10 @@ def test_a_table_of_many_nulls_is_refused_by_its_types_and_counts(monkeypatch):
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="other systems do not limit memory"
 )
-def test_rows_of_a_table_or_a_list_that_are_large_in_memory_are_refused(monkeypatch):
-    """A dictionary repeats a long text in each row."""
+def test_a_list_that_is_large_in_memory_is_refused(monkeypatch):
     monkeypatch.setattr(readers, "_DECODING", 2**27)
-    indices = pyarrow.array([0] * 32, pyarrow.int32())
-    column = pyarrow.DictionaryArray.from_arrays(indices, ["x" * 10_000_000])
-    parquet_file.write_table(pyarrow.table({"text": column}), "a.parquet", compression="zstd")
-    assert "a.parquet: decoding it takes more than 13" in refusal("a.parquet")
     write("a.json.gz", '[{"text": "a", "n": [' + "[]," * 5_000_000 + "0]}]")
-    assert "a.json.gz: decoding it takes more than 13" in refusal("a.json.gz --overwrite")
+    assert "a.json.gz: decoding it takes more than 13" in refusal("a.json.gz")
 
 
 def memory_limits():
