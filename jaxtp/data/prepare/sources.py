@@ -242,7 +242,7 @@ def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: 
     format: str = config.format
     if format == "auto":
         format = _format_in_folder(path, config) if in_folder else _format_of_named(path, config)
-    elif format == JSONL and _is_array(path, config):
+    if format == JSONL and _is_array(path, config):
         format = ARRAY
     limits = config.max_document_bytes, config.max_window_bytes
     skips = config.on_error == "skip"
@@ -259,12 +259,9 @@ def _format_in_folder(path: Path, config: PrepareConfig) -> str:
     suffix = _suffix(path)
     if suffix in _NOT_TEXT:
         return BINARY
-    format = format_of(path)
-    if format == JSONL and config.has_prompts and _is_array(path, config):
-        return ARRAY
-    if suffix == _JSON and config.has_prompts:
-        return _format_of_json(path, config) or TEXT
-    return format
+    if suffix == _JSON and config.has_prompts and _has_rows(path, config):
+        return JSONL
+    return format_of(path)
 
 
 def _format_of_named(path: Path, config: PrepareConfig) -> str:
@@ -274,12 +271,10 @@ def _format_of_named(path: Path, config: PrepareConfig) -> str:
     """
     suffix = _suffix(path)
     format = format_of(path)
-    if format == PARQUET:
-        return PARQUET
-    if format == JSONL:
-        return ARRAY if _is_array(path, config) else JSONL
+    if format != TEXT:
+        return format
     if suffix == _JSON:
-        format = _format_of_json(path, config) or _refuse_json(path, config)
+        format = JSONL if _has_rows(path, config) else _refuse_json(path, config)
     elif suffix in (".csv", ".tsv"):
         raise PrepareError(
             f"{path} is a table, which would be read as one text; make JSON Lines of it:\n  "
@@ -304,13 +299,11 @@ def _conversion(path: Path) -> str:
     )
 
 
-def _format_of_json(path: Path, config: PrepareConfig) -> str | None:
-    """Returns the format of rows: a list of objects or JSON Lines; None for other JSON."""
-    if _is_array(path, config):
-        return ARRAY
+def _has_rows(path: Path, config: PrepareConfig) -> bool:
+    """Returns whether a JSON file is a list of objects or JSON Lines."""
     limits = config.max_document_bytes, config.max_window_bytes
     source = Source(str(path), 0, 0, JSONL, *limits)
-    return JSONL if readers.first_row(source, None) else None
+    return _is_array(path, config) or bool(readers.first_row(source, None))
 
 
 def _refuse_json(path: Path, config: PrepareConfig) -> str:
