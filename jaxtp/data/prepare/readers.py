@@ -360,14 +360,15 @@ def _limited_memory(max_bytes: int) -> Iterator[None]:
             if soft == resource.RLIM_INFINITY or limit < soft:
                 resource.setrlimit(kind, (limit, hard))
     try:
-        yield
+        try:
+            yield
+        finally:
+            for kind, limits in before.items():
+                resource.setrlimit(kind, limits)
     except MemoryError:
         raise BadInputError(
             TOO_LARGE, f"decoding it takes more than {max_bytes:,} bytes of memory"
         ) from None
-    finally:
-        for kind, limits in before.items():
-            resource.setrlimit(kind, limits)
 
 
 def _is_text(kind: "pyarrow.DataType") -> bool:
