@@ -10,16 +10,18 @@ import io
 import json
 import random
 import shlex
+from importlib import import_module
 from pathlib import Path
 
-import zstandard
 from small_tokenizers import CHAT_TOKENS, begins_texts
 from tokenizers import Tokenizer
 
 from jaxtp.data.prepare.__main__ import main
+from jaxtp.data.prepare.readers import ZSTD_LIBRARY
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import load_tokenizer
 
+ZSTD = import_module(ZSTD_LIBRARY)
 WORDS = [
     "the",
     "of",
@@ -64,7 +66,7 @@ def jsonl(path, rows):
 
 
 def packed(suffix, content):
-    return {".gz": gzip.compress, ".zst": zstandard.compress}.get(suffix, bytes)(content)
+    return {".gz": gzip.compress, ".zst": ZSTD.compress}.get(suffix, bytes)(content)
 
 
 def parquet(path, rows, **settings):

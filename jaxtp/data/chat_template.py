@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxtp.config.entry import UserError
-from jaxtp.data import template_worker as worker
+from jaxtp.data import worker_process
 from jaxtp.data.documents import Tokens
 from jaxtp.data.tokenizer import (
     ByteTokenizer,
@@ -29,8 +29,8 @@ from jaxtp.data.tokenizer import (
     load_library,
 )
 from jaxtp.data.tokenizer_files import MAX_TEMPLATE, TokenizerError
-from jaxtp.data.tokenizer_worker import tokens_before
 from jaxtp.data.worker import Worker, WorkerDiedError, read_line
+from jaxtp.data.worker_process import tokens_before
 
 Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
 
@@ -85,14 +85,21 @@ class ChatTemplate:
         )
 
     def _request(self, variables: dict[str, object] | None) -> str:
-        request = pickle.dumps((self._template, variables, self.day, SECONDS))
+        request = {
+            "template": self._template,
+            "variables": variables,
+            "day": self.day,
+            "characters": MAX_TEXT,
+            "memory": MEMORY,
+            "seconds": SECONDS,
+        }
         try:
-            problem, text = json.loads(RENDERER.request(request, read_line))
+            problem, text = json.loads(RENDERER.request(pickle.dumps(request), read_line))
         except WorkerDiedError as died:
             when = "when it is loaded" if variables is None else "on this conversation"
             limits = {
                 -signal.SIGPROF: f"{SECONDS:g} s of computing",
-                worker.OUT_OF_MEMORY: f"{MEMORY // 2**20:,} MiB of memory",
+                worker_process.OUT_OF_MEMORY: f"{MEMORY // 2**20:,} MiB of memory",
             }
             problem = f" crashes the process that renders it ({died}) {when}"
             if died.code in limits:
@@ -104,7 +111,7 @@ class ChatTemplate:
         return str(text)
 
 
-RENDERER = Worker(worker.__file__, MEMORY, MAX_TEXT)
+RENDERER = Worker(worker_process.__file__)
 """Renders all templates."""
 
 

@@ -85,36 +85,23 @@ class Documents(ABC):
 
     def tokens(self, start: int, stop: int) -> Tokens:
         """Returns a range of all tokens, a view if it is within one shard."""
-        parts = [self._array(shard, TOKENS)[part] for shard, part in self.in_shards(start, stop)]
-        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
-
-    def in_shards(self, start: int, stop: int) -> Iterator[tuple[int, slice]]:
-        """Yields a range of all tokens as shards and slices of their tokens."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        parts = []
         shard = bisect_right(self._first_token, start) - 1
         while start < stop:
             first = self._first_token[shard]
             end = min(stop, self._first_token[shard + 1])
-            yield shard, slice(start - first, end - first)
+            parts.append(self._array(shard, TOKENS)[start - first : end - first])
             shard += 1
             start = end
-
-    def token_range(self, index: int) -> tuple[int, int]:
-        """Returns the start and the end of a document in all tokens."""
-        shard, first, last = self._span(index)
-        return self._first_token[shard] + first, self._first_token[shard] + last
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
 
     def _span(self, index: int) -> tuple[int, int, int]:
         """Returns a document's shard, and its start and end there."""
         shard, row = self._locate(index)
         first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
         return shard, first, last
-
-    @property
-    def shard_sizes(self) -> list[int]:
-        """Number of tokens of each shard."""
-        return [end - first for first, end in pairwise(self._first_token)]
 
     def document_at(self, position: int) -> int:
         """Returns the index of the document at a token position."""

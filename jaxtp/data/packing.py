@@ -76,11 +76,6 @@ class Packed(Rows):
             row[PAIRS] = np.where(row[SEGMENTS] % 2, pair, -pair)
         return row
 
-    def _ranges(self, index: int) -> Iterator[tuple[int, int]]:
-        for document, start in self._pieces[self._rows[index] : self._rows[index + 1]].tolist():
-            first, last = self._documents.token_range(document)
-            yield first + start, min(first + start + self._length, last)
-
     def _place(self, row: Row, at: int, segment: int, document: int, start: int) -> int:
         tokens = self._documents.document(document, start, start + self._length + 1)
         check_vocabulary(tokens, self._documents, document, self._vocab_size)

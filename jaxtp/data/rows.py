@@ -1,7 +1,7 @@
 """Rows of a batch: one sequence each."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import SupportsIndex, TypeAlias
 
 import grain
@@ -22,9 +22,6 @@ Row = dict[str, NDArray[np.int32]]
 `SEGMENTS`: 1, 2, ... for their documents, 0 for padding. Rows of preference data also have `PAIRS`:
 for the row's pairs i = 1, 2, ..., i in the chosen and -i in the rejected document, with their
 prompts; 0 for padding. Scores (`scores.py`) add columns `[T, ...]`, some of float32."""
-
-Place = tuple[slice, int, slice]
-"""Positions in a row, a shard, and the shard's tokens that are the inputs at these positions."""
 
 Samples: TypeAlias = "grain.MapDataset[Row]"  # Rows by index, which Grain reads ahead
 
@@ -51,7 +48,7 @@ class Rows(Sequence[Row]):
     # Numbers of documents, or of pairs, that were cut and that were left out
     num_split = num_dropped = 0
     num_unlabelled = 0  # number of rows that were left out, because they have no label
-    add_columns: Callable[[Row, Iterator[Place]], None] | None = None  # adds columns to a row
+    columns: Callable[[int], Row] | None = None  # returns more columns of the row of an index
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
         self._documents = documents
@@ -62,23 +59,12 @@ class Rows(Sequence[Row]):
         if not 0 <= int(index) < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         row = self._row(int(index))
-        if self.add_columns is not None:
-            self.add_columns(row, self.places(int(index)))
+        if self.columns is not None:
+            row |= self.columns(int(index))
         return row
 
     @abstractmethod
     def _row(self, index: int) -> Row: ...
-
-    @abstractmethod
-    def _ranges(self, index: int) -> Iterator[tuple[int, int]]:
-        """Yields the inputs of a row, in order, as ranges of all tokens."""
-
-    def places(self, index: int) -> Iterator[Place]:
-        """Yields the places of a row's inputs in the shards."""
-        at = 0
-        for start, stop in self._ranges(index):
-            for shard, part in self._documents.in_shards(start, stop):
-                yield slice(at, at := at + part.stop - part.start), shard, part
 
 
 class Concatenated(Rows):
@@ -116,10 +102,6 @@ class Concatenated(Rows):
         row["inputs"][:used] = tokens[:used]
         row["labels"][: len(tokens) - 1] = tokens[1:]
         return row
-
-    def _ranges(self, index: int) -> Iterator[tuple[int, int]]:
-        start = index * self._length
-        yield start, min(start + self._length, self._documents.num_tokens)
 
 
 def empty_row(length: int) -> Row:

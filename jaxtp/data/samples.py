@@ -171,7 +171,7 @@ def _require_rows(rows: Rows, name: str, corpus: Corpus, settings: RowSettings) 
 def make_rows(documents: Documents, settings: RowSettings, scores: "Scores | None" = None) -> Rows:
     """Returns the rows of documents, with `scores`.
 
-    Raises `CorpusError`, `LongDocumentError` or `ScoresError`.
+    Raises `CorpusError`, `LongDocumentError` or `DatasetError`.
     """
     rows: Rows
     if settings.packing == "concatenated":

@@ -2,59 +2,50 @@
 
 Losses that need a reference model or a teacher read them.
 
-Version 1 of the format is a folder:
+Version 2 of the format is a folder:
 
-- `scores.json`: `Record`, written last and atomically; without it the folder is unfinished.
-- For each shard of the dataset, files aligned with its `.tokens`, little-endian:
-  - `train-00000.log_probs`: float32 `[tokens]`, the log-probability of the label at each token;
-  - or the k most probable next tokens, descending: `train-00000.top_ids`, uint16 `[tokens, k]` for
-    a vocabulary of up to 65,536, else uint32, and `train-00000.top_log_probs`, float32
-    `[tokens, k]`.
-  Tokens without a label, such as a document's last or a prompt's, and tokens in no row have zeros.
-- `unfinished.json`: a `Journal`, until `scores.json` exists.
+- `scores.json`: `Record`, replaced atomically as the rows are scored; with checksums, all of them
+  are.
+- `train.scores` and `validation.scores`: an array `[rows, T]` of little-endian records, in the
+  order of a run's rows. A record has `log_probs`, float32, the log-probability of the label; or
+  `top_ids`, uint16 `[k]` for a vocabulary of up to 65,536, else uint32, the most probable next
+  tokens, descending, and then `top_log_probs`, float32 `[k]`. Positions without a label, such as a
+  document's last token, a prompt's and padding, have zeros.
 
 The folder may come from anyone: it names no paths of files, and all sizes are checked before files
 are mapped.
 """
 
 import itertools
-import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from jaxtp.config.entry import UserError
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import MAX_JSON, inside, read_bytes, truncate
 from jaxtp.config.schema import differences, nearest_file
 from jaxtp.data.documents import Documents
-from jaxtp.data.manifest import SPLITS, Count, DatasetError, TokenizerInfo, parse, shard_file
-from jaxtp.data.rows import IGNORE, Place, Row, Rows
+from jaxtp.data.manifest import SPLITS, Count, DatasetError, parse
+from jaxtp.data.rows import Row, Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings
-from jaxtp.data.store import size_of, verify_sum
+from jaxtp.data.store import require_size, verify_sum
 
 LOG_PROBS = "log_probs"
 TOP_IDS = "top_ids"
 TOP_LOG_PROBS = "top_log_probs"
-"""Columns of a row, and suffixes of files."""
+"""Columns of a row, and fields of a record."""
 SCORES = "scores.json"
-JOURNAL = "unfinished.json"
 _MAX_LOG_PROB = 1e-3  # a log-probability is at most 0, up to rounding
 
 Text = Annotated[str, Field(max_length=2**12)]
-T = TypeVar("T")
-Numbers: TypeAlias = NDArray[np.integer] | NDArray[np.floating]
-
-
-class ScoresError(UserError):
-    """Scores are missing, unfinished or damaged, or do not fit a run."""
+Size = Annotated[int, Field(ge=1, le=2**60)]
+Numbers: TypeAlias = NDArray[np.void]
 
 
 @dataclass(frozen=True)
@@ -63,62 +54,49 @@ class Scored:
 
     documents: str  # `Documents.identity`
     rows: str  # `Rows.identity`
-    shards: tuple[Mapping[str, str], ...]  # The sha256 of each file, by suffix; empty in a journal
+    num_rows: Size
 
 
 @dataclass(frozen=True)
 class Record:
     """Content of `scores.json`."""
 
-    format: Literal[1]
+    format: Literal[2]
     model: Text  # A description, for messages
     model_sha256: Text  # Identity of the weights, as in checkpoints of adapters
     dtype: Text  # The dtype of the computation
     dataset: Text  # Folder of the dataset, for messages
-    tokenizer: Text
     vocab_size: Annotated[int, Field(ge=1, le=2**32)]  # Number of tokens of the model
     top_k: Annotated[int, Field(ge=1, le=2**20)] | None  # None for log-probabilities of the labels
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    sequence_length: Count
+    sequence_length: Size
     packing: Packing
     long_documents: LongDocuments
     splits: dict[str, Scored]
+    finished: dict[str, Count] = field(default_factory=dict)
+    """Number of rows of each split whose scores are on disk."""
+    sha256: dict[str, str] = field(default_factory=dict)
+    """The sha256 of each split's file; empty until all rows are finished."""
 
     def __post_init__(self) -> None:
-        for name, split in self.splits.items():
+        for name in self.splits:
             if name not in SPLITS:
-                raise ScoresError(f"unknown split {truncate(repr(name))}")
-            if any(sums and sums.keys() != self.layout.keys() for sums in split.shards):
-                raise ScoresError(
-                    f"a shard of {name} has other files than {', '.join(self.layout)}"
-                )
+                raise DatasetError(f"unknown split {truncate(repr(name))}")
+        if self.sha256 and self.sha256.keys() != self.splits.keys():
+            raise DatasetError("the checksums are of other splits")
 
     @property
-    def layout(self) -> dict[str, tuple[np.dtype[np.generic], tuple[int, ...]]]:
-        """The files of a shard, by suffix: the dtype, and the shape for each token."""
-        number = np.dtype("<f4")
+    def fields(self) -> np.dtype[np.void]:
+        """The columns at a position."""
         if self.top_k is None:
-            return {LOG_PROBS: (number, ())}
-        ids = np.dtype("<u2" if self.vocab_size <= 2**16 else "<u4")
-        return {TOP_IDS: (ids, (self.top_k,)), TOP_LOG_PROBS: (number, (self.top_k,))}
+            return np.dtype([(LOG_PROBS, "<f4")])
+        ids = "<u2" if self.vocab_size <= 2**16 else "<u4"
+        shape = (self.top_k,)
+        return np.dtype([(TOP_IDS, ids, shape), (TOP_LOG_PROBS, "<f4", shape)])
 
-    def sizes(self, folder: Path, split: str, shard_tokens: Sequence[int]) -> dict[Path, int]:
-        """Returns the size in bytes of each file of a split."""
-        sizes: dict[Path, int] = {}
-        for shard, tokens in enumerate(shard_tokens):
-            for suffix, (dtype, shape) in self.layout.items():
-                path = shard_file(folder, split, shard, suffix)
-                sizes[path] = tokens * math.prod(shape) * dtype.itemsize
-        return sizes
-
-
-@dataclass(frozen=True)
-class Journal:
-    """Content of `unfinished.json`."""
-
-    record: Record
-    arguments: tuple[str, ...]  # The command's arguments, for a message
-    rows: dict[str, Count]  # Number of rows of each split whose scores are on disk
+    def num_bytes(self, rows: int) -> int:
+        """Returns the size of rows in a file."""
+        return rows * self.sequence_length * self.fields.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,20 +139,13 @@ class Scores:
         self.folder = folder
         self.record = record
         self.needs = needs
-        self.identity = fingerprint(asdict(record)["splits"])
+        self.identity = fingerprint(record.sha256)
 
-    def check(self, tokenizer: TokenizerInfo, settings: RowSettings) -> None:
-        """Raises `ScoresError` if the scores are for another tokenizer or other rows."""
-        record = self.record
-        if record.tokenizer != tokenizer.name:
-            raise ScoresError(
-                f"data.scores={self.folder} has scores for tokenizer "
-                f"{truncate(record.tokenizer[:12])}, and the data "
-                f"were made with tokenizer {tokenizer.name[:12]}; score these data: "
-                f"{self.command()}"
-            )
+    def check(self, settings: RowSettings) -> None:
+        """Raises `DatasetError` if the scores are for other rows."""
         stored = {
-            name: getattr(record, name) for name in ("sequence_length", "packing", "long_documents")
+            name: getattr(self.record, name)
+            for name in ("sequence_length", "packing", "long_documents")
         }
         requested = {
             "sequence_length": settings.length,
@@ -182,7 +153,7 @@ class Scores:
             "long_documents": settings.long_documents,
         }
         if changed := differences(stored, requested, "data."):
-            raise ScoresError(
+            raise DatasetError(
                 f"data.scores={self.folder} was made with other rows (there -> here): "
                 f"{'; '.join(changed)}; use its settings, or score again: {self.command(settings)}"
             )
@@ -210,66 +181,59 @@ class Scores:
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
         """Adds the scores as columns to rows.
 
-        Raises `ScoresError` if the scores belong to other rows, or files have wrong sizes.
+        Raises `DatasetError` if the scores belong to other rows, or a file has a wrong size.
         """
         splits = {split.documents: (name, split) for name, split in self.record.splits.items()}
         if documents.identity not in splits:
-            raise ScoresError(
+            raise DatasetError(
                 f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not "
                 f"of the documents in {documents.location(0).rpartition(',')[0]}; all data of a "
                 f"run need to be one dataset, scored by: {self.command(settings)}"
             )
         name, split = splits[documents.identity]
-        if split.rows != rows.identity or len(split.shards) != len(documents.shard_sizes):
-            raise ScoresError(
+        if split.rows != rows.identity or split.num_rows != len(rows):
+            raise DatasetError(
                 f"data.scores={self.folder} was made with other rows of {name}, by another version "
                 f"of jaxtp; score again: {self.command(settings)}"
             )
-        for path, expected in self.record.sizes(self.folder, name, documents.shard_sizes).items():
-            if (size := _size_of(path)) != expected:
-                raise ScoresError(f"{path}: damaged scores: {size:,} bytes of {expected:,}")
-        rows.add_columns = _Columns(self.folder, name, self.record, settings.vocab_size)
+        rows.columns = _Columns(self, name, settings.vocab_size)
 
 
 class _Columns:
-    """Adds the scores of a split to rows (`Rows.add_columns`).
+    """Reads the scores of a row (`Rows.columns`).
 
-    Files are mapped on first use, as in `store.Split`.
+    The file is mapped on first use, as in `store.Split`.
     """
 
-    def __init__(self, folder: Path, split: str, record: Record, vocab_size: int):
-        self._file = partial(shard_file, folder, split)
-        self._layout = record.layout
+    def __init__(self, scores: Scores, split: str, vocab_size: int):
+        record = scores.record
+        num_rows = record.splits[split].num_rows
+        self._path = scores_file(scores.folder, split)
+        self._fields = record.fields
+        self._shape = num_rows, record.sequence_length
         self._vocab_size = vocab_size
-        self._maps: dict[tuple[int, str], Numbers] = {}
+        self._array: Numbers | None = None
+        require_size(self._path, record.num_bytes(num_rows))
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_maps": {}}
+        return self.__dict__ | {"_array": None}
 
-    def __call__(self, row: Row, places: Iterator[Place]) -> None:
-        labels = row["labels"]
-        parts = list(places)
-        for suffix, (_, shape) in self._layout.items():
-            is_ids = suffix == TOP_IDS
-            column = np.zeros((len(labels), *shape), np.int64 if is_ids else np.float32)
-            for at, shard, part in parts:
-                column[at] = self._map(shard, suffix)[part]
-            column[labels == IGNORE] = 0
-            for problem in _problems(column, self._vocab_size, "model.vocab_size="):
-                raise ScoresError(
-                    f"{self._file(parts[0][1], suffix)}: {problem}; jaxtp score --verify checks "
-                    "a folder"
-                )
-            row[suffix] = column.astype(np.int32) if is_ids else column  # type: ignore[assignment]
+    def __call__(self, index: int) -> Row:
+        if self._array is None:
+            mapped = np.memmap(self._path, self._fields, mode="r", shape=self._shape)
+            self._array = mapped.view(np.ndarray)
+        scores = self._array[index]
+        for problem in _problems(self._path, scores, self._vocab_size, "model.vocab_size="):
+            raise DatasetError(f"{problem}; jaxtp score --verify checks a folder")
+        return {
+            name: scores[name].astype(np.int32 if name == TOP_IDS else np.float32)
+            for name in self._fields.names or ()
+        }
 
-    def _map(self, shard: int, suffix: str) -> Numbers:
-        array = self._maps.get((shard, suffix))
-        if array is None:
-            dtype, shape = self._layout[suffix]
-            mapped = np.memmap(self._file(shard, suffix), dtype, mode="r")
-            array = mapped.view(np.ndarray).reshape(-1, *shape)
-            self._maps[shard, suffix] = array
-        return array
+
+def scores_file(folder: Path, split: str) -> Path:
+    """Returns the path of a split's scores."""
+    return folder / f"{split}.scores"
 
 
 def free_folder(path: Path) -> Path:
@@ -279,74 +243,54 @@ def free_folder(path: Path) -> Path:
 
 
 def open_scores(folder: Path, needs: Wanted = Wanted()) -> Scores:
-    """Opens finished scores, and reads only `scores.json`; raises `ScoresError`."""
+    """Opens finished scores, and reads only `scores.json`; raises `DatasetError`."""
     if not folder.is_dir():
-        raise ScoresError(
+        raise DatasetError(
             f"{folder}: no such folder of scores{nearest_file(folder)}; jaxtp score makes one"
         )
-    if (record := _read(folder / SCORES, Record)) is not None:
-        if not all(all(split.shards) for split in record.splits.values()):
-            raise ScoresError(f"{folder / SCORES}: damaged: a shard without files")
-        return Scores(folder, record, needs)
-    if (journal := read_journal(folder)) is not None:
-        command = truncate(shlex.join(["jaxtp", "score", *journal.arguments]), 1000)
-        raise ScoresError(f"{folder} has unfinished scores; this command finishes them: {command}")
-    raise ScoresError(f"{folder} has no {SCORES}: it is not a folder of jaxtp score")
+    record = read_record(folder)
+    if record is None:
+        raise DatasetError(f"{folder} has no {SCORES}: it is not a folder of jaxtp score")
+    if not record.sha256:
+        raise DatasetError(
+            f"{folder} has unfinished scores, which the same jaxtp score command finishes"
+        )
+    return Scores(folder, record, needs)
 
 
-def read_journal(folder: Path) -> Journal | None:
-    """Reads the journal of unfinished scores, if there is one; raises `ScoresError`."""
-    return _read(folder / JOURNAL, Journal)
-
-
-def _read(path: Path, schema: type[T]) -> T | None:
+def read_record(folder: Path) -> Record | None:
+    """Reads `scores.json`, if there is one; raises `DatasetError`."""
     try:
-        return parse(schema, read_bytes(inside(path.parent, path.name), MAX_JSON))
+        return parse(Record, read_bytes(inside(folder, SCORES), MAX_JSON))
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise ScoresError(f"{path}: {error.strerror}") from None
-    except DatasetError as error:
-        raise ScoresError(f"{path}: {error}") from None
-
-
-def _size_of(path: Path) -> int:
-    try:
-        return size_of(path)
-    except OSError as error:
-        raise ScoresError(f"{path}: damaged scores: {error.strerror}") from None
+    except (OSError, DatasetError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise DatasetError(f"{folder / SCORES}: {problem}; score the data again") from None
 
 
 def verify(scores: Scores) -> Iterator[str]:
     """Reads all files; yields differences from `scores.json`, and numbers that are not scores."""
-    for name, split in scores.record.splits.items():
-        for shard, sums in enumerate(split.shards):
-            for suffix, expected in sums.items():
-                path = shard_file(scores.folder, name, shard, suffix)
-                dtype, shape = scores.record.layout[suffix]
-                try:
-                    size = _size_of(path)
-                except ScoresError as error:
-                    yield str(error)
-                    continue
-                if not size or size % (math.prod(shape) * dtype.itemsize):
-                    yield f"{path}: cut short"
-                elif problems := list(verify_sum(path, expected)):
-                    yield from problems
-                else:
-                    array = np.memmap(path, dtype, mode="r")
-                    vocab_size = scores.record.vocab_size
-                    for problem in _problems(array, vocab_size, "the vocabulary of "):
-                        yield f"{path}: {problem}"
+    record = scores.record
+    for name, split in record.splits.items():
+        path = scores_file(scores.folder, name)
+        try:
+            require_size(path, record.num_bytes(split.num_rows))
+        except DatasetError as error:
+            yield str(error)
+            continue
+        problems = list(verify_sum(path, record.sha256[name]))
+        array = np.memmap(path, record.fields, mode="r")
+        yield from problems or _problems(path, array, record.vocab_size, "the vocabulary of ")
 
 
-def _problems(numbers: Numbers, vocab_size: int, setting: str) -> Iterator[str]:
+def _problems(path: Path, scores: Numbers, vocab_size: int, setting: str) -> Iterator[str]:
     # Yields why numbers are not ids or log-probabilities.
-    highest = numbers.max()
-    if numbers.dtype.kind in "iu":
-        if highest >= vocab_size:
-            yield f"id {highest} is beyond {setting}{vocab_size}"
-        return
-    lowest = numbers.min()
-    if not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
-        yield f"log-probabilities from {lowest} to {highest}"
+    for name in scores.dtype.names or ():
+        lowest = scores[name].min()
+        highest = scores[name].max()
+        if name == TOP_IDS:
+            if highest >= vocab_size:
+                yield f"{path}: id {highest} is beyond {setting}{vocab_size}"
+        elif not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
+            yield f"{path}: log-probabilities from {lowest} to {highest}"

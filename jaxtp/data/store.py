@@ -164,24 +164,20 @@ def open_dataset(folder: Path) -> Dataset:
         for index, shard in enumerate(record.shards):
             sizes = file_sizes(shard.documents, shard.tokens, dtype)
             for suffix in shard.sha256:
-                _require_size(shard_file(folder, name, index, suffix), sizes[suffix])
+                require_size(shard_file(folder, name, index, suffix), sizes[suffix])
     return Dataset(folder, manifest.tokenizer, splits)
 
 
-def size_of(path: Path) -> int:
-    """Returns the size of a regular file in an untrusted folder."""
-    with open_regular(inside(path.parent, path.name)) as file:
-        return os.fstat(file.fileno()).st_size
-
-
-def _require_size(path: Path, expected: int) -> None:
+def require_size(path: Path, expected: int) -> None:
+    """Raises `DatasetError` unless a file of an untrusted folder is regular and of this size."""
     try:
-        size = size_of(path)
+        with open_regular(inside(path.parent, path.name)) as file:
+            size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
+        raise DatasetError(f"{path}: damaged: {error.strerror}") from None
     if size != expected:
         how = "cut short" if size < expected else "too long"
-        raise DatasetError(f"{path}: damaged dataset: {how}: {size:,} bytes of {expected:,}")
+        raise DatasetError(f"{path}: damaged: {how}: {size:,} bytes of {expected:,}")
 
 
 def verify(dataset: Dataset) -> Iterator[str]:

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxtp.config.reading import inside, read_bytes
 from jaxtp.config.schema import missing_model
-from jaxtp.data import tokenizer_worker
+from jaxtp.data import worker_process
 from jaxtp.data.corpus import BYTE_TOKENIZER
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
@@ -56,7 +56,7 @@ MEMORY_OF_TEXT = 256
 SECONDS_OF_TEXT = 1e-4
 """Limits of the worker for a request: fixed limits, and limits for each byte of a tokenizer.json or
 character of a text. The library takes up to about 150 bytes and 10 microseconds for a character."""
-_WORKER = Worker(tokenizer_worker.__file__)
+_WORKER = Worker(worker_process.__file__)
 """The worker of all tokenizers of `jaxtp prepare`."""
 
 
@@ -251,7 +251,7 @@ def encode_isolated(
         "seconds": FIXED_SECONDS + SECONDS_OF_TEXT * num_characters,
     }
     problem, ids, cuts = _ask_worker(request, name)
-    if problem == tokenizer_worker.UNKNOWN:
+    if problem == worker_process.UNKNOWN:
         request["content"] = content
         request["memory"] += _MEMORY_OF_FILE * len(content)
         problem, ids, cuts = _ask_worker(request, name)
@@ -321,7 +321,7 @@ def load_library(content: bytes, name: str) -> "Library":
     """Returns a `tokenizers` tokenizer, without truncation, padding and dropout."""
     _require_library(name)
     try:
-        tokenizer = tokenizer_worker.load(content)
+        tokenizer = worker_process.load(content)
     except BaseException as error:
         raise as_tokenizer_error(error, f"{name}: not a tokenizer.json") from None
     for part in (tokenizer.normalizer, tokenizer.decoder):

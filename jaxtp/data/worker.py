@@ -34,11 +34,10 @@ class Worker:
 
     Args:
       file: the worker's Python file.
-      arguments: the worker's command line.
     """
 
-    def __init__(self, file: str, *arguments: object):
-        self._command = [sys.executable, "-P", file, *map(str, arguments)]
+    def __init__(self, file: str):
+        self._command = [sys.executable, "-P", file]
         self.process: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
         self._lock = threading.Lock()

@@ -131,7 +131,7 @@ def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = Non
         from jaxtp.data.scores import open_scores
 
         scores = open_scores(data.scores, _wanted_scores(config, loss))
-        scores.check(corpus.tokenizer, settings)
+        scores.check(settings)
     return Data(corpus, settings, config.run.seed, scores)
 
 

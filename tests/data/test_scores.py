@@ -3,9 +3,9 @@
 import math
 import os
 import pickle
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,19 +15,10 @@ from tables import raised_by, read_json, write_json
 import jaxtp
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.corpus import load_corpus
-from jaxtp.data.manifest import BYTES
+from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import IGNORE
 from jaxtp.data.samples import Data, RowSettings, make_rows
-from jaxtp.data.scores import (
-    JOURNAL,
-    SCORES,
-    Record,
-    Scored,
-    Scores,
-    ScoresError,
-    open_scores,
-    verify,
-)
+from jaxtp.data.scores import SCORES, Record, Scored, open_scores, verify
 from jaxtp.tools.score.scoring import Job, _Writer
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitSource
@@ -36,6 +27,13 @@ from jaxtp.train.task import Task
 
 FOLDER = Path("s")
 SETTINGS = RowSettings(64, 256, "documents", "split")
+FILES = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def files_are_closed():
+    yield
+    FILES.close()
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +45,19 @@ def dataset(tmp_path_factory):
 
 
 def write(dataset, settings=SETTINGS, top_k=None):
-    """Writes scores that name the token: minus its index among all tokens, and k ids from there
-    on.
-    """
+    """Writes scores that name the row and the position, and k ids from there on."""
     rows = {}
     splits = {}
     for name, split in dataset.splits.items():
         rows[name] = make_rows(split, settings)
-        splits[name] = Scored(split.identity, rows[name].identity, ({},) * len(split.shard_sizes))
+        splits[name] = Scored(split.identity, rows[name].identity, len(rows[name]))
     record = Record(
         **{
-            "format": 1,
+            "format": 2,
             "model": "m",
             "model_sha256": "",
             "dtype": "float32",
             "dataset": "d",
-            "tokenizer": BYTES,
             "vocab_size": 256,
             "top_k": top_k,
             "temperature": 1.0,
@@ -73,22 +68,18 @@ def write(dataset, settings=SETTINGS, top_k=None):
         }
     )
     FOLDER.mkdir()
-    writer = _Writer(Job(FOLDER, record, dataset.splits, rows, ("a", "b c")))
+    writer = _Writer(Job(FOLDER, record, rows), FILES)
     for name in rows:
         for index in range(len(rows[name])):
-            columns = expected(dataset.splits[name], rows[name], index, top_k)
-            writer.write(name, index, {key: array[None] for key, array in columns.items()})
+            columns = expected(rows[name], index, top_k)
+            writer.write(name, 1, {key: array[None] for key, array in columns.items()})
     writer.save()
     return writer
 
 
-def expected(split, rows, index, top_k):
-    row = rows[index]
-    positions = np.zeros(SETTINGS.length, np.int64)
-    firsts = np.cumsum([0, *split.shard_sizes])
-    for where, shard, part in rows.places(index):
-        positions[where] = firsts[shard] + np.arange(part.start, part.stop)
-    positions[row["labels"] == IGNORE] = 0
+def expected(rows, index, top_k):
+    positions = np.arange(1, SETTINGS.length + 1) + index * SETTINGS.length
+    positions[rows[index]["labels"] == IGNORE] = 0
     if top_k is None:
         return {"log_probs": -positions.astype(np.float32)}
     ids = np.where(positions[:, None] > 0, positions[:, None] + np.arange(top_k), 0) % 256
@@ -111,7 +102,7 @@ def test_rows_have_the_scores_of_their_tokens(dataset, packing, top_k):
     ):
         plain = make_rows(split, settings)
         for index, row in enumerate(pickle.loads(pickle.dumps(rows))):
-            wanted = plain[index] | expected(split, plain, index, top_k)
+            wanted = plain[index] | expected(plain, index, top_k)
             assert row.keys() == wanted.keys()
             for name, array in wanted.items():
                 np.testing.assert_array_equal(row[name], array)
@@ -122,18 +113,16 @@ def test_rows_have_the_scores_of_their_tokens(dataset, packing, top_k):
 
 
 def test_scores_that_do_not_fit_the_data_are_refused(dataset):
-    """Each message names the folder, and the command that makes the right scores or finishes
-    these.
-    """
+    """Each message names the folder, and what makes the right scores or finishes these."""
     config = DataConfig(path=dataset.folder, scores=FOLDER, sequence_length=64)
 
     def assert_refused(match, task=Task(loss=lambda *_: None), **changes):
-        with pytest.raises((ScoresError, ConfigError), match=match):
+        with pytest.raises((DatasetError, ConfigError), match=match):
             open_data(replace(TrainConfig(), data=replace(config, **changes)), InitSource(), task)
 
     assert_refused("no such folder")
     writer = write(dataset)
-    assert_refused(r"this command finishes them: jaxtp score a 'b c'")
+    assert_refused("unfinished scores, which the same jaxtp score command finishes")
     writer.finish()
     assert_refused("the default loss does not read them", Task())
     assert_refused(r"data.packing: documents -> concatenated.*jaxtp score", packing="concatenated")
@@ -147,22 +136,13 @@ def test_scores_that_do_not_fit_the_data_are_refused(dataset):
     assert_refused("documents in .*other/validation", validation=other)
 
 
-def test_scores_of_another_tokenizer_or_vocabulary_are_refused(dataset):
+def test_scores_of_another_vocabulary_are_refused(dataset):
     write(dataset, top_k=3).finish()
     scores = open_scores(FOLDER)
-    foreign = Scores(FOLDER, replace(scores.record, tokenizer="\x1b[31m"))
-    for found, name in (
-        (scores, "bytes, and the data were made with tokenizer abc"),
-        (foreign, r"\\x1b\[31m"),
-    ):
-        with pytest.raises(ScoresError, match=f"scores for tokenizer {name}"):
-            found.check(SimpleNamespace(name="abc"), SETTINGS)
     train = dataset.splits["train"]
     rows = make_rows(train, SETTINGS)
     scores.add_to(rows, train, replace(SETTINGS, vocab_size=100))
-    with pytest.raises(
-        ScoresError, match=r"train-0000\d.top_ids: id \d+ is beyond model.vocab_size=100"
-    ):
+    with pytest.raises(DatasetError, match=r"train.scores: id \d+ is beyond model.vocab_size=100"):
         list(rows)
 
 
@@ -179,7 +159,7 @@ def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset):
     scored = f"jaxtp score {dataset.folder} --model 'a model' --out"
 
     def refusal(loss=jaxtp.DPO(), **changes):
-        with pytest.raises((ScoresError, ConfigError)) as error:
+        with pytest.raises((DatasetError, ConfigError)) as error:
             open_data(replace_nested(config, changes), InitSource(), Task(loss=loss))
         return str(error.value)
 
@@ -222,11 +202,11 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_is_found(dataset, damage):
     write(dataset).finish()
-    DAMAGES[damage](Path("s/train-00000.log_probs"))
+    DAMAGES[damage](Path("s/train.scores"))
     (problem,) = verify(open_scores(FOLDER))
-    assert "train-00000.log_probs" in problem
+    assert "train.scores" in problem
     if damage != "changed":
-        with pytest.raises(ScoresError, match=r"train-00000.log_probs: damaged scores"):
+        with pytest.raises(DatasetError, match=r"train.scores: damaged: "):
             Data(load_corpus(dataset.folder), SETTINGS, 0, open_scores(FOLDER))
 
 
@@ -235,7 +215,7 @@ def test_a_wrong_scores_json_is_refused(dataset):
     file = FOLDER / SCORES
     record = read_json(file)
     wrong = {
-        "format": 2,
+        "format": 1,
         "top_k": 0,
         "temperature": 0,
         "packing": "no",
@@ -244,30 +224,30 @@ def test_a_wrong_scores_json_is_refused(dataset):
     }
     for key, value in wrong.items():
         write_json(file, {**record, key: value})
-        with pytest.raises(ScoresError, match=r"scores.json: "):
+        with pytest.raises(DatasetError, match=r"scores.json: "):
             open_scores(FOLDER)
 
 
-@pytest.mark.parametrize("name", [SCORES, JOURNAL])
-def test_mutated_files_give_rows_or_one_error(dataset, name):
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_mutated_files_give_rows_or_one_error(dataset, is_finished):
     writer = write(dataset, top_k=3)
-    if name == SCORES:
+    if is_finished:
         writer.finish()
     numbers = np.random.default_rng(0)
     corpus = load_corpus(dataset.folder)
-    whole = (FOLDER / name).read_bytes()
+    whole = (FOLDER / SCORES).read_bytes()
     errors = []
     for _ in range(30):
         content = bytearray(whole)
         at = int(numbers.integers(len(content)))
         content[at : at + int(numbers.integers(3))] = numbers.bytes(int(numbers.integers(3)))
-        (FOLDER / name).write_bytes(content)
+        (FOLDER / SCORES).write_bytes(content)
         errors.append(
-            raised_by(lambda: Data(corpus, SETTINGS, 0, open_scores(FOLDER)), kind=ScoresError)
+            raised_by(lambda: Data(corpus, SETTINGS, 0, open_scores(FOLDER)), kind=DatasetError)
         )
     assert not [error for error in errors if "\n" in error]
     assert any(error != "no error" for error in errors)
-    assert (name == SCORES) == ("no error" in errors)
+    assert is_finished == ("no error" in errors)
 
 
 def test_pairs_keep_their_scores():
@@ -285,11 +265,11 @@ def test_pairs_keep_their_scores():
 @pytest.mark.parametrize("number", [math.nan, 1e30])
 def test_numbers_that_are_no_scores_are_found(dataset, number):
     writer = write(dataset)
-    path = FOLDER / "train-00000.log_probs"
+    path = FOLDER / "train.scores"
     path.write_bytes(np.float32(number).tobytes() + path.read_bytes()[4:])
     writer.finish()
     (problem,) = verify(open_scores(FOLDER))
     assert problem.startswith(f"{path}: log-probabilities from ")
     data = Data(load_corpus(dataset.folder), SETTINGS, 0, open_scores(FOLDER))
-    with pytest.raises(ScoresError, match=r"log-probabilities from .*; jaxtp score --verify"):
+    with pytest.raises(DatasetError, match=r"log-probabilities from .*; jaxtp score --verify"):
         list(data.train_rows[0])

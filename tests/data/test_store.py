@@ -143,14 +143,10 @@ def test_a_file_of_another_size_is_named(copy, suffix):
         content + b"2": "too long",
     }.items():
         path.write_bytes(damaged)
-        with pytest.raises(
-            DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: {message}"
-        ):
+        with pytest.raises(DatasetError, match=rf"train-00001\.{suffix}: damaged: {message}"):
             open_dataset(copy)
     path.unlink()
-    with pytest.raises(
-        DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: No such file"
-    ):
+    with pytest.raises(DatasetError, match=rf"train-00001\.{suffix}: damaged: No such file"):
         open_dataset(copy)
 
 

@@ -19,7 +19,7 @@ from tokenizers import (
 )
 
 from jaxtp.data import tokenizer as module
-from jaxtp.data import tokenizer_worker
+from jaxtp.data import worker_process
 from jaxtp.data.manifest import TOKENIZER
 from jaxtp.data.tokenizer import (
     ByteTokenizer,
@@ -209,16 +209,17 @@ def test_a_worker_that_takes_too_much_is_an_error_and_another_one_starts(monkeyp
     )
 
 
-def test_a_text_that_the_library_cannot_copy_is_a_lack_of_memory():
+def test_a_text_that_the_library_cannot_copy_is_a_lack_of_memory(monkeypatch):
     """tokenizers 0.21 calls it an invalid type."""
 
     class Library:
         def encode_batch_fast(self, texts, add_special_tokens):
             raise TypeError("TextEncodeInput must be Union[TextInputSequence, ...]")
 
-    request = {"key": "k", "content": None, "texts": ["ab"], "before": None, "settings": {}}
+    monkeypatch.setitem(worker_process._LOADED, "k", Library())
+    request = {"key": "k", "content": None, "texts": ["ab"], "is_whole": True, "settings": {}}
     with pytest.raises(MemoryError):
-        tokenizer_worker._answer({"k": Library()}, **request)
+        worker_process._encodings(**request)
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])

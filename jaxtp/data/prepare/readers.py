@@ -3,16 +3,18 @@
 import codecs
 import difflib
 import gzip
-import io
 import itertools
 import json
 import re
 import resource
+import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar, cast
 
@@ -22,7 +24,6 @@ from jaxtp.data.chat_template import ChatError
 if TYPE_CHECKING:
     import datasets
     import pyarrow
-    from _typeshed import WriteableBuffer
 
 TEXT = "text"
 JSONL = "jsonl"
@@ -56,24 +57,20 @@ T = TypeVar("T")
 SKIP_BYTES = 2**20
 _PEEKED_LINES = 100  # The first object must be in these lines for its keys to be read
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
-ARRAY_CHUNK = 2**20  # Bytes of a JSON list that are read at a time
+MAX_LIST = 2**30
+"""Maximum bytes of a JSON list, which is parsed as a whole and takes several times its size in
+memory. ShareGPT's list, of 0.7 GB, is read."""
 MAX_VALUES = 2**22  # Maximum number of values of a row; each takes some 100 bytes of memory
-_VALUE_BYTES = 64  # Approximate memory of a value of a table in Python
-VALUES_BYTES = MAX_VALUES * _VALUE_BYTES
 _DECODING = 2**30
 _EXPANSION = 64
-"""Maximum memory for decoding a table: bytes, and bytes for each byte of the file."""
-_TRUNCATED = 16  # A JSON error this close to the end of a text may be due to the missing text
-_SPACE = re.compile(r"[ \t\r\n]*")
+"""Maximum memory for decoding a table or a list: bytes, and bytes for each byte of the file."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A JSON string, which may be cut short. The quantifiers are possessive, because backtracking would
 take gigabytes of memory."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
-"""Errors of truncated or damaged gzip streams; `_unpack_zstd` converts zstd's to EOFError."""
-_ZSTD_CHUNK = 2**11
-"""Compressed bytes that are unpacked at a time. zstd may unpack them to 30,000 times as many bytes,
-which are in memory at once."""
+"""Errors of truncated or damaged gzip streams; `open_stream` converts zstd's to EOFError."""
+ZSTD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 _PARQUET_ROWS = 32  # Rows in memory at a time
 
 
@@ -123,6 +120,7 @@ class Event(NamedTuple):
 
 
 Row = Mapping[str, object]
+_Hook = Callable[[Sequence[tuple[str, object]]], Row]
 Item = tuple[int, int, object]
 """An item's number from 1, the bytes of the source that are read so far, and the item: a text, a
 line of JSON (bytes), a row, or a problem."""
@@ -168,6 +166,11 @@ class Source:
     in_folder: bool = False  # whether a folder contains it, rather than the command line
     table: "datasets.Dataset | None" = None
     skips: bool = False  # whether lines after one beyond `max_document` are read
+
+    @property
+    def max_memory(self) -> int:
+        """Maximum memory for decoding the file."""
+        return _DECODING + _EXPANSION * self.size
 
 
 def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
@@ -216,30 +219,11 @@ def first_row(source: Source, fields: Fields | None) -> Row:
     return {}
 
 
-def starts_with_object(source: Source) -> bool:
-    """Returns whether the first line that is not blank is a JSON object, or too long to tell."""
-    with suppress(*DECOMPRESSION_ERRORS, OSError, ImportError, BadInputError):
-        for _, _, line in itertools.islice(_read_lines(source, 0, None), _PEEKED_LINES):
-            assert isinstance(line, bytes)
-            if len(line) > source.max_document and line.lstrip().startswith(b"{"):
-                return True
-            if line.strip():
-                return isinstance(_parse(line, None), dict)
-    return False
-
-
 def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
     if start:
         return
     if fields is not None and (fields.prompt is not None or fields.turns is not None):
-        contents = "prompts and completions"
-        if fields.required:
-            contents = "pairs"
-        elif fields.turns:
-            contents = "conversations"
-        raise BadInputError(
-            NO_FIELD, f"text has no fields; {contents} are read from JSONL and Parquet"
-        )
+        raise BadInputError(NO_FIELD, "text has no fields; rows are read from JSONL and Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
         content = stream.read(_BINARY_PREFIX)
         if source.in_folder and b"\0" in content:
@@ -277,105 +261,28 @@ def _not_text() -> BadInputError:
 
 
 def _read_array(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
-    with open_stream(Path(source.path), source.max_window) as (stream, file):
-        for number, row in enumerate(_Array(stream, source.max_document, fields), 1):
-            if number > start:
-                yield number, file.tell(), row
+    rows = _list_in(source, fields is not None and fields.turns is not None)
+    for number, row in enumerate(rows[start:], start + 1):
+        yield number, source.size * number // len(rows), row
+    _list_in.cache_clear()
 
 
-class _Array:
-    """The items of a JSON list; one item and one chunk are in memory at a time."""
-
-    def __init__(self, stream: BinaryIO, limit: int, fields: Fields | None):
-        self._stream = stream
-        self._limit = max(limit, ARRAY_CHUNK)
-        self._repeated: list[str] = []
-        has_turns = fields is not None and fields.turns is not None
-        self._decoder = _decoder(self._repeated, fields) if has_turns else json.JSONDecoder()
-        self._utf8 = codecs.getincrementaldecoder("utf-8")()
-        self._text = ""  # decoded, and not yet parsed from `_at`
-        self._at = 0
-        self._num_read = 0
-        self._is_whole = False
-
-    def __iter__(self) -> Iterator[object]:
-        self._read_mark()  # the opening bracket, which made the source an array
-        if self._mark() == "]":
-            self._read_mark()
-            return
-        mark = ","
-        while mark == ",":
-            yield self._item()
-            mark = self._read_mark()
-        if mark != "]":
+# A command reads the first rows of a list several times.
+@lru_cache(maxsize=1)
+def _list_in(source: Source, has_turns: bool) -> list[object]:
+    with (
+        _limited_memory(source.max_memory),
+        open_stream(Path(source.path), source.max_window) as (stream, _),
+    ):
+        chunks = iter(partial(stream.read, SKIP_BYTES), b"")
+        content = b"".join(itertools.islice(chunks, MAX_LIST // SKIP_BYTES + 1))
+        if len(content) > MAX_LIST:
             raise BadInputError(
-                NOT_JSON, "not JSON: Expecting ',' delimiter or the end of the list"
+                TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {to_json_lines('.[]')}"
             )
-        if self._mark():
-            raise BadInputError(NOT_JSON, "not JSON: Extra data after the list")
-
-    def _item(self) -> object:
-        self._mark()  # skips white space
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
-            except (RecursionError, ValueError) as error:
-                if not self._may_be_truncated(error):
-                    raise _not_json(error, self._at) from None
-            else:
-                if end < len(self._text) or self._is_whole:
-                    self._at = end
-                    return self._checked(value)
-            self._repeated.clear()
-            if len(self._text) - self._at > self._limit:
-                raise too_large(self._limit, "a row of ")
-            if len(self._text) - self._at > MAX_VALUES:
-                _require_few_values(self._text[self._at :].encode())
-            self._read_more()
-
-    def _checked(self, value: object) -> object:
-        if not self._repeated:
-            return value
-        name = self._repeated[0]
-        self._repeated.clear()
-        return _repeated_key(name)
-
-    def _may_be_truncated(self, error: Exception) -> bool:
-        if self._is_whole or not isinstance(error, json.JSONDecodeError):
-            return False
-        is_at_end = error.pos >= len(self._text) - _TRUNCATED
-        return is_at_end or error.msg.startswith("Unterminated")
-
-    def _mark(self) -> str:
-        """Returns the next character that is not white space, or an empty string at the end."""
-        while True:
-            match = _SPACE.match(self._text, self._at)
-            assert match is not None
-            self._at = match.end()
-            if self._at < len(self._text) or self._is_whole:
-                return self._text[self._at : self._at + 1]
-            self._read_more()
-
-    def _read_mark(self) -> str:
-        mark = self._mark()
-        self._at += len(mark)
-        return mark
-
-    def _read_more(self) -> None:
-        """Reads a chunk as long as the remaining text, so that a long item is parsed few times."""
-        left = self._text[self._at :]
-        chunk = self._stream.read(max(ARRAY_CHUNK, len(left)))
-        try:
-            text = self._utf8.decode(chunk, final=not chunk)
-        except UnicodeDecodeError as error:
-            before = self._num_read - (len(error.object) - len(chunk))
-            raise BadInputError(NOT_UTF8, _not_utf8(error, before)) from None
-        if not self._num_read:
-            text = text.removeprefix("\ufeff")
-        self._num_read += len(chunk)
-        self._is_whole = not chunk
-        self._text = left + text
-        self._at = 0
+        rows = _decode(content, partial(_unique, None) if has_turns else None)
+    assert isinstance(rows, list)
+    return rows
 
 
 def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
@@ -404,18 +311,14 @@ def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator
                 decoded = file.iter_batches(
                     _PARQUET_ROWS, row_groups=[group], columns=names, use_threads=False
                 )
-                for batch in _within_memory(_DECODING + _EXPANSION * source.size, decoded):
-                    for values in _rows_of(batch, names, source.max_document):
+                rows = (batch.to_pylist() for batch in decoded)
+                for values_of_rows in _within_memory(source.max_memory, rows):
+                    for values in values_of_rows:
                         row += 1
                         if row > start:
                             yield row, source.size * row // max(file.metadata.num_rows, row), values
     except UnicodeDecodeError as error:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
-    except (MemoryError, pyarrow.lib.ArrowMemoryError):
-        limit = _DECODING + _EXPANSION * source.size
-        raise BadInputError(
-            TOO_LARGE, f"decoding it takes more than {limit:,} bytes of memory"
-        ) from None
     except (pyarrow.lib.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise _to_bad_input(source, error) from None
@@ -436,7 +339,7 @@ def _require_few_values_in(group: "pyarrow.parquet.RowGroupMetaData", names: lis
 
 
 def _within_memory(max_bytes: int, values: Iterator[T]) -> Iterator[T]:
-    """Yields values; on Linux, raises a MemoryError if one of them takes more than `max_bytes`."""
+    """Yields values; each of them is made within `_limited_memory`."""
     while True:
         with _limited_memory(max_bytes):
             value = next(values, None)
@@ -447,57 +350,25 @@ def _within_memory(max_bytes: int, values: Iterator[T]) -> Iterator[T]:
 
 @contextmanager
 def _limited_memory(max_bytes: int) -> Iterator[None]:
-    try:
+    """Raises `BadInputError` where memory ends; on Linux, after `max_bytes` more of it."""
+    before: dict[int, tuple[int, int]] = {}
+    with suppress(OSError):
         pages = list(map(int, Path("/proc/self/statm").read_text().split()))
-    except OSError:
-        yield  # not on Linux
-        return
-    kinds = {resource.RLIMIT_AS: pages[0], resource.RLIMIT_DATA: pages[5]}
-    before = {kind: resource.getrlimit(kind) for kind in kinds}
-    for kind, (soft, hard) in before.items():
-        limit = kinds[kind] * resource.getpagesize() + max_bytes
-        if soft == resource.RLIM_INFINITY or limit < soft:
-            resource.setrlimit(kind, (limit, hard))
+        for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+            before[kind] = soft, hard = resource.getrlimit(kind)
+            limit = used * resource.getpagesize() + max_bytes
+            if soft == resource.RLIM_INFINITY or limit < soft:
+                resource.setrlimit(kind, (limit, hard))
     try:
-        yield
-    finally:
-        for kind, limits in before.items():
-            resource.setrlimit(kind, limits)
-
-
-def _rows_of(batch: "pyarrow.RecordBatch", names: list[str], max_document: int) -> Iterator[object]:
-    """Yields rows, one at a time, because a column with a dictionary may repeat long texts."""
-    columns = [batch.column(batch.schema.get_field_index(name)) for name in names]
-    limit = max_document + VALUES_BYTES
-    is_small = sum(map(_size_of, columns)) <= limit
-    for index in range(batch.num_rows):
-        if not is_small and sum(_size_of(column.slice(index, 1)) for column in columns) > limit:
-            yield too_large(limit, "a row that takes ")
-        else:
-            yield {name: column[index].as_py() for name, column in zip(names, columns, strict=True)}
-
-
-def _size_of(array: "pyarrow.Array[pyarrow.Scalar]") -> int:
-    """Returns the approximate bytes of memory that an array's values take in Python."""
-    import pyarrow
-    from pyarrow import compute
-
-    kind = array.type
-    if isinstance(array, pyarrow.ExtensionArray):
-        return _size_of(array.storage)
-    size = _VALUE_BYTES * len(array)
-    if isinstance(array, pyarrow.DictionaryArray):
-        if not _is_text(kind.value_type):
-            return len(array) * _size_of(array.dictionary)
-        lengths = compute.take(compute.binary_length(array.dictionary), array.indices)
-        return size + (compute.sum(lengths).as_py() or 0)
-    if pyarrow.types.is_struct(kind):
-        return size + sum(map(_size_of, array.flatten()))
-    if pyarrow.types.is_nested(kind) and hasattr(array, "flatten"):
-        return size + _size_of(array.flatten())
-    if _is_text(kind) or pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
-        return size + (compute.sum(compute.binary_length(array)).as_py() or 0)
-    return size
+        try:
+            yield
+        finally:
+            for kind, limits in before.items():
+                resource.setrlimit(kind, limits)
+    except MemoryError:
+        raise BadInputError(
+            TOO_LARGE, f"decoding it takes more than {max_bytes:,} bytes of memory"
+        ) from None
 
 
 def _is_text(kind: "pyarrow.DataType") -> bool:
@@ -569,57 +440,21 @@ def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryI
             with gzip.GzipFile(fileobj=file) as unpacked:
                 yield cast(BinaryIO, unpacked), file
         elif suffix == ZSTD:
-            yield (
-                cast(BinaryIO, io.BufferedReader(_Unpacked(_unpack_zstd(file, max_window)), 2**18)),
-                file,
-            )
+            zstd = import_module(ZSTD_LIBRARY)
+            options = {zstd.DecompressionParameter.window_log_max: max_window.bit_length() - 1}
+            try:
+                with zstd.ZstdFile(file, options=options) as unpacked:
+                    yield unpacked, file
+            except zstd.ZstdError as error:
+                if "too much memory" not in str(error):
+                    raise EOFError(str(error)) from None
+                raise BadInputError(
+                    TOO_LARGE,
+                    f"unpacking takes more than {max_window:,} bytes of memory; a larger "
+                    "--max-window-bytes allows it, up to 2**31",
+                ) from None
         else:
             yield file, file
-
-
-class _Unpacked(io.RawIOBase):
-    """A stream of nonempty parts."""
-
-    def __init__(self, parts: Iterator[memoryview]):
-        self._parts = parts
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "WriteableBuffer") -> int:
-        self._left = self._left or next(self._parts, self._left)
-        target = memoryview(buffer)
-        size = min(len(target), len(self._left))
-        target[:size] = self._left[:size]
-        self._left = self._left[size:]
-        return size
-
-
-def _unpack_zstd(file: BinaryIO, max_window: int) -> Iterator[memoryview]:
-    """Yields the content of all frames; unlike the library's reader, notices a truncated frame."""
-    import zstandard
-
-    decompressor = zstandard.ZstdDecompressor(max_window_size=max_window)
-    frame = decompressor.decompressobj()
-    is_open = False
-    while data := frame.unused_data or file.read(_ZSTD_CHUNK):
-        if frame.eof:
-            frame = decompressor.decompressobj()
-        try:
-            part = frame.decompress(data)
-        except zstandard.ZstdError as error:
-            if "requires too much memory" not in str(error):
-                raise EOFError(str(error)) from None
-            window = f"unpacking takes more than {max_window:,} bytes of memory"
-            raise BadInputError(
-                TOO_LARGE, f"{window}; a larger --max-window-bytes allows it, up to 2**31"
-            ) from None
-        is_open = not frame.eof
-        if part:
-            yield memoryview(part)
-    if is_open:
-        raise EOFError("the zstd stream is cut short")
 
 
 def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
@@ -658,79 +493,65 @@ def _row(source: Source, item: object, fields: Fields | None) -> Row:
 
 
 def _parse(content: bytes, fields: Fields | None) -> object:
-    if len(content) > MAX_VALUES:
-        _require_few_values(content)
-    repeated: list[str] = []
+    if _has_many_values(content):
+        raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
+    return _decode(content, _hook(content, fields))
+
+
+def _decode(content: bytes, hook: _Hook | None) -> object:
     try:
-        text = content.decode("utf-8-sig")
-        decode = _decoder(repeated, fields).decode if _may_repeat(content, fields) else json.loads
-        value: object = decode(text)
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=hook)
     except UnicodeDecodeError as error:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
     except (RecursionError, ValueError) as error:
         raise _not_json(error) from None
-    if repeated:
-        raise _repeated_key(repeated[0])
-    return value
 
 
-def _may_repeat(content: bytes, fields: Fields | None) -> bool:
-    """Returns whether a row may repeat a key.
+def _hook(content: bytes, fields: Fields | None) -> _Hook | None:
+    """Returns what refuses a key that occurs twice in an object; Python keeps the last value.
 
-    Only then are keys counted, which takes longer than to parse a short row.
+    None for a row of texts that cannot repeat a column, because a hook takes longer than to parse a
+    short row.
     """
     if fields is None:
-        return False
-    return fields.turns is not None or any(
-        content.count(f'"{name}"'.encode()) > 1 for name in fields.names
-    )
+        return None
+    if fields.turns is not None:
+        return partial(_unique, None)
+    repeats = any(content.count(f'"{name}"'.encode()) > 1 for name in fields.names)
+    return partial(_unique, fields.names) if repeats else None
 
 
-def _decoder(repeated: list[str], fields: Fields | None) -> json.JSONDecoder:
-    """Returns a decoder that appends to `repeated` the keys that occur twice in an object.
-
-    Python alone would keep the last value.
-    """
-
-    def unique(pairs: list[tuple[str, object]]) -> Row:
-        row = dict(pairs)
-        if len(row) < len(pairs):
-            counts = Counter(name for name, _ in pairs)
-            ((name, _),) = counts.most_common(1)
-            if fields is None or fields.turns is not None or name in fields.names:
-                repeated.append(name)
-        return row
-
-    return json.JSONDecoder(object_pairs_hook=unique)
+def _unique(names: Sequence[str] | None, pairs: Sequence[tuple[str, object]]) -> Row:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        counts = Counter(name for name, _ in pairs)
+        ((name, _),) = counts.most_common(1)
+        if names is None or name in names:
+            raise BadInputError(
+                NOT_JSON, f"the key {shorten(name)} occurs twice in an object; remove one of them"
+            )
+    return row
 
 
-def _repeated_key(name: str) -> BadInputError:
-    return BadInputError(
-        NOT_JSON, f"the key {shorten(name)} occurs twice in an object; remove one of them"
-    )
-
-
-def _not_json(error: Exception, start: int = 0) -> BadInputError:
-    """Converts an error of a JSON decoder; the row starts at `start` of its text."""
+def _not_json(error: Exception) -> BadInputError:
+    """Converts an error of a JSON decoder."""
     problem = "an integer of more digits than Python reads"
     if isinstance(error, RecursionError):
         problem = "nested too deeply"
     elif isinstance(error, json.JSONDecodeError):
-        problem = f"{error.msg} at character {error.pos - start + 1:,} of the row"
+        problem = f"{error.msg} at character {error.pos + 1:,}"
     return BadInputError(NOT_JSON, f"not JSON: {problem}")
 
 
-def _require_few_values(content: bytes) -> None:
-    """Raises `BadInputError` if a row has too many values.
+def _has_many_values(content: bytes) -> bool:
+    """Returns whether a row has too many values; one of 2 bytes takes 100 bytes in memory."""
+    if len(content) <= MAX_VALUES or _num_marks(content) <= MAX_VALUES:
+        return False
+    return _num_marks(_STRING.sub(b"", content)) > MAX_VALUES
 
-    A value of 2 bytes takes about 100 bytes in memory.
-    """
-    marks = (b",", b"[", b"{")
-    if sum(map(content.count, marks)) <= MAX_VALUES:
-        return
-    bare = _STRING.sub(b"", content)
-    if sum(map(bare.count, marks)) > MAX_VALUES:
-        raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
+
+def _num_marks(content: bytes) -> int:
+    return sum(map(content.count, (b",", b"[", b"{")))
 
 
 def text_of(row: Row, name: str) -> str:
@@ -771,12 +592,10 @@ def too_large(limit: int, prefix: str = "") -> BadInputError:
     )
 
 
-def _not_utf8(error: UnicodeDecodeError, before: int = 0) -> str:
+def _not_utf8(error: UnicodeDecodeError) -> str:
     if error.object.startswith(_UTF16):
         return "UTF-16, not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8 FILE > NEW"
-    return (
-        f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {before + error.start}"
-    )
+    return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {error.start}"
 
 
 def _require_fields(row: Row, fields: Fields) -> None:
@@ -809,7 +628,12 @@ def _nested_hint(row: Row) -> str:
 
 def of_nested_rows(name: str) -> str:
     """Returns advice on a JSON object that holds its rows in a list."""
-    return f"jq -c '.[{json.dumps(name)}][]' FILE.json > NEW.jsonl makes JSON Lines of it"
+    return to_json_lines(f".[{json.dumps(name)}][]")
+
+
+def to_json_lines(selection: str) -> str:
+    """Returns advice on a JSON file whose rows jq selects."""
+    return f"jq -c '{selection}' FILE.json > NEW.jsonl makes JSON Lines of it"
 
 
 def shorten(value: object) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from importlib.util import find_spec
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,26 +105,11 @@ _NOT_TEXT: dict[str, tuple[str, str]] = {
 }
 """Files that are never text, by suffix: a description, and how a user gets text out of them."""
 _SIGNATURES = {
-    b"PK\x03\x04": _NOT_TEXT[".zip"],
-    b"7z\xbc\xaf\x27\x1c": _NOT_TEXT[".7z"],
-    b"BZh": _NOT_TEXT[".bz2"],
-    b"\xfd7zXZ\0": _NOT_TEXT[".xz"],
-    b"\x04\x22\x4d\x18": _NOT_TEXT[".lz4"],
     b"\x1f\x8b": ("packed with gzip", "give it a name that ends with .gz"),
     b"\x28\xb5\x2f\xfd": ("packed with zstd", "give it a name that ends with .zst"),
-    b"%PDF-": _NOT_TEXT[".pdf"],
     b"PAR1": ("Parquet", "give it a name that ends with .parquet, or --format parquet"),
-    b"ARROW1\0\0": _NOT_TEXT[".arrow"],
-    b"Obj\x01": _NOT_TEXT[".avro"],
-    b"SQLite format 3\0": _NOT_TEXT[".sqlite"],
-    b"\x93NUMPY": _NOT_TEXT[".npy"],
-    b"\x89HDF": _NOT_TEXT[".h5"],
-    b"GGUF": _NOT_TEXT[".gguf"],
-    b"\x89PNG": _NOT_TEXT[".png"],
-    b"\xff\xd8\xff": _NOT_TEXT[".jpg"],
-    b"\x7fELF": _NOT_TEXT[".so"],
 }
-"""First bytes of files that are never text."""
+"""First bytes of files that can be read under another name."""
 _PEEKED_BYTES = 4096  # The first object of a list must start in this prefix
 _ARRAY_START = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")
 _NESTED_ROWS = re.compile(rb'\{\s*"((?:[^"\\]|\\.)*)"\s*:\s*\[')
@@ -137,7 +122,7 @@ def find_sources(config: PrepareConfig) -> list[Source]:
     if any(source.format == PARQUET for source in sources):
         _require("pyarrow", "Parquet")
     if any(source.path.lower().endswith(ZSTD) for source in sources):
-        _require("zstandard", ZSTD)
+        _require(readers.ZSTD_LIBRARY, ZSTD)
     return sources
 
 
@@ -187,8 +172,12 @@ def _print_layout(layout: str, names: list[str], config: PrepareConfig) -> None:
 
 
 def _require(library: str, files: str) -> None:
-    if find_spec(library) is None:
-        raise PrepareError(f"{files} files need the library {library}: pip install 'jaxtp[data]'")
+    try:
+        import_module(library)
+    except ImportError:
+        raise PrepareError(
+            f"{files} files need the library {library}: pip install 'jaxtp[data]'"
+        ) from None
 
 
 def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
@@ -253,7 +242,7 @@ def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: 
     format: str = config.format
     if format == "auto":
         format = _format_in_folder(path, config) if in_folder else _format_of_named(path, config)
-    elif format == JSONL and _is_array(path, config):
+    if format == JSONL and _is_array(path, config):
         format = ARRAY
     limits = config.max_document_bytes, config.max_window_bytes
     skips = config.on_error == "skip"
@@ -270,12 +259,9 @@ def _format_in_folder(path: Path, config: PrepareConfig) -> str:
     suffix = _suffix(path)
     if suffix in _NOT_TEXT:
         return BINARY
-    format = format_of(path)
-    if format == JSONL and config.has_prompts and _is_array(path, config):
-        return ARRAY
-    if suffix == _JSON and config.has_prompts:
-        return _format_of_json(path, config) or TEXT
-    return format
+    if suffix == _JSON and config.has_prompts and _has_rows(path, config):
+        return JSONL
+    return format_of(path)
 
 
 def _format_of_named(path: Path, config: PrepareConfig) -> str:
@@ -285,12 +271,10 @@ def _format_of_named(path: Path, config: PrepareConfig) -> str:
     """
     suffix = _suffix(path)
     format = format_of(path)
-    if format == PARQUET:
-        return PARQUET
-    if format == JSONL:
-        return ARRAY if _is_array(path, config) else JSONL
+    if format != TEXT:
+        return format
     if suffix == _JSON:
-        format = _format_of_json(path, config) or _refuse_json(path, config)
+        format = JSONL if _has_rows(path, config) else _refuse_json(path, config)
     elif suffix in (".csv", ".tsv"):
         raise PrepareError(
             f"{path} is a table, which would be read as one text; make JSON Lines of it:\n  "
@@ -315,13 +299,11 @@ def _conversion(path: Path) -> str:
     )
 
 
-def _format_of_json(path: Path, config: PrepareConfig) -> str | None:
-    """Returns the format of rows: a list of objects or JSON Lines; None for other JSON."""
-    if _is_array(path, config):
-        return ARRAY
+def _has_rows(path: Path, config: PrepareConfig) -> bool:
+    """Returns whether a JSON file is a list of objects or JSON Lines."""
     limits = config.max_document_bytes, config.max_window_bytes
     source = Source(str(path), 0, 0, JSONL, *limits)
-    return JSONL if readers.starts_with_object(source) else None
+    return _is_array(path, config) or bool(readers.first_row(source, None))
 
 
 def _refuse_json(path: Path, config: PrepareConfig) -> str:
@@ -353,10 +335,7 @@ def _first_bytes(path: Path, config: PrepareConfig) -> bytes:
 
 
 def _signed(path: Path) -> tuple[str, str] | None:
-    """Returns a description and advice if a file cannot be text, judged by its first bytes.
-
-    Files that `_UNPACK` unpacks are not judged.
-    """
+    """Returns a description and advice if the first bytes call for another suffix."""
     if path.suffix.lower() not in _UNPACK:
         with suppress(OSError), path.open("rb") as file:
             start = file.read(max(map(len, _SIGNATURES)))

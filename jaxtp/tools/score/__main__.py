@@ -28,9 +28,10 @@ from jaxtp.config.schema import (
     OptionalFolder,
     Positive,
 )
+from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
-from jaxtp.data.scores import Record, Scored, ScoresError, open_scores, verify
+from jaxtp.data.scores import Record, Scored, open_scores, verify
 from jaxtp.data.store import Dataset, open_dataset
 from jaxtp.distributed.agreement import raise_everywhere, reporting_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
@@ -46,7 +47,7 @@ from jaxtp.generate.loading import (
 )
 from jaxtp.hf.runs import base_checksums
 from jaxtp.mesh import mesh_sizes
-from jaxtp.tools.score.scoring import Job, finished_rows, score
+from jaxtp.tools.score.scoring import Job, begin, score
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.validation import context_problems, refuse
 
@@ -150,7 +151,7 @@ def _run(argv: Sequence[str]) -> int:
             return _verify(config.verify, config.json)
         request_devices(config.mesh)
     with reporting_failure():
-        _score(config, tuple(argv))
+        _score(config)
     return 0
 
 
@@ -165,7 +166,7 @@ def _missing(config: ScoreConfig) -> Iterator[str]:
         yield "set --data.sequence-length to the length that the training run will use"
 
 
-def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
+def _score(config: ScoreConfig) -> None:
     path = config.model
     out = config.out
     length = config.data.sequence_length
@@ -180,11 +181,16 @@ def _score(config: ScoreConfig, arguments: tuple[str, ...]) -> None:
         settings = RowSettings(
             length, source.config.vocab_size, config.data.packing, config.data.long_documents
         )
-        splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
-        rows = {name: make_rows(split, settings) for name, split in splits.items()}
-        job = Job(out, _record(config, source, dataset, rows), splits, rows, arguments)
+        rows = {}
+        for name, documents in dataset.splits.items():
+            rows_of_split = make_rows(documents, settings)
+            if len(rows_of_split):
+                rows[name] = rows_of_split
+        if not rows:
+            raise DatasetError(f"{dataset.folder} has no document with a label to score")
+        job = Job(out, _record(config, source, dataset, rows), rows)
         if out.exists():  # before the weights are read
-            finished_rows(job)
+            begin(job)
     model = load_model(source, mesh)
     identity = fingerprint(base_checksums(nnx.state(model), mesh))
     score(replace(job, record=replace(job.record, model_sha256=identity)), model, config.batch_size)
@@ -197,16 +203,14 @@ def _record(
 ) -> Record:
     scored = {}
     for name, split_rows in rows.items():
-        split = dataset.splits[name]
-        shards = len(split.shard_sizes)
-        scored[name] = Scored(split.identity, split_rows.identity, ({},) * shards)
+        documents = dataset.splits[name]
+        scored[name] = Scored(documents.identity, split_rows.identity, len(split_rows))
     return Record(
-        format=1,
+        format=2,
         model=source.name,
         model_sha256="",
         dtype=source.config.precision.compute,
         dataset=str(config.dataset),
-        tokenizer=dataset.tokenizer.name,
         vocab_size=source.config.vocab_size,
         top_k=config.top_k,
         temperature=config.temperature,
@@ -226,7 +230,7 @@ def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
 
 def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource, length: int) -> None:
     if dataset.tokenizer.name != source.tokenizer.info.name:
-        raise ScoresError(
+        raise DatasetError(
             f"{dataset.folder} was made with tokenizer {dataset.tokenizer.name[:12]}, and "
             f"{source.name} has {source.tokenizer.info.name[:12]}, whose ids mean other tokens; "
             f"prepare the data with --tokenizer {config.tokenizer or config.model}"

@@ -1,8 +1,8 @@
 """Scores rows on the mesh, and writes the scores so that a killed command resumes.
 
-Rows are scored in their order, in batches. Process 0 writes each score to the place of its token.
-Every few seconds it syncs the files, then replaces the journal, which counts the finished rows;
-resuming computes the later ones again.
+Rows are scored in their order, in batches, and process 0 appends their scores to the split's file.
+Every few seconds it syncs the files, then replaces `scores.json`, which counts the finished rows;
+resuming drops later ones and computes them again.
 """
 
 import json
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -39,21 +38,17 @@ from jaxtp.config.files import (
 )
 from jaxtp.config.schema import differences
 from jaxtp.data.batches import Position, token_batches
-from jaxtp.data.documents import Documents
 from jaxtp.data.loader import Batch, on_mesh
-from jaxtp.data.manifest import shard_file
+from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import IGNORE, SEGMENTS, Rows
 from jaxtp.data.scores import (
-    JOURNAL,
     LOG_PROBS,
     SCORES,
     TOP_IDS,
     TOP_LOG_PROBS,
-    Journal,
     Record,
-    ScoresError,
-    open_scores,
-    read_journal,
+    read_record,
+    scores_file,
 )
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.generate.decode_model import model_mesh
@@ -62,26 +57,24 @@ from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs, top_log_probs
 
-SAVE_SECONDS = 15.0  # Seconds between saves of the journal
-Scores = Mapping[str, NDArray[np.generic]]  # Scores of a batch `[B, T, ...]`, by suffix
+SAVE_SECONDS = 15.0  # Seconds between saves
+Scores = Mapping[str, NDArray[np.generic]]  # Columns `[B, T, ...]` of a batch
 
 
 @dataclass(frozen=True)
 class Job:
-    """The folder for the scores, the rows to score, and the command's arguments."""
+    """The folder for the scores, and the rows to score."""
 
     out: Path
     record: Record
-    documents: Mapping[str, Documents]
     rows: Mapping[str, Rows]
-    arguments: tuple[str, ...]
 
 
 def score(job: Job, model: Decoder, batch_size: int) -> None:
     """Scores all rows. All processes must call it.
 
     Raises:
-      ScoresError: the folder holds something else.
+      DatasetError: the folder holds something else.
       NumericsError: a score is not finite.
     """
     mesh = model_mesh(model)
@@ -93,9 +86,8 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
             writer: _Writer | None = None
             if jax.process_index() == 0:
                 stack.enter_context(locked(job.out))
-                writer = _Writer(job)
-                stack.callback(writer.close)
-        first_rows: dict[str, int] | None = all_gather_json(writer and writer.finished_rows)[0]
+                writer = _Writer(job, stack)
+        first_rows: dict[str, int] | None = all_gather_json(writer and writer.finished)[0]
         if first_rows is None:
             print_status(f"{job.out} has these scores already")
             return
@@ -104,9 +96,10 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
             for name, rows in job.rows.items():
                 for first, scores in _scores(program, mesh, rows, size, first_rows[name]):
                     _check_finite(scores)
+                    count = min(size, len(rows) - first)
                     if writer is not None:
-                        writer.write(name, first, scores)
-                    progress.add(min(size, len(rows) - first))
+                        writer.write(name, count, scores)
+                    progress.add(count)
         except InterruptError:
             if writer is not None:
                 writer.save()
@@ -190,134 +183,101 @@ def _scores(
 
 
 def _check_finite(scores: Scores) -> None:
-    for suffix, array in scores.items():
-        if suffix != TOP_IDS and not np.isfinite(array).all():
+    for name, array in scores.items():
+        if name != TOP_IDS and not np.isfinite(array).all():
             raise NumericsError(
                 "a log-probability is not finite: the weights are damaged, or --dtype float32 "
                 "is needed"
             )
 
 
-def finished_rows(job: Job) -> dict[str, int] | None:
-    """Returns the number of finished rows of each split; None if the folder has all scores.
+def begin(job: Job) -> Record:
+    """Returns the record of the scores that are in the folder of a job, or its own.
 
     Raises:
-      ScoresError: the folder holds something else, or its disk is too small.
+      DatasetError: the folder holds something else, or its disk is too small.
     """
     out = job.out
-    finished: dict[str, int] | None = None
-    if (out / SCORES).exists():
-        record = open_scores(out).record
-        splits = {}
-        for name, split in record.splits.items():
-            splits[name] = replace(split, shards=({},) * len(split.shards))  # without checksums
-        record = replace(record, splits=splits)
-    elif (journal := read_journal(out)) is not None:
-        record = journal.record
-        finished = {
-            name: min(journal.rows.get(name, 0), len(rows)) for name, rows in job.rows.items()
-        }
-    else:
+    record = read_record(out)
+    if record is None:
         require_empty(out, "scores")
-        size = sum(_sizes(job).values())
+        size = sum(job.record.num_bytes(len(rows)) for rows in job.rows.values())
         free = shutil.disk_usage(out).free
         if size > free:
             smaller = "" if job.record.top_k is None else "; a smaller --top-k needs less"
-            raise ScoresError(
+            raise DatasetError(
                 f"{out}: the scores take {size_text(size)}, and {size_text(free)} are free{smaller}"
             )
-        return dict.fromkeys(job.rows, 0)
-    ignored = {"model": "", "dataset": ""}  # they may have moved
+        return job.record
+    # Folders may have moved.
+    ignored: dict[str, object] = {"model": "", "dataset": "", "finished": {}, "sha256": {}}
     if not job.record.model_sha256:  # the weights have not been read
         ignored["model_sha256"] = ""
     changes = differences(asdict(record) | ignored, asdict(job.record) | ignored)
     if changes:
-        raise ScoresError(
+        raise DatasetError(
             f"{out} holds scores that differ from this command (there -> here): "
             f"{'; '.join(changes)}; name another folder by --out DIR. Nothing was changed."
         )
-    return finished
-
-
-def _sizes(job: Job) -> dict[Path, int]:
-    sizes = dict[Path, int]()
-    for name, documents in job.documents.items():
-        sizes |= job.record.sizes(job.out, name, documents.shard_sizes)
-    return sizes
+    return record
 
 
 class _Writer:
     """Writes scores to the folder of a job; see the module.
 
-    `finished_rows` has the number of finished rows of each split; None if all scores are there.
+    `finished` has the number of finished rows of each split; None if all scores are there.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, stack: ExitStack):
         self._job = job
-        self._files = dict[Path, IO[bytes]]()
-        self._saved = time.monotonic()
-        self.finished_rows = finished_rows(job)
-        if self.finished_rows is None:
-            (job.out / JOURNAL).unlink(missing_ok=True)  # after a kill in `finish`
+        self._record = begin(job)
+        self._files: dict[str, IO[bytes]] = {}
+        self.finished: dict[str, int] | None = None
+        if self._record.sha256:
             return
-        if not (job.out / JOURNAL).exists():
+        self.finished = {
+            name: min(self._record.finished.get(name, 0), len(rows))
+            for name, rows in job.rows.items()
+        }
+        self._saved = time.monotonic()
+        if not (job.out / SCORES).exists():
             self.save()
-        for path, size in _sizes(job).items():
-            with open_directly(path, "ab") as file:  # sparse: tokens in no row have zeros
-                if file.tell() != size and any(self.finished_rows.values()):
-                    raise ScoresError(
-                        f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to "
-                        "start over"
-                    )
-                file.truncate(size)
-                sync_file(file)
+        for name, rows in self.finished.items():
+            path = scores_file(job.out, name)
+            file = self._files[name] = stack.enter_context(open_directly(path, "ab"))
+            size = self._record.num_bytes(rows)
+            if file.tell() < size:
+                raise DatasetError(
+                    f"{path}: damaged: {file.tell():,} bytes of {size:,}; delete {job.out} to "
+                    "start over"
+                )
+            file.truncate(size)
 
-    def write(self, split: str, first: int, scores: Scores) -> None:
-        """Writes the scores of successive rows; saves from time to time."""
-        rows = self._job.rows[split]
-        assert self.finished_rows is not None
-        end = min(first + len(next(iter(scores.values()))), len(rows))
-        for index in range(first, end):
-            for positions, shard, tokens in rows.places(index):
-                for suffix, (dtype, _) in self._job.record.layout.items():
-                    content = scores[suffix][index - first, positions].astype(dtype)
-                    path = shard_file(self._job.out, split, shard, suffix)
-                    if path not in self._files:
-                        self._files[path] = open_directly(path, "r+b")
-                    file = self._files[path]
-                    file.seek(tokens.start * content[0].nbytes)
-                    file.write(content.tobytes())
-        self.finished_rows[split] = end
+    def write(self, split: str, count: int, scores: Scores) -> None:
+        """Writes the scores of the next `count` rows; saves from time to time."""
+        assert self.finished is not None
+        block = np.empty((count, self._record.sequence_length), self._record.fields)
+        for name, column in scores.items():
+            block[name] = column[:count]
+        self._files[split].write(block.tobytes())
+        self.finished[split] += count
         if time.monotonic() - self._saved >= SAVE_SECONDS:
             self.save()
 
     def save(self) -> None:
-        """Syncs the files, then replaces the journal."""
+        """Syncs the files, then replaces the record."""
         for file in self._files.values():
             sync_file(file)
-        self.close()
-        journal = Journal(self._job.record, self._job.arguments, dict(self.finished_rows or {}))
-        write_atomically(self._job.out / JOURNAL, json.dumps(asdict(journal)).encode())
+        self._record = replace(self._record, finished=dict(self.finished or {}))
+        text = json.dumps(asdict(self._record), indent=1)
+        write_atomically(self._job.out / SCORES, f"{text}\n".encode())
         self._saved = time.monotonic()
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
 
     def finish(self) -> None:
         self.save()
         out = self._job.out
-        record = self._job.record
-        print_status(f"sha256  of {len(_sizes(self._job)):,} files")
-        splits = {}
-        for name, split in record.splits.items():
-            shards = []
-            for shard in range(len(split.shards)):
-                file = partial(shard_file, out, name, shard)
-                shards.append({suffix: sha256(file(suffix)) for suffix in record.layout})
-            splits[name] = replace(split, shards=tuple(shards))
-        text = json.dumps(asdict(replace(record, splits=splits)), indent=1)
-        write_atomically(out / SCORES, f"{text}\n".encode())
-        (out / JOURNAL).unlink()
+        print_status("sha256  of the files")
+        sums = {name: sha256(scores_file(out, name)) for name in self._files}
+        self._record = replace(self._record, sha256=sums)
+        self.save()
         print_status(f"saved in {out}; read them by --data.scores {out}")

@@ -294,7 +294,7 @@ def test_verify_finds_changed_and_cut_files():
     assert (code, "tokenizer.json: its sha256 is " in out) == (1, True)
     write("d/train-00000.tokens", b"short")
     code, out, _ = run("--verify d")
-    assert (code, "train-00000.tokens: damaged dataset: cut short" in out) == (1, True)
+    assert (code, "train-00000.tokens: damaged: cut short" in out) == (1, True)
 
 
 def test_a_first_command_that_failed_can_be_corrected():

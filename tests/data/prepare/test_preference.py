@@ -215,7 +215,7 @@ def test_pairs_are_not_read_from_text_and_keep_the_beginning_of_the_template():
     write_chat_tokenizer()
     write("a.txt", "a")
     write("a.jsonl", [MESSAGES])
-    assert "text has no fields; pairs are read from JSONL and Parquet" in refusal(
+    assert "text has no fields; rows are read from JSONL and Parquet" in refusal(
         "a.txt --preference"
     )
     assert "--bos is for documents" in refusal("a.jsonl --preference --tokenizer t --bos none")

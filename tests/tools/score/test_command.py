@@ -24,7 +24,7 @@ from tools.conftest import save_model
 import jaxtp
 from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.data.samples import RowSettings, make_rows
-from jaxtp.data.scores import JOURNAL, SCORES, open_scores
+from jaxtp.data.scores import SCORES, open_scores
 from jaxtp.data.store import open_dataset
 from jaxtp.tools.score import scoring
 from jaxtp.tools.score.__main__ import main
@@ -111,7 +111,6 @@ def assert_top_log_probs(row, expected, has_label):
 @pytest.mark.wide
 def test_scores_of_one_device_are_those_of_the_model(log_probs, data, base, tmp_path, capsys):
     assert_scores(log_probs, data, base)
-    assert not (base / JOURNAL).exists()
     file = tmp_path / "verify.json"
     assert run("--verify", base, f"--json={file}") == 0
     assert capsys.readouterr().out == f"{base}: log-probabilities, no problems\n"
@@ -147,12 +146,12 @@ class Killed(BaseException):
 
 
 def finished(out):
-    return read_json(out / JOURNAL)["rows"].get("train", 0)
+    return read_json(out / SCORES)["finished"]["train"]
 
 
 @pytest.mark.wide
 def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch, capsys):
-    """It is killed when the scores of a batch are written, and the journal does not say so yet."""
+    """It is killed when the scores of a batch are written, and their count is not yet."""
     out = tmp_path / "s"
     for saves, rows in ((1, 0), (1, 8), (0, 8)):
         killed = mock.Mock(
@@ -165,7 +164,7 @@ def test_a_killed_command_resumes(data, tiny_model, base, tmp_path, monkeypatch,
                 scored(data, tiny_model, out)
         assert finished(out) == rows
     assert run("--verify", out) == 2
-    assert "this command finishes them: jaxtp score" in capsys.readouterr().err
+    assert "which the same jaxtp score command finishes" in capsys.readouterr().err
     assert run(data, "--model", tiny_model, f"--out={out}", "--data.sequence-length=16") == 2
     assert "sequence_length: 32 -> 16" in capsys.readouterr().err
     scored(data, tiny_model, out)
@@ -183,7 +182,7 @@ def test_ctrl_c_saves(data, tiny_model, base, tmp_path, monkeypatch):
 
     def interrupted(path, content):
         whole(path, content)
-        if path.name == JOURNAL and finished(out) == 8:
+        if finished(out) == 8:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
