@@ -24,7 +24,7 @@ from jaxtp.data.scores import TOP_IDS, TOP_LOG_PROBS
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import hidden_log_probs
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.user_loss import Example
+from jaxtp.train.loss import Example
 
 MIN_PROBABILITY = 1e-6
 """If all other tokens together have a lower probability, float32 cannot distinguish it from

@@ -144,7 +144,7 @@ def gradients(build, loss, sizes, accumulation=1):
             nnx.merge(graph, state), batch, config, jax.random.key(0), loss
         )
         metrics = {name: total for name, (total, _) in terms.metrics.items()}
-        return metrics | {"loss": terms.loss, "count": terms.count}, grads
+        return metrics | {"loss": terms.loss, "count": terms.weight}, grads
 
     with jax.set_mesh(mesh):
         numbers, grads = run(state)
