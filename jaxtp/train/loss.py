@@ -28,7 +28,7 @@ from jaxtp.layers.balance import Balance, Routing
 from jaxtp.layers.sequence_parallel import Context
 from jaxtp.mesh import as_current, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.state import Blueprint, rng_state
 from jaxtp.train.task import Loss, Result, Shapes, Task
 
@@ -163,14 +163,11 @@ class Objective:
         """Changes variables that no optimizer sees, once per update."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NextToken(Objective):
-    """The cross-entropy of a decoder's next token; in training with the losses of `LoopConfig`."""
+    """The cross-entropy of a decoder's next token; in training with the weights of `LoopConfig`."""
 
-    z_loss: float = 0.0
-    balance_loss: float = 0.0
-    router_z_loss: float = 0.0
-    selection_bias_rate: float = 0.0
+    weights: LoopConfig = LoopConfig()
     context: Context = "auto"
 
     columns: ClassVar[tuple[str, ...]] = ("inputs", "labels")
@@ -209,20 +206,20 @@ class NextToken(Objective):
             batch["inputs"], keys, replace(sequences, record=record), micro.experts
         )
         loss, count = model.loss_of_hidden(
-            hidden_BTD, sequences.local_tokens(batch["labels"]), z_loss=self.z_loss
+            hidden_BTD, sequences.local_tokens(batch["labels"]), z_loss=self.weights.z_loss
         )
         balance = model.balance_of(routings, batch["labels"])
         total = None
         if balance is not None:
-            total = loss + self.balance_loss * balance.balance_loss
-            total += self.router_z_loss * balance.router_z_loss
+            total = loss + self.weights.balance_loss * balance.balance_loss
+            total += self.weights.router_z_loss * balance.router_z_loss
         choices = [_choices(routing) for routing in routings] if record else None
         return Terms(loss, count, objective=total, balance=balance), choices
 
     def after_update(self, model: Decoder, terms: Terms) -> None:
         """Moves selection biases, which are frozen under adapters."""
         if terms.balance is not None and not model.config.lora.rank:
-            model.move_selection_biases(terms.balance, self.selection_bias_rate)
+            model.move_selection_biases(terms.balance, self.weights.selection_bias_rate)
 
     @staticmethod
     def example_batch(rows: int, length: int, config: TrainConfig) -> dict[str, Example]:
@@ -233,18 +230,9 @@ class NextToken(Objective):
 
 def objective_of(loss: Loss | None, config: TrainConfig) -> Objective:
     """Returns the objective of a loss, which by default is the next token's."""
-    if isinstance(loss, Objective):
-        return loss
-    if loss is not None:
-        return Objective(loss)
-    train = config.train
-    return NextToken(
-        z_loss=train.z_loss,
-        balance_loss=train.balance_loss,
-        router_z_loss=train.router_z_loss,
-        selection_bias_rate=train.selection_bias_rate,
-        context=config.mesh.context,
-    )
+    if loss is None:
+        return NextToken(config.train, config.mesh.context)
+    return loss if isinstance(loss, Objective) else Objective(loss)
 
 
 def row_keys(key: Array, rows: Array) -> Array:
@@ -320,6 +308,8 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
             f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics"
         )
     check_names(metrics, "the loss returns")
+    loss_sum = _scalar("sum", total)
+    count = _scalar("weight", weight)
     pairs = {}
     for name, value in metrics.items():
         eval_name = f"eval_{name}"
@@ -333,14 +323,8 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
             raise ConfigError(
                 f"metric {name!r} is {value!r}; it should be a number, or a pair (sum, weight)"
             )
-        pairs[name] = pair
-    loss_sum = _scalar("sum", total)
-    count = _scalar("weight", weight)
-    scalars = {
-        name: (_scalar(name, value), _scalar(f"weight of {name}", divisor))
-        for name, (value, divisor) in pairs.items()
-    }
-    return Terms(loss_sum, count, scalars)
+        pairs[name] = _scalar(name, pair[0]), _scalar(f"weight of {name}", pair[1])
+    return Terms(loss_sum, count, pairs)
 
 
 def _scalar(name: str, value: object) -> Array:

@@ -276,14 +276,15 @@ def test_transformers_41898_an_evaluation_is_the_mean_over_tokens():
     rows = Concatenated(InMemory(tokens, np.array([len(tokens)]), "test"), T, len(tokens))
     validation = validation_samples([rows], [1.0], batches=9, batch_size=2)
     assert len(validation) == 6
-    sums = []
+    results = []
     for labels in np.split(np.stack([validation[i]["labels"] for i in range(6)]), 3):
         counted = labels[labels >= 0]
-        sums.append((np.sum(counted**2.0), counted.size))
-    results = [Terms(total, count) for total, count in sums]
+        results.append(Terms(np.sum(counted**2.0), counted.size))
     expected = np.mean(np.arange(1, len(tokens)) ** 2.0)
     assert evaluation_metrics(results, NextToken())["eval_loss"] == pytest.approx(expected)
-    assert np.mean([total / count for total, count in sums]) != pytest.approx(expected, rel=WRONG)
+    assert np.mean([terms.loss / terms.weight for terms in results]) != pytest.approx(
+        expected, rel=WRONG
+    )
 
 
 def utilised(length, **changes):

@@ -32,7 +32,7 @@ from jaxtp.tools.check.shrink import (
 )
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitSource
-from jaxtp.train.loss import Example, attribute, example_batch, objective_of
+from jaxtp.train.loss import Example, example_batch, objective_of
 from jaxtp.train.run_data import open_data
 from jaxtp.train.setup import check_loss_on, with_batches
 from jaxtp.train.setup import plan as plan_of_run
@@ -144,12 +144,9 @@ def _with_length(config: TrainConfig, batches: Batches) -> TrainConfig:
 
 
 def random_batches(config: TrainConfig, loss: Loss | None) -> list[Columns]:
-    """Returns a batch for each update: the examples of a loss, or random tokens."""
-    batches = random_tokens(config)
-    if attribute(loss, "example_batch", None) is None:
-        return batches
+    """Returns a batch for each update: the example of a loss, with random tokens."""
     example = example_batch(loss, config, config.data.global_batch_size)
-    return [_filled(example, batch) for batch in batches]
+    return [_filled(example, batch) for batch in random_tokens(config)]
 
 
 def _filled(example: Mapping[str, Example], tokens: Columns) -> Columns:
