@@ -88,13 +88,6 @@ class Balance:
         }
 
 
-def no_balance(kinds: Sequence[tuple[int, int]]) -> Balance:
-    """Returns the zero `Balance`; `kinds` are (layers, experts)."""
-    zero = jnp.zeros((), jnp.float32)
-    times_chosen = tuple(jnp.zeros(kind, jnp.float32) for kind in kinds)
-    return Balance(zero, zero, times_chosen, zero, zero)
-
-
 def balance(
     routings: Sequence[Routing], labels_BT: Array, experts_per_token: Sequence[int]
 ) -> Balance:

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import islice, repeat
 from typing import Any, get_args
@@ -25,7 +25,7 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
-from jaxtp.layers.balance import Balance, Routing, balance, no_balance, updated_selection_bias
+from jaxtp.layers.balance import Balance, Routing, balance, updated_selection_bias
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
@@ -60,25 +60,6 @@ JOINED = "joined_branches"
 Routings = list[Routing | None]
 """Router statistics of each kind of block, stacked over its layers; None for a block without
 experts."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LossTerms:
-    """The terms of a training loss: sums, which add up over parts of a batch."""
-
-    loss: Array  # cross-entropy in nats, with the z-loss of the logits
-    count: Array  # number of labels that are not -100
-    balance: Balance | None  # None for a model without experts
-    # Metrics of a user's loss: sums and their weights
-    metrics: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
-
-    def objective(self, balance_loss: float, router_z_loss: float) -> Array:
-        """Returns the sum to minimise, with the weights of the expert losses."""
-        if self.balance is None:
-            return self.loss
-        loss = self.loss + balance_loss * self.balance.balance_loss
-        return loss + router_z_loss * self.balance.router_z_loss
 
 
 class LayerScale(nnx.Variable[Array]):
@@ -376,42 +357,17 @@ class Decoder(EmbeddingAndHead):
         for the others see `__call__`.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
-        terms, _ = self.loss_terms(
-            ids_BT, labels_BT, sequences, z_loss=z_loss, dropout_keys=dropout_keys
-        )
-        return terms.loss, terms.count
+        x_BTD = self.hidden(ids_BT, dropout_keys, sequences)
+        return self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
 
-    def loss_terms(
-        self,
-        ids_BT: Array,
-        labels_BT: Array,
-        sequences: Sequences,
-        *,
-        z_loss: float = 0.0,
-        dropout_keys: Array | None = None,
-        experts: Sequence[Array | None] | None = None,
-    ) -> tuple[LossTerms, Routings]:
-        """Returns the terms of `loss`, and the router statistics.
-
-        `experts` replaces the routers' choices: `[B, layers, T, k]` per kind of block.
-        """
-        x_BTD, routings = self.with_routing(ids_BT, dropout_keys, sequences, experts)
-        loss, count = self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
+    def balance_of(self, routings: Routings, labels_BT: Array) -> Balance | None:
+        """Returns the statistics of all routers; None without experts."""
         with_experts = [routing for routing in routings if routing is not None]
         if not with_experts:
-            return LossTerms(loss, count, None), routings
+            return None
         blocks = [block for _, _, block in self.config.kinds()]
         per_token = [block.experts_per_token for block in blocks if block.num_experts]
-        return LossTerms(loss, count, balance(with_experts, labels_BT, per_token)), routings
-
-    def no_terms(self) -> LossTerms:
-        """Returns zero terms."""
-        zero = jnp.zeros((), jnp.float32)
-        kinds = []
-        for _, layers, block in self.config.kinds():
-            if block.num_experts:
-                kinds.append((len(layers), block.num_experts))
-        return LossTerms(zero, zero, no_balance(kinds) if kinds else None)
+        return balance(with_experts, labels_BT, per_token)
 
     def move_selection_biases(self, balance: Balance, rate: float) -> None:
         """Moves selection biases against the load, once per update."""
@@ -453,7 +409,10 @@ class Decoder(EmbeddingAndHead):
         sequences: Sequences,
         experts: Sequence[Array | None] | None = None,
     ) -> tuple[Array, Routings]:
-        """Returns the hidden states and the router statistics; see `loss_terms`."""
+        """Returns the hidden states and the router statistics.
+
+        `experts` replaces the routers' choices: `[B, layers, T, k]` per kind of block.
+        """
         keys = None
         if dropout_keys is not None:
             keys = split_keys(dropout_keys, self.config.num_layers)

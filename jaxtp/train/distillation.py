@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -26,7 +25,7 @@ from jaxtp.data.scores import TOP_IDS, TOP_LOG_PROBS
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import hidden_log_probs
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.user_loss import Example
+from jaxtp.train.loss import Example, NextToken
 
 MIN_PROBABILITY = 1e-6
 """If all other tokens together have a lower probability, float32 cannot distinguish it from
@@ -117,10 +116,7 @@ class Distillation(Settings):
         offsets = np.arange(k, dtype=np.int32)
         ids = ((places[:, None] + offsets) % config.model.vocab_size).reshape(rows, length, k)
         log_probs = np.broadcast_to(np.float32(math.log(0.5)) * np.float32(offsets + 1), ids.shape)
-        names = ("inputs", "labels", *((SEGMENTS,) if config.data.packed else ()))
-        tokens: dict[str, Example] = {
-            name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in names
-        }
+        tokens = NextToken.example_batch(rows, length, config)
         return tokens | {TOP_IDS: ids, TOP_LOG_PROBS: log_probs}
 
 

@@ -29,9 +29,9 @@ from jaxtp.plans.parallelize import parallelize
 from jaxtp.plans.plan import Plan, format_style
 from jaxtp.plans.run_styles import role_of
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.loss import call
 from jaxtp.train.state import Blueprint, MakeModel, plan_state
 from jaxtp.train.task import Shapes, Task
-from jaxtp.train.user_loss import call
 
 _MAX_SHOWN = 4  # Maximum number of parameters in a message
 

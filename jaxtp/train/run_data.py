@@ -12,14 +12,14 @@ from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Batches, Position, SampleBatches, token_batches
-from jaxtp.data.columns import BatchError, layout_of
+from jaxtp.data.columns import layout_of
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitialState, InitSource
+from jaxtp.train.loss import attribute, objective_of
 from jaxtp.train.task import Loss, Task
-from jaxtp.train.user_loss import attribute
 from jaxtp.train.validation import check_vocabulary
 
 if TYPE_CHECKING:
@@ -213,15 +213,16 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     """Opens a run's batches; raises a `UserError` for a mistake."""
     size = config.data.global_batch_size
     seed = config.run.seed
-    micro_batches = 1 if task.loss is None else config.train.accumulation
-    if config.data.scores is not None and (task.loss is None or task.batches is not None):
+    objective = objective_of(task.loss, config)
+    micro_batches = 1 if objective.is_by_row else config.train.accumulation
+    if config.data.scores is not None and (objective.reads_only_tokens or task.batches is not None):
         why = "data.batches replaces them"
-        if not task.loss:
+        if objective.reads_only_tokens:
             why = "the default loss does not read them; set --train.loss"
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
     if task.batches is None:
         tokens = load_tokens(config, source, task.loss)
-        if tokens.corpus.has_pairs and task.loss is None:
+        if tokens.corpus.has_pairs and objective.reads_only_tokens:
             raise ConfigError(
                 f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO"
             )
@@ -237,25 +238,6 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     if task.validation is not None:
         validation = open_batches(task.validation, batch_size=train.global_batch_size, once=True)
     return RunData(train, validation, micro_batches)
-
-
-def check_decoder_columns(data: RunData) -> None:
-    """Raises BatchError if a user's batches lack columns that the decoder's own loss reads."""
-    for batches in filter(None, (data.train, data.validation)):
-        shapes = batches.shapes
-        for name in ("inputs", "labels"):
-            if name not in shapes:
-                raise BatchError(
-                    f"{batches.name} has the columns {', '.join(shapes)}, and the decoder's loss "
-                    "reads 'inputs' and 'labels', token ids [B, T]; rename yours, or bring a loss "
-                    "that reads them (--train.loss)"
-                )
-            if shapes[name].ndim != 2:
-                hint = f". {describe_batches_in_rows(batches)}" if batches_in_rows(batches) else ""
-                raise BatchError(
-                    f"{batches.name}: column {name!r} is {list(shapes[name].shape)} in a batch, "
-                    f"and the decoder's loss reads token ids [B, T]{hint}"
-                )
 
 
 def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,23 +21,20 @@ from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.columns import WEIGHTS, BatchError
-from jaxtp.data.rows import SEGMENTS
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
-from jaxtp.layers.sequence_parallel import Context
-from jaxtp.mesh import as_current, mesh_sizes, platform_of
-from jaxtp.models.decoder import Decoder
+from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.init_source import AnyConfig, InitSource, resolve
+from jaxtp.train.loss import Objective, Traits, attribute, example_batch, objective_of
 from jaxtp.train.memory_check import StepMemory, require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
 from jaxtp.train.run_data import (
     RunData,
     batches_in_rows,
     changed_columns,
-    check_decoder_columns,
     check_scored_model,
     describe_batches_in_rows,
     open_data,
@@ -47,7 +43,6 @@ from jaxtp.train.run_report import Report, sharding_table, summary
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts, with_references
-from jaxtp.train.user_loss import Traits, attribute, example_batch, inspect_loss
 from jaxtp.train.validation import batch_violations, check_decoder, open_mesh, refuse
 
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
@@ -60,6 +55,7 @@ class Run:
 
     config: TrainConfig
     task: Task
+    objective: Objective
     data: RunData
     blueprint: Blueprint
     # The step on leaves of the state, not compiled yet
@@ -181,6 +177,7 @@ def make_run(
     return Run(
         config=config,
         task=task,
+        objective=objective_of(task.loss, config),
         data=data,
         blueprint=blueprint,
         train_step=on_leaves(train_step, blueprint, tree),
@@ -235,23 +232,17 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     config = with_batches(config, data, mesh)
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
-    notes: list[str] = []
-    own_metrics: tuple[str, ...] = ()
-    if task.loss is None and task.batches is not None:
-        check_decoder_columns(data)
-    if task.loss is not None:
-        traits = check_loss_on(config, task, data.train)
-        own_metrics = traits.metrics
-        notes = [*_note_on_items(config, task, data.train), *_check_validation(config, task, data)]
-        if config.model.dropout and not traits.is_random:
-            raise ConfigError(
-                f"model.dropout={config.model.dropout:g} has no effect: "
-                f"{config.train.loss or 'the loss'} passes no "
-                "dropout_keys to the model; use --model.dropout 0"
-            )
-        data.pad_short_batches(traits.reads_weights)
-        if traits.warning is not None:
-            notes.append(traits.warning)
+    traits = check_loss_on(config, task, data.train)
+    notes = [*_note_on_items(config, task, data.train), *_check_validation(config, task, data)]
+    if config.model.dropout and not traits.is_random:
+        raise ConfigError(
+            f"model.dropout={config.model.dropout:g} has no effect: "
+            f"{config.train.loss or 'the loss'} passes no "
+            "dropout_keys to the model; use --model.dropout 0"
+        )
+    data.pad_short_batches(traits.reads_weights)
+    if traits.warning is not None:
+        notes.append(traits.warning)
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
     return _Setup(
         config=config,
@@ -263,7 +254,7 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
         before=before,
         memory=require_memory(config, blueprint, task.loss, data.train.shapes),
         row_flops=_row_flops(config, blueprint, task, data),
-        own_metrics=own_metrics,
+        own_metrics=traits.metrics,
     )
 
 
@@ -489,16 +480,12 @@ def plan(
 
 
 def check_loss(config: TrainConfig, task: Task, batch: Shapes) -> Traits:
-    """Traces a task's loss on one abstract device.
+    """Inspects a task's loss, without devices.
 
     Raises:
       ConfigError: the loss fails, does not return sums, or cannot be accumulated.
     """
-    from jaxtp.train.user_step import ONE_DEVICE, on_one_device
-
-    assert task.loss is not None
-    with as_current(ONE_DEVICE):
-        traits = inspect_loss(task.loss, on_one_device(config, task), batch)
+    traits = objective_of(task.loss, config).inspect(config, task, batch)
     if traits.changes and config.train.accumulation > 1:
         raise ConfigError(
             f"train.accumulation={config.train.accumulation}: a step changes "
@@ -524,16 +511,13 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
         replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
     )
     config = with_parts(config, task)
-    task = replace(task, validation=None)
-    loss = task.loss or partial(_decoder_loss, config.mesh.context)
+    task = replace(task, validation=None, loss=task.loss or objective_of(None, config))
     shapes = _example_shapes(config, task)
     if shapes is not None:
-        task = replace(task, loss=loss)
         if check_loss(config, task, shapes).reads_weights:
             shapes[WEIGHTS] = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
         return config, task, shapes
     data = open_data(config, source, task)
-    task = replace(task, loss=loss)
     config = with_batches(config, data, ONE_DEVICE)
     data.pad_short_batches(check_loss_on(config, task, data.train).reads_weights)
     return config, task, data.train.shapes
@@ -544,18 +528,10 @@ def _example_shapes(config: TrainConfig, task: Task) -> dict[str, jax.ShapeDtype
     # its columns, only the dataset knows them.
     data = config.data
     has_data = bool(data.mixture) or (data.path is not None and data.path.exists())
-    lists_columns = task.loss is None or attribute(task.loss, "example_batch", None) is not None
+    lists_columns = attribute(task.loss, "example_batch", None) is not None
     if task.has_own_model or task.batches is not None or (has_data and not lists_columns):
         return None
     return {
         name: jax.ShapeDtypeStruct((data.global_batch_size, *array.shape[1:]), array.dtype)
         for name, array in example_batch(task.loss, config, 1).items()
     }
-
-
-def _decoder_loss(
-    context: Context, model: Decoder, batch: Mapping[str, Array], _: Array
-) -> tuple[Array, Array]:
-    return model.loss(
-        batch["inputs"], batch["labels"], segments_BT=batch.get(SEGMENTS), context=context
-    )

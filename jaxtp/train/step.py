@@ -34,14 +34,20 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.hints import matches
 from jaxtp.data.loader import Batch, abstract_batch
-from jaxtp.data.rows import SEGMENTS
-from jaxtp.layers.balance import Routing
 from jaxtp.layers.parameter import Precision, mark_unreduced, spec_of, sum_over_replicas
 from jaxtp.mesh import AXES, axes_of, batch_parts, mesh_sizes
-from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train import user_loss
 from jaxtp.train.config import OptimizerConfig, TrainConfig
+from jaxtp.train.loss import (
+    Choices,
+    Experts,
+    Micro,
+    Objective,
+    Terms,
+    call,
+    changeable,
+    objective_of,
+)
 from jaxtp.train.sharded_optimizer import Optimizer
 from jaxtp.train.state import OPTIMIZER_SCOPE, STORED, Blueprint, rng_state
 from jaxtp.train.stopping import abstract_flags
@@ -82,12 +88,6 @@ TrainStep = Callable[..., tuple[Any, "StepOutput"]]
 Norm = Callable[[Sequence[Variable]], Array]
 NORM = "norm"  # Name in profiles of the sum of squares over devices
 
-Choices = list[tuple[Array, Array] | None] | None
-"""The router's choices and their margin for each kind of block, if they are recorded."""
-
-Experts = tuple[Array | None, ...] | None
-"""Experts that replace the router's choices, `[B, layers, T, k]`, for each kind of block."""
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -105,24 +105,10 @@ class StepOutput:
     """The gradients, in the parameters' shardings."""
 
 
-class Replay(NamedTuple):
-    """Settings of `jaxtp check`: record a step's routing, or replay the routing of another mesh."""
-
-    record: bool = False
-    experts: Experts = None
-
-
-class _MicroBatch(NamedTuple):
-    batch: Batch
-    experts: Experts
-    # [B], indices in the whole batch, which determine the keys of dropout
-    rows: Array
-
-
 class _Outcome(NamedTuple):
-    terms: LossTerms
+    terms: Terms
     choices: Choices
-    # Variables that a user's loss may have changed
+    # Variables that the loss may have changed
     changed: nnx.State
 
 
@@ -154,10 +140,10 @@ def make_train_step(
       with_grads: the output has `grads`.
       task: parts that replace the decoder's loss and the optimizer of `config`.
     """
-    norm = _norm if blueprint.is_decoder and task.loss is None else _norm_by_one_sum
-
-    def norms(name: str, state: nnx.State) -> dict[str, Array]:
-        return _norms(name, state, config.metrics.norm_groups, norm)
+    objective = objective_of(task.loss, config)
+    norms = partial(
+        _norms, config.metrics.norm_groups, _norm if objective.is_by_row else _norm_by_one_sum
+    )
 
     def step(
         state: nnx.State, batch: Batch, *, stop: Array | None = None, experts: Experts = None
@@ -168,22 +154,22 @@ def make_train_step(
 
         key = dropout_key(config.run.seed, updates)
         terms, choices, grads = loss_and_grads(
-            model, batch, config, key, task.loss, replay=Replay(with_choices, experts)
+            model, batch, config, key, objective, record=with_choices, experts=experts
         )
-        loss = terms.loss / _divisor(terms.count)
+        loss = terms.loss / _divisor(terms.weight)
 
         metrics = norms("grad_norm", grads)
         checksums = _checksums(grads) if with_checksums else None
 
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(model, grads, loss)
-        if terms.balance is not None and not blueprint.config.lora.rank:
-            model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
+        objective.after_update(model, terms)
 
         finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
         updated = nnx.state(train_state, STORED)
-        allowed = config.train.skips_allowed
-        new, skipped = _skip_if_useless(updated, state, finite, terms.count != 0, allowed)
+        new, skipped = _skip_if_useless(
+            updated, state, finite, terms.weight != 0, config.train.skips_allowed
+        )
 
         metrics |= norms("param_norm", nnx.filter_state(new["model"], nnx.Param))
         metrics["skipped"] = skipped
@@ -228,13 +214,11 @@ def _learning_rate(
 
 
 def _with_loss(
-    metrics: Mapping[str, Array], loss: Array, terms: LossTerms, rate: Array | None
+    metrics: Mapping[str, Array], loss: Array, terms: Terms, rate: Array | None
 ) -> dict[str, Array]:
-    # In the order of the log: the metrics of a user's loss are last.
+    # In the order of the log: the metrics of the loss are last.
     rates = {} if rate is None else {"learning_rate": rate}
-    balance = {} if terms.balance is None else terms.balance.scalars(terms.count)
-    own = {name: total / weight for name, (total, weight) in terms.metrics.items()}
-    return {"loss": loss, "loss_tokens": terms.count, **rates, **metrics, **balance, **own}
+    return {"loss": loss, "loss_tokens": terms.weight, **rates, **metrics, **terms.scalars()}
 
 
 def loss_and_grads(
@@ -244,66 +228,66 @@ def loss_and_grads(
     key: Array,
     loss: Loss | None = None,
     *,
-    replay: Replay = Replay(),
-) -> tuple[LossTerms, Choices, nnx.State]:
+    record: bool = False,
+    experts: Experts = None,
+) -> tuple[Terms, Choices, nnx.State]:
     """Returns a batch's loss terms, the routers' choices, and the gradient of the mean loss.
 
-    The choices are None unless `replay` records them.
-
-    The mean is over the batch's valid tokens (`count`, or a user's weight); it is not a mean of the
-    micro-batches' means. With accumulation, each replica sums its own gradients of jaxtp's layers,
-    and one reduction follows (`layers/parameter.py`).
+    The mean is over the batch's valid tokens (`weight`); it is not a mean of the micro-batches'
+    means. With accumulation, each replica sums its own gradients of jaxtp's layers, and one
+    reduction follows (`layers/parameter.py`).
 
     Args:
-      model: a `Decoder`, unless `loss` is given. A user's loss may change variables that are not
-        parameters, such as the statistics of `nnx.BatchNorm`; they are updated in place.
+      model: the loss may change its variables that are not parameters, such as the statistics of
+        `nnx.BatchNorm`; they are updated in place.
+      loss: by default the next token's.
+      record: return the routers' choices, otherwise None; for `jaxtp check`.
+      experts: replace the routers' choices by those of another mesh.
     """
     accumulation = config.train.accumulation
+    objective = objective_of(loss, config)
     graph, stored, rngs, frozen = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
-    objective = _Objective(graph, rngs, frozen, config, key, loss, replay.record)
-    inputs = _MicroBatch(batch, replay.experts, jnp.arange(len(jax.tree.leaves(batch)[0])))
+    differentiable = _Differentiable(graph, rngs, frozen, objective, key, record)
+    inputs = Micro(batch, jnp.arange(len(jax.tree.leaves(batch)[0])), experts)
     if accumulation == 1:
-        outcome, gradients = objective.differentiate(stored, inputs, jnp.zeros((), jnp.int32))
+        outcome, gradients = differentiable.differentiate(stored, inputs, jnp.zeros((), jnp.int32))
         terms, choices, changed = outcome
         grads = gradients()
         nnx.update(model, changed)
     else:
-        params = mark_unreduced(stored) if loss is None else stored
+        params = mark_unreduced(stored) if objective.is_by_row else stored
         sums = _no_gradients(params, config.model.precision)
 
-        def add(micro: _MicroBatch, index: Array) -> tuple[LossTerms, Choices]:
-            outcome, gradients = objective.differentiate(params, micro, index)
+        def add(micro: Micro, index: Array) -> tuple[Terms, Choices]:
+            outcome, gradients = differentiable.differentiate(params, micro, index)
             _add_gradients(gradients, sums, params)
             return outcome.terms, outcome.choices
 
-        def terms_of(micro: _MicroBatch, index: Array) -> LossTerms:
-            _, outcome = objective(params, micro, index)
+        def terms_of(micro: Micro, index: Array) -> Terms:
+            _, outcome = differentiable(params, micro, index)
             return outcome.terms
 
-        # The zeros of a decoder's terms need no trace.
-        no_terms = model.no_terms() if loss is None else _no_terms(terms_of, inputs, accumulation)
-        terms, choices = _sum_over_micro_batches(add, inputs, accumulation, no_terms)
+        terms, choices = _sum_over_micro_batches(add, terms_of, inputs, accumulation)
         grads = jax.tree.map(jax.freeze, sums)
-        if loss is None:
+        if objective.is_by_row:
             grads = sum_over_replicas(grads, stored, config.model.precision.reduce)
-    count = _divisor(terms.count)
-    return terms, choices, jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, stored)
+    weight = _divisor(terms.weight)
+    return terms, choices, jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), grads, stored)
 
 
 @dataclass(frozen=True)
-class _Objective:
-    """The loss to differentiate, as a function of parameters, a micro-batch and its index."""
+class _Differentiable:
+    """The sum to minimise, as a function of parameters, a micro-batch and its index."""
 
     graph: nnx.GraphDef[Any]
     rngs: nnx.State
     frozen: nnx.State
-    config: TrainConfig
+    objective: Objective
     key: Array
-    loss: Loss | None
     record: bool
 
     def differentiate(
-        self, params: nnx.State, micro: _MicroBatch, index: Array
+        self, params: nnx.State, micro: Micro, index: Array
     ) -> tuple[_Outcome, Callable[..., nnx.State]]:
         """Returns the outcome, and a function that returns the gradients or adds them to `refs`."""
         total, backward, outcome = jax.vjp(
@@ -317,37 +301,19 @@ class _Objective:
 
         return outcome, gradients
 
-    def __call__(
-        self, params: nnx.State, micro: _MicroBatch, index: Array
-    ) -> tuple[Array, _Outcome]:
-        if self.loss is None:
-            return self._of_decoder(params, micro)
+    def __call__(self, params: nnx.State, micro: Micro, index: Array) -> tuple[Array, _Outcome]:
         key = jax.random.fold_in(self.key, index)
-        model = self._model(params, rng_state(self.rngs, key))
-        terms = user_loss.call(self.loss, model, micro.batch, key)
-        return terms.loss, _Outcome(terms, None, user_loss.changeable(model, self.frozen))
-
-    def _of_decoder(self, params: nnx.State, micro: _MicroBatch) -> tuple[Array, _Outcome]:
-        model: Decoder = self._model(params, self.rngs)
-        batch = micro.batch
-        train = self.config.train
-        keys = row_keys(self.key, micro.rows) if model.config.dropout else None
-        sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), self.config.mesh.context)
-        terms, routings = model.loss_terms(
-            batch["inputs"],
-            batch["labels"],
-            replace(sequences, record=self.record),
-            z_loss=train.z_loss,
-            dropout_keys=keys,
-            experts=micro.experts,
-        )
-        choices = [_choices(routing) for routing in routings] if self.record else None
-        total = terms.objective(train.balance_loss, train.router_z_loss)
-        return total, _Outcome(terms, choices, nnx.State({}))
-
-    def _model(self, params: nnx.State, rngs: nnx.State) -> Any:
         # A copy, because the frozen variables belong to the outer trace.
-        return nnx.merge(self.graph, params, rngs, self.frozen, copy=True)
+        rngs = rng_state(self.rngs, key)
+        model: Any = nnx.merge(self.graph, params, rngs, self.frozen, copy=True)
+        terms, choices = self.objective.terms(
+            model, micro, key, step_key=self.key, record=self.record
+        )
+        total = terms.loss if terms.objective is None else terms.objective
+        changed: nnx.State = nnx.State({})
+        if not self.objective.is_by_row:
+            changed = changeable(model, self.frozen)
+        return total, _Outcome(replace(terms, objective=None), choices, changed)
 
 
 def _divisor(count: Array) -> Array:
@@ -386,22 +352,21 @@ def _add_gradients(
         total[...] += grad.astype(total.dtype)
 
 
-def _no_terms(terms_of: Callable[[Any, Array], LossTerms], inputs: object, count: int) -> LossTerms:
-    # Returns zeros like the terms of a micro-batch.
-    micro = jax.tree.map(lambda array: array[: len(array) // count], inputs)
-    terms = jax.eval_shape(terms_of, micro, jnp.zeros((), jnp.int32))
-    return jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), terms)
-
-
 def _sum_over_micro_batches(
-    fn: Callable[[Any, Array], tuple[Any, Any]], inputs: Any, count: int, zeros: Any
-) -> Any:
+    fn: Callable[[Any, Array], tuple[Terms, Any]],
+    terms_of: Callable[[Any, Array], Terms],
+    inputs: Any,
+    count: int,
+) -> tuple[Terms, Any]:
     # Sums the first result of `fn`, which takes a micro-batch of `inputs [B, ...]` and its number;
-    # concatenates the second, which is per row.
-    def add(sums: Any, micro: Any) -> tuple[Any, Any]:
+    # concatenates the second, which is per row. A trace of `terms_of` gives the shapes of the sums.
+    def add(sums: Terms, micro: Any) -> tuple[Terms, Any]:
         terms, per_row = fn(*micro)
         return jax.tree.map(jnp.add, sums, terms), per_row
 
+    first = jax.tree.map(lambda array: array[: len(array) // count], inputs)
+    shapes = jax.eval_shape(terms_of, first, jnp.zeros((), jnp.int32))
+    zeros = jax.tree.map(lambda term: jnp.zeros(term.shape, term.dtype), shapes)
     split = jax.tree.map(lambda array: _split_rows(array, count), inputs)
     sums, per_row = jax.lax.scan(add, zeros, (split, jnp.arange(count)))
     return sums, jax.tree.map(_join_rows, per_row)
@@ -431,7 +396,7 @@ def _skip_if_useless(
     return selected, skipped
 
 
-def _norms(name: str, state: nnx.State, groups: tuple[str, ...], norm: Norm) -> dict[str, Array]:
+def _norms(groups: tuple[str, ...], norm: Norm, name: str, state: nnx.State) -> dict[str, Array]:
     # Returns the norm of all variables, and a norm `name/group` for each pattern; in float32.
     variables = named_variables(state)
     parts = {name: [*variables.values()]}
@@ -470,30 +435,22 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
     """Returns a jitted `state, batch, number of the batch -> terms`, summed over the batch.
 
     It computes the training step's micro-batches, so it needs no more memory than the training
-    step. A user's model is in the mode of `nnx.Module.eval()`.
+    step. The model is in the mode of `nnx.Module.eval()`.
     """
     accumulation = config.train.accumulation
+    objective = objective_of(loss, config)
 
-    def step(state: nnx.State, batch: Batch, number: Array | int = 0) -> LossTerms:
-        def terms_of(micro: Batch, index: Array) -> LossTerms:
+    def step(state: nnx.State, batch: Batch, number: Array | int = 0) -> Terms:
+        def terms_of(micro: Batch, index: Array) -> Terms:
             key = jax.random.fold_in(jax.random.key(config.run.seed), number * accumulation + index)
             model: Any = blueprint.merge(state, key).model
-            if loss is not None:
-                model.eval()
-                return user_loss.call(loss, model, micro, key)
-            total, count = model.loss(
-                micro["inputs"],
-                micro["labels"],
-                segments_BT=micro.get(SEGMENTS),
-                context=config.mesh.context,
-            )
-            return LossTerms(total, count, None)
+            model.eval()
+            return call(objective, model, micro, key)
 
         if accumulation == 1:
             return terms_of(batch, jnp.zeros((), jnp.int32))
-        no_terms = _no_terms(terms_of, batch, accumulation)
         sums, _ = _sum_over_micro_batches(
-            lambda micro, index: (terms_of(micro, index), None), batch, accumulation, no_terms
+            lambda micro, index: (terms_of(micro, index), None), terms_of, batch, accumulation
         )
         return sums
 
@@ -555,17 +512,6 @@ def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str
 def dropout_key(seed: int, updates: Array | int) -> Array:
     """Returns the random key after `updates` updates."""
     return jax.random.fold_in(jax.random.key(seed), updates)
-
-
-def row_keys(key: Array, rows: Array) -> Array:
-    """Returns a random key per row index `[B]`."""
-    return jax.vmap(partial(jax.random.fold_in, key))(rows)
-
-
-def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
-    if routing is None or routing.experts is None or routing.margin is None:
-        return None
-    return routing.experts.swapaxes(0, 1), routing.margin.swapaxes(0, 1)
 
 
 def _split_rows(array: Array, steps: int) -> Array:

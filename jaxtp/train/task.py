@@ -34,7 +34,8 @@ Metrics = Mapping[str, Array | tuple[Array, Array]]
 """By name, a sum over the rows of a batch, which the step divides by the loss's weight; or a pair
 of a sum and its own weight."""
 
-Loss = Callable[[Any, Any, Array], tuple[Array, Array] | tuple[Array, Array, Metrics]]
+Result = tuple[Array, Array] | tuple[Array, Array, Metrics]
+Loss = Callable[[Any, Any, Array], Result]
 """Takes a model, a batch and a random key; returns a sum over the batch's rows, and the weight by
 which the step divides it.
 

@@ -20,7 +20,13 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import Sums
 from jaxtp.config.entry import STANDARD_OUTPUT, NumericsError, UserError, in_thread
-from jaxtp.config.python_object import describe_value, reference_to, user_code, user_code_error
+from jaxtp.config.python_object import (
+    describe_value,
+    reference_to,
+    user_code,
+    user_code_error,
+    users_lines,
+)
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
@@ -36,10 +42,10 @@ from jaxtp.distributed.agreement import (
 from jaxtp.distributed.allocator import describe_out_of_memory
 from jaxtp.distributed.environment import is_launched
 from jaxtp.mesh import mesh_sizes, platform_of
-from jaxtp.models.decoder import LossTerms
 from jaxtp.train import run_folder
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import settings_of_run
+from jaxtp.train.loss import Objective, Terms, logged_numbers, require_sums
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
@@ -47,7 +53,6 @@ from jaxtp.train.state import CONSTANTS, finite_arrays
 from jaxtp.train.step import StepOutput, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
-from jaxtp.train.user_loss import logged_numbers, require_sums
 
 if TYPE_CHECKING:
     from jaxtp.train.performance import Profiler, Stragglers
@@ -388,11 +393,11 @@ class Trainer:
                 batch, position = self._next_batch(batches)
             if self._profiler is not None:
                 self._profiler.before(run.step + 1)
-            if run.task.loss is not None and run.step + 1 == self._first:
+            if run.step + 1 == self._first and not run.objective.is_by_row:
                 with self._timing.lost_to("start"):
                     accumulation = self.config.train.accumulation
                     warning = require_sums(
-                        run.task.loss, run.blueprint, run.state, batch, accumulation
+                        run.objective, run.blueprint, run.state, batch, accumulation
                     )
                     if warning:
                         self._report.line(warning)
@@ -537,7 +542,7 @@ class Trainer:
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:
-                if run.task.loss is None:
+                if not users_lines(error):
                     raise
                 raise user_code_error(
                     f"compiling the training step for {self._platform}", error
@@ -655,10 +660,10 @@ class Trainer:
 
     def _handle_no_weight(self, step: int) -> None:
         self._without_weight += 1
-        cause = "the weight of the loss is 0"
-        if self._run.task.loss is None:
-            cause = "no token of the batch has a label"
-        self._report.line(f"step {step}: {cause}, so there is no loss; the update is skipped")
+        self._report.line(
+            f"step {step}: the weight of the loss is 0 (by default it is the number of labels), so "
+            "there is no loss; the update is skipped"
+        )
 
     def _require_weight(self) -> None:
         max_skipped = self.config.train.max_skipped
@@ -705,14 +710,14 @@ class Trainer:
 
         def evaluate() -> dict[str, float]:
             step = lowered.compile()
-            results: list[LossTerms] = []
+            results: list[Terms] = []
             for number, batch in enumerate(chain([first], batches)):
                 results.append(step(state, batch, number))
                 if show is not None:
                     # One batch stays in flight.
                     jax.block_until_ready(results[:-1])
                     show(number)
-            return evaluation_metrics(jax.device_get(results), own_loss=run.task.loss is not None)
+            return evaluation_metrics(jax.device_get(results), run.objective)
 
         return evaluate
 
@@ -728,7 +733,7 @@ class Trainer:
         if log:
             self._trackers.write({"step": run.step, **values})
         text = f"step {run.step}: validation loss {values.pop('eval_loss'):.4f}"
-        if run.task.loss is None and run.data.tokens is not None:
+        if run.objective.is_in_nats and run.data.tokens is not None:
             unit = run.data.tokens.corpus.unit.removesuffix("s")
             text += f" nats per {unit}, perplexity {values['eval_perplexity']:.4g}"
         else:
@@ -783,15 +788,15 @@ def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def evaluation_metrics(results: Sequence[LossTerms], *, own_loss: bool) -> dict[str, float]:
+def evaluation_metrics(results: Sequence[Terms], objective: Objective) -> dict[str, float]:
     """Returns the metrics of an evaluation: sums over all batches, divided by their weights."""
-    weight = sum(float(terms.count) for terms in results)
-    loss = sum(float(terms.loss) for terms in results) / weight if weight else math.nan
-    if not own_loss:
-        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700))}
-    metrics = {"eval_loss": loss}
-    for name in results[0].metrics:
-        totals, weights = zip(*(terms.metrics[name] for terms in results), strict=True)
-        weight = sum(map(float, weights))
-        metrics[f"eval_{name}"] = sum(map(float, totals)) / weight if weight else math.nan
+    first = results[0]
+    metrics = {}
+    for name in ("loss", *first.metrics):
+        pairs = [terms.metrics.get(name, (terms.loss, terms.weight)) for terms in results]
+        weight = sum(float(weight) for _, weight in pairs)
+        total = sum(float(total) for total, _ in pairs)
+        metrics[f"eval_{name}"] = total / weight if weight else math.nan
+    if objective.is_in_nats:
+        metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))
     return metrics

@@ -24,8 +24,8 @@ from jaxtp.mesh import (
 from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder
 from jaxtp.plans.parallelize import abstract_model
-from jaxtp.train import user_loss
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.loss import call
 from jaxtp.train.memory import Memory
 from jaxtp.train.state import Blueprint, rng_state, shard_bytes
 from jaxtp.train.task import Loss, Shapes, Task
@@ -113,6 +113,6 @@ def _work(model: nnx.Module, loss: Loss, batch: Shapes, sizes: Sizes) -> Work:
     def objective(params: nnx.State, frozen: nnx.State, batch: dict[str, Any]) -> Array:
         key = jax.random.key(0)
         merged = nnx.merge(graph, params, rng_state(rngs, key), frozen, copy=True)
-        return user_loss.call(loss, merged, batch, key).loss
+        return call(loss, merged, batch, key).loss
 
     return work_of(objective, sizes, params, frozen, dict(batch))

@@ -26,9 +26,9 @@ from jaxtp.data.mixture import validation_samples
 from jaxtp.data.rows import Concatenated
 from jaxtp.layers import remat
 from jaxtp.mesh import make_mesh
-from jaxtp.models.decoder import LossTerms
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.loss import NextToken, Terms
 from jaxtp.train.performance import flops_per_token
 from jaxtp.train.state import TrainState, parameters, plan_state
 from jaxtp.train.step import fetch, make_train_step
@@ -276,14 +276,15 @@ def test_transformers_41898_an_evaluation_is_the_mean_over_tokens():
     rows = Concatenated(InMemory(tokens, np.array([len(tokens)]), "test"), T, len(tokens))
     validation = validation_samples([rows], [1.0], batches=9, batch_size=2)
     assert len(validation) == 6
-    sums = []
+    results = []
     for labels in np.split(np.stack([validation[i]["labels"] for i in range(6)]), 3):
         counted = labels[labels >= 0]
-        sums.append((np.sum(counted**2.0), counted.size))
-    results = [LossTerms(total, count, None) for total, count in sums]
+        results.append(Terms(np.sum(counted**2.0), counted.size))
     expected = np.mean(np.arange(1, len(tokens)) ** 2.0)
-    assert evaluation_metrics(results, own_loss=False)["eval_loss"] == pytest.approx(expected)
-    assert np.mean([total / count for total, count in sums]) != pytest.approx(expected, rel=WRONG)
+    assert evaluation_metrics(results, NextToken())["eval_loss"] == pytest.approx(expected)
+    assert np.mean([terms.loss / terms.weight for terms in results]) != pytest.approx(
+        expected, rel=WRONG
+    )
 
 
 def utilised(length, **changes):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from support import (
@@ -85,20 +84,11 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
         return terms, grads, model.blocks.mlp.selection_bias[...]
 
     with jax.set_mesh(on):
-        terms, grads, biases = step(
-            state, {name: jnp.asarray(array) for name, array in batch.items()}
-        )
-        sums = {
-            name: np.asarray(getattr(terms.balance, name))
-            for name in ("balance_loss", "router_z_loss", "entropy")
-        }
-        (times,) = terms.balance.times_chosen
-        return (
-            {**sums, **by_name(grads, on)},
-            np.asarray(times),
-            np.asarray(biases),
-            float(terms.balance.dropped),
-        )
+        terms, grads, biases = step(state, batch)
+        sums = dict(vars(terms.balance))
+        (times,) = sums.pop("times_chosen")
+        dropped = float(sums.pop("dropped"))
+        return sums | by_name(grads, on), np.asarray(times), np.asarray(biases), dropped
 
 
 @swept("name", TABLE["steps"])

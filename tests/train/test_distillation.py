@@ -139,7 +139,7 @@ def results(loss, batch, model="shallow", accumulation=1, **sizes):
         terms, _, grads = loss_and_grads(
             nnx.merge(graph, state), batch, config, jax.random.key(0), loss
         )
-        return {"loss": terms.loss, "weight": terms.count} | {
+        return {"loss": terms.loss, "weight": terms.weight} | {
             name: x for name, (x, _) in terms.metrics.items()
         }, grads
 

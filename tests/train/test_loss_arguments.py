@@ -154,7 +154,7 @@ class NeedsPairs:
     columns = ("inputs", "pairs")
 
     def __call__(self, model, batch, key):
-        return model.loss(batch["inputs"], batch["labels"])
+        return dry(model, batch, key)
 
 
 class BringsPairs(NeedsPairs):
@@ -181,15 +181,12 @@ def test_a_missing_column_is_refused_with_how_to_get_it():
         open_task(config)
 
 
-class Dry:
-    def __call__(self, model, batch, key):
-        return model.loss(batch["inputs"], batch["labels"])
+def dry(model, batch, key, **options):
+    return model.loss(batch["inputs"], batch["labels"], **options)
 
 
-class Wet:
-    def __call__(self, model, batch, key):
-        keys = jax.random.split(key, len(batch["inputs"]))
-        return model.loss(batch["inputs"], batch["labels"], dropout_keys=keys)
+def wet(model, batch, key):
+    return dry(model, batch, key, dropout_keys=jax.random.split(key, 4))
 
 
 def test_dropout_that_a_loss_leaves_out_is_refused(tmp_path):
@@ -200,12 +197,12 @@ def test_dropout_that_a_loss_leaves_out_is_refused(tmp_path):
     }
     config = replace_nested(TrainConfig(), settings)
     batch = {name: jax.ShapeDtypeStruct((4, 32), np.int32) for name in ("inputs", "labels")}
-    assert check_loss(config, Task(loss=Wet()), batch).is_random
-    assert not check_loss(config, Task(loss=Dry()), batch).is_random
+    assert check_loss(config, Task(loss=wet), batch).is_random
+    assert not check_loss(config, Task(loss=dry), batch).is_random
     with pytest.raises(
-        ConfigError, match=r"model.dropout=0.5 has no effect: .*:Dry passes no dropout_keys"
+        ConfigError, match=r"model.dropout=0.5 has no effect: .*:dry passes no dropout_keys"
     ):
-        jaxtp.Trainer(settings=settings | {"train.loss": f"{__file__}:Dry"}).__enter__()
+        jaxtp.Trainer(settings=settings | {"train.loss": f"{__file__}:dry"}).__enter__()
 
 
 def test_an_example_batch_replaces_data_that_are_not_here():

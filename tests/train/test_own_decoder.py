@@ -108,6 +108,14 @@ def test_an_array_that_no_checkpoint_would_have_is_refused():
         plan_state(settings, optax.sgd(0.1), make_mesh())
 
 
+def test_a_flax_layer_in_a_decoder_drops_others_in_each_step():
+    model = new_decoder(CONFIG)
+    model.norm = nnx.Sequential(model.norm, nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    batch = dict.fromkeys(("inputs", "labels"), jnp.ones((B, T), int))
+    terms = lambda seed: loss_and_grads(model, batch, TrainConfig(), jax.random.key(seed))[0]
+    assert terms(0).loss != terms(1).loss
+
+
 class FlaxGate(jaxtp.PositionwiseBranch):
     """A branch of a Flax layer alone."""
 
@@ -133,21 +141,17 @@ def gradients(build, loss, sizes, accumulation=1):
     graph, state = state_on_mesh(build, weights, mesh)
     tokens = np.random.default_rng(0).integers(0, 256, (B, T + 1), np.int32)
     tokens[0, 1:4] = -100
-    batch = {
-        "inputs": jnp.asarray(np.maximum(tokens[:, :-1], 0)),
-        "labels": jnp.asarray(tokens[:, 1:]),
-    }
+    batch = {"inputs": abs(tokens[:, :-1]), "labels": tokens[:, 1:]}
 
     @jax.jit
-    def run(state):
+    def run(state, batch):
         terms, _, grads = loss_and_grads(
             nnx.merge(graph, state), batch, config, jax.random.key(0), loss
         )
-        metrics = {name: total for name, (total, _) in terms.metrics.items()}
-        return metrics | {"loss": terms.loss, "count": terms.count}, grads
+        return {str(place): term for place, term in enumerate(jax.tree.leaves(terms))}, grads
 
     with jax.set_mesh(mesh):
-        numbers, grads = run(state)
+        numbers, grads = run(state, batch)
     return numbers | by_name(grads, mesh)
 
 

@@ -325,10 +325,10 @@ MISTAKES = {
         {"validation": lambda step: {"x": batches(step)["x"]}},
         "validation batches .* are without 'y', .*'y'",
     ),
-    "no ids": (OF_DECODER, "columns x, y, and the decoder's loss reads 'inputs' and 'labels'"),
+    "no ids": (OF_DECODER, "the loss needs 'inputs', and batches have x, y: rename your token"),
     "batches of ids": (
         OF_DECODER | {"batches": [TOKENS] * 3},
-        r"'inputs' is \[16, 8, 16\] in a batch",
+        "each item of this one is a batch",
     ),
 }
 

@@ -16,7 +16,7 @@ import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.user_loss import check_names
+from jaxtp.train.loss import check_names
 
 
 def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):

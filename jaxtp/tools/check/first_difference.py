@@ -18,8 +18,6 @@ from jax import Array
 from jax.extend.core import get_opaque_trace_state
 
 from jaxtp.config.python_object import user_code_error
-from jaxtp.data.loader import Batch
-from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.context import Sequences
 from jaxtp.mesh import mesh_of
 from jaxtp.models.decoder import Decoder, split_keys
@@ -28,11 +26,10 @@ from jaxtp.plans.module_wrappers import Method, Model, set_class, subclass, with
 from jaxtp.tools.check.parity import Arrays, place, relative_error
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject
-from jaxtp.train import user_loss
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.step import dropout_key, row_keys
+from jaxtp.train.loss import Micro, objective_of
+from jaxtp.train.step import dropout_key
 
-DECODER_LOSS = "head and loss"
 LOSS = "the loss"
 Outputs = dict[str, list[Any]]  # Arrays of the outputs, or their gradients, by call
 
@@ -156,6 +153,7 @@ def _trace(
     batch = next(iter(subject.on_mesh(config, mesh)))
     blueprint = subject.blueprint(config, mesh)
     key = dropout_key(config.run.seed, 0)
+    objective = objective_of(subject.task.loss, config)
 
     def loss(
         zeros: Outputs, state: nnx.State, batch: Any, recorder: _Recorder
@@ -164,13 +162,9 @@ def _trace(
         recorder.trace = get_opaque_trace_state()
         model: Any = blueprint.merge(state, key).model
         recorder.wrap_model(model)
-        if subject.task.loss is None:
-            total, count = _decoder_loss(model, batch, config, key)
-            mean = recorder.record(DECODER_LOSS, total / count)
-        else:
-            terms = user_loss.call(subject.task.loss, model, batch, key)
-            mean = recorder.record(LOSS, terms.loss / terms.count)
-        return mean, recorder.outputs
+        micro = Micro(batch, jnp.arange(len(jax.tree.leaves(batch)[0])))
+        terms, _ = objective.terms(model, micro, key, step_key=key)
+        return recorder.record(LOSS, terms.loss / terms.weight), recorder.outputs
 
     with jax.set_mesh(mesh):
         state = place(initial, blueprint.abstract, mesh)
@@ -180,18 +174,6 @@ def _trace(
         gradients, outputs = backward(zeros, state, batch)
         # The natural order of tokens depends on the mesh.
         return recorder.in_order(outputs), recorder.in_order(gradients)
-
-
-def _decoder_loss(
-    model: Decoder, batch: Batch, config: TrainConfig, key: Array
-) -> tuple[Array, Array]:
-    keys = row_keys(key, jnp.arange(len(batch["inputs"]))) if model.config.dropout else None
-    options = {
-        "segments_BT": batch.get(SEGMENTS),
-        "dropout_keys": keys,
-        "context": config.mesh.context,
-    }
-    return model.loss(batch["inputs"], batch["labels"], **options)  # type: ignore[arg-type]
 
 
 def _is_float(leaf: object) -> bool:

@@ -32,12 +32,12 @@ from jaxtp.tools.check.shrink import (
 )
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitSource
+from jaxtp.train.loss import Example, example_batch, objective_of
 from jaxtp.train.run_data import open_data
 from jaxtp.train.setup import check_loss_on, with_batches
 from jaxtp.train.setup import plan as plan_of_run
 from jaxtp.train.state import Blueprint, total_bytes
 from jaxtp.train.task import Loss, Task, load_task, with_parts
-from jaxtp.train.user_loss import Example, attribute, example_batch
 
 DOCUMENTS = 4  # mean number of documents in a row of a packed batch
 COPIES = 6
@@ -76,7 +76,8 @@ class Subject:
     def on_mesh(self, config: TrainConfig, mesh: Mesh) -> Iterator[Batch]:
         """Yields a batch for each update; raises BatchError if it cannot be split over the mesh."""
         source = self.batches or _in_memory(random_tokens(config))
-        micro_batches = config.train.accumulation if self.task.loss is not None else 1
+        by_row = objective_of(self.task.loss, config).is_by_row
+        micro_batches = 1 if by_row else config.train.accumulation
         for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches):
             yield batch
 
@@ -108,9 +109,8 @@ def open_subject(
     subject = Subject(task, batches)
     if not subject.is_own:
         return small, cases, subject
-    if task.loss is not None:
-        traits = check_loss_on(small, task, batches)
-        batches.with_weights = traits.reads_weights
+    traits = check_loss_on(small, task, batches)
+    batches.with_weights = traits.reads_weights
     blueprint = subject.blueprint(small, make_mesh())
     needed = COPIES * total_bytes(blueprint)
     memory = host_memory()
@@ -120,10 +120,9 @@ def open_subject(
             f"its state, and this host has {size_text(memory, binary=True)}; make it small by "
             "arguments of the function that builds it (model.arguments)"
         )
-    if task.loss is not None:
-        accumulation = 2 if small.train.accumulation == 1 else 1
-        if not (traits.changes or traits.is_random or small.data.global_batch_size % accumulation):
-            cases = [replace(ONE_DEVICE, accumulation=accumulation), *cases]
+    accumulation = 2 if small.train.accumulation == 1 else 1
+    if not (traits.changes or traits.is_random or small.data.global_batch_size % accumulation):
+        cases = [replace(ONE_DEVICE, accumulation=accumulation), *cases]
     if data is not None:
         rows = range(data.global_batch_size)
         read = [columns for columns, _ in data.train.read(rows, Position(), UPDATES)]
@@ -145,12 +144,9 @@ def _with_length(config: TrainConfig, batches: Batches) -> TrainConfig:
 
 
 def random_batches(config: TrainConfig, loss: Loss | None) -> list[Columns]:
-    """Returns a batch for each update: the examples of a loss, or random tokens."""
-    batches = random_tokens(config)
-    if attribute(loss, "example_batch", None) is None:
-        return batches
+    """Returns a batch for each update: the example of a loss, with random tokens."""
     example = example_batch(loss, config, config.data.global_batch_size)
-    return [_filled(example, batch) for batch in batches]
+    return [_filled(example, batch) for batch in random_tokens(config)]
 
 
 def _filled(example: Mapping[str, Example], tokens: Columns) -> Columns:

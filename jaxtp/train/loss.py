@@ -1,10 +1,13 @@
-"""Calls a user's loss, and checks it before the first step."""
+"""The objective of a run: the next token, or a user's loss, which is checked before the first step.
+
+Step, evaluation and checks know an `Objective` only, whichever loss it has.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +22,25 @@ from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.python_object import describe_value, user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
+from jaxtp.data.loader import Batch
 from jaxtp.data.rows import PAIRS, SEGMENTS
-from jaxtp.mesh import batch_parts, mesh_sizes
-from jaxtp.models.decoder import LossTerms
-from jaxtp.train.config import TrainConfig
+from jaxtp.layers.balance import Balance, Routing
+from jaxtp.layers.sequence_parallel import Context
+from jaxtp.mesh import as_current, batch_parts, mesh_sizes
+from jaxtp.models.decoder import Decoder
+from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.state import Blueprint, rng_state
-from jaxtp.train.task import Loss, Shapes
+from jaxtp.train.task import Loss, Result, Shapes, Task
 
 T = TypeVar("T")
 Example = NDArray[np.generic] | jax.ShapeDtypeStruct
+
+Choices = list[tuple[Array, Array] | None] | None
+"""The router's choices and their margin for each kind of block, if they are recorded."""
+
+Experts = tuple[Array | None, ...] | None
+"""Experts that replace the router's choices, `[B, layers, T, k]`, for each kind of block."""
+
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of
 `nnx.BatchNorm`."""
@@ -64,14 +77,173 @@ _RESERVED_GROUPS = (
 _FORM = "should return (sum, weight) or (sum, weight, metrics), with sums over the batch's rows"
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
+_TOKENS = "rename your token ids [B, T], or bring a loss that reads them (--train.loss)"
 _ORIGINS = {
+    "inputs": _TOKENS,
+    "labels": _TOKENS,
     PAIRS: "jaxtp prepare --preference makes a dataset of pairs",
     "log_probs": "jaxtp score makes it, and data.scores FOLDER reads it",
     "top_ids": _TOP,
     "top_log_probs": _TOP,
     SEGMENTS: "data.packing documents has it",
 }
-"""The source of each column of jaxtp's own data."""
+"""How to get each column that jaxtp's losses read."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a loss: sums, which add up over parts of a batch."""
+
+    loss: Array
+    """The float32 sum that is logged."""
+    weight: Array
+    """The divisor of the sum over all parts, such as the number of labels."""
+    metrics: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
+    """Sums and their weights."""
+    objective: Array | None = None
+    """The sum that is minimised, if it is not `loss`."""
+    balance: Balance | None = None
+
+    def scalars(self) -> dict[str, Array]:
+        """Returns the metrics of a whole batch."""
+        balance = {} if self.balance is None else self.balance.scalars(self.weight)
+        return balance | {name: total / weight for name, (total, weight) in self.metrics.items()}
+
+
+class Micro(NamedTuple):
+    """A micro-batch of a step."""
+
+    batch: Batch
+    # [B], indices in the whole batch
+    rows: Array
+    experts: Experts = None
+
+
+class Objective:
+    """A loss to minimise, and what a run has to know of it; by default of a user's loss.
+
+    An instance is a `Loss` itself, whose results an evaluation logs.
+    """
+
+    is_by_row: ClassVar[bool] = False
+    """Whether it is a sum over rows that do not depend on each other, so it changes no variables,
+    and only jaxtp's layers read parameters."""
+    reads_only_tokens: ClassVar[bool] = False
+    """Whether it ignores the pairs and the scores of a dataset."""
+    is_in_nats: ClassVar[bool] = False
+    """Whether the exponential of the mean is a perplexity."""
+
+    def __init__(self, function: Loss):
+        self.function = function
+
+    def __call__(self, model: Any, batch: Mapping[str, Array], key: Array) -> Result:
+        """See `Loss`."""
+        return self.function(model, batch, key)
+
+    def inspect(self, config: TrainConfig, task: Task, batch: Shapes) -> "Traits":
+        """Returns facts about the loss; raises ConfigError if it does not take the batch."""
+        from jaxtp.train.user_step import ONE_DEVICE, on_one_device
+
+        with as_current(ONE_DEVICE):
+            return inspect_loss(self.function, on_one_device(config, task), batch)
+
+    def terms(
+        self, model: Any, micro: Micro, key: Array, *, step_key: Array, record: bool = False
+    ) -> tuple[Terms, Choices]:
+        """Returns the terms of a micro-batch in training.
+
+        Args:
+          key: a random key of the micro-batch; `step_key` is that of the step.
+          record: also return the routers' choices.
+        """
+        return call(self, model, micro.batch, key), None
+
+    def after_update(self, model: Any, terms: Terms) -> None:
+        """Changes variables that no optimizer sees, once per update."""
+
+
+@dataclass(frozen=True)
+class NextToken(Objective):
+    """The cross-entropy of a decoder's next token; in training with the weights of `LoopConfig`."""
+
+    weights: LoopConfig = LoopConfig()
+    context: Context = "auto"
+
+    columns: ClassVar[tuple[str, ...]] = ("inputs", "labels")
+    is_by_row = True
+    reads_only_tokens = True
+    is_in_nats = True
+
+    def __call__(self, model: Decoder, batch: Mapping[str, Array], key: Array) -> Result:
+        """Returns the cross-entropy alone, without dropout."""
+        return model.loss(
+            batch["inputs"],
+            batch["labels"],
+            segments_BT=batch.get(SEGMENTS),
+            context=self.context,
+        )
+
+    def inspect(self, config: TrainConfig, task: Task, batch: Shapes) -> "Traits":
+        """Checks the columns, without a trace."""
+        check_columns(self, batch)
+        for name in self.columns:
+            if batch[name].ndim != 2:
+                raise ConfigError(
+                    f"{name!r} is {list(batch[name].shape)} in a batch, and the decoder's loss "
+                    "reads token ids [B, T]"
+                )
+        return Traits(is_random=True)
+
+    def terms(
+        self, model: Decoder, micro: Micro, key: Array, *, step_key: Array, record: bool = False
+    ) -> tuple[Terms, Choices]:
+        """See `Objective`; the keys of dropout are those of the rows, on every mesh."""
+        batch = micro.batch
+        keys = row_keys(step_key, micro.rows) if model.config.dropout else None
+        sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), self.context)
+        hidden_BTD, routings = model.with_routing(
+            batch["inputs"], keys, replace(sequences, record=record), micro.experts
+        )
+        loss, count = model.loss_of_hidden(
+            hidden_BTD, sequences.local_tokens(batch["labels"]), z_loss=self.weights.z_loss
+        )
+        balance = model.balance_of(routings, batch["labels"])
+        total = None
+        if balance is not None:
+            total = loss + self.weights.balance_loss * balance.balance_loss
+            total += self.weights.router_z_loss * balance.router_z_loss
+        choices = [_choices(routing) for routing in routings] if record else None
+        return Terms(loss, count, objective=total, balance=balance), choices
+
+    def after_update(self, model: Decoder, terms: Terms) -> None:
+        """Moves selection biases, which are frozen under adapters."""
+        if terms.balance is not None and not model.config.lora.rank:
+            model.move_selection_biases(terms.balance, self.weights.selection_bias_rate)
+
+    @staticmethod
+    def example_batch(rows: int, length: int, config: TrainConfig) -> dict[str, Example]:
+        """Returns abstract ids, labels and segments."""
+        names = ("inputs", "labels", *((SEGMENTS,) if config.data.packed else ()))
+        return {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in names}
+
+
+def objective_of(loss: Loss | None, config: TrainConfig) -> Objective:
+    """Returns the objective of a loss, which by default is the next token's."""
+    if loss is None:
+        return NextToken(config.train, config.mesh.context)
+    return loss if isinstance(loss, Objective) else Objective(loss)
+
+
+def row_keys(key: Array, rows: Array) -> Array:
+    """Returns a random key per row index `[B]`."""
+    return jax.vmap(partial(jax.random.fold_in, key))(rows)
+
+
+def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
+    if routing is None or routing.experts is None or routing.margin is None:
+        return None
+    return routing.experts.swapaxes(0, 1), routing.margin.swapaxes(0, 1)
 
 
 def attribute(loss: Loss | None, name: str, default: T) -> T:
@@ -89,14 +261,10 @@ def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str
 
     The loss makes it (`example_batch`), or it has abstract ids, labels and segments.
     """
-    shape = (rows, config.data.sequence_length)
-    make: Callable[[int, int, TrainConfig], Mapping[str, Example]] | None = attribute(
-        loss, "example_batch", None
+    make: Callable[[int, int, TrainConfig], Mapping[str, Example]] = attribute(
+        loss, "example_batch", NextToken.example_batch
     )
-    if make is not None:
-        return dict(make(*shape, config))
-    names = ("inputs", "labels", *((SEGMENTS,) if config.data.packed else ()))
-    return {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in names}
+    return dict(make(rows, config.data.sequence_length, config))
 
 
 def check_names(metrics: Iterable[object], who: str) -> None:
@@ -129,7 +297,7 @@ def _number(name: str, value: Any, who: str) -> float:
     )
 
 
-def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> LossTerms:
+def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> Terms:
     """Returns the terms of a loss in float32; raises ConfigError for other results."""
     result: Any = loss(model, dict(batch), key)
     if not isinstance(result, tuple) or len(result) not in (2, 3):
@@ -140,6 +308,8 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
             f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics"
         )
     check_names(metrics, "the loss returns")
+    loss_sum = _scalar("sum", total)
+    count = _scalar("weight", weight)
     pairs = {}
     for name, value in metrics.items():
         eval_name = f"eval_{name}"
@@ -153,14 +323,8 @@ def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) 
             raise ConfigError(
                 f"metric {name!r} is {value!r}; it should be a number, or a pair (sum, weight)"
             )
-        pairs[name] = pair
-    loss_sum = _scalar("sum", total)
-    count = _scalar("weight", weight)
-    scalars = {
-        name: (_scalar(name, value), _scalar(f"weight of {name}", divisor))
-        for name, (value, divisor) in pairs.items()
-    }
-    return LossTerms(loss_sum, count, None, scalars)
+        pairs[name] = _scalar(name, pair[0]), _scalar(f"weight of {name}", pair[1])
+    return Terms(loss_sum, count, pairs)
 
 
 def _scalar(name: str, value: object) -> Array:
@@ -182,17 +346,28 @@ def _describe(value: object) -> str:
 
 @dataclass(frozen=True)
 class Traits:
-    """Facts about a loss, from its trace."""
+    """Facts about a loss."""
 
-    # Whether the loss reads the weights of rows (`WEIGHTS`)
-    reads_weights: bool
-    # Dotted paths of the model's variables that the loss changes
-    changes: tuple[str, ...]
-    metrics: tuple[str, ...]
     # Whether the results depend on the random key
     is_random: bool
+    # Whether the loss reads the weights of rows (`WEIGHTS`)
+    reads_weights: bool = False
+    # Dotted paths of the model's variables that the loss changes
+    changes: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
     # A warning about the dtypes of the results
-    warning: str | None
+    warning: str | None = None
+
+
+def check_columns(loss: Loss, batch: Shapes) -> None:
+    """Raises ConfigError if a batch lacks a column that the loss lists."""
+    columns: tuple[str, ...] = attribute(loss, "columns", ())
+    for name in columns:
+        if name not in batch:
+            how = _ORIGINS.get(name, "bring batches that have it (--data.batches)")
+            raise ConfigError(
+                f"the loss needs {name!r}, and batches have {', '.join(batch)}: {how}"
+            )
 
 
 def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
@@ -202,13 +377,7 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
       ConfigError: a column that the loss names is missing; or the loss fails, or does not return
         sums.
     """
-    columns: tuple[str, ...] = attribute(loss, "columns", ())
-    for name in columns:
-        if name not in batch:
-            how = _ORIGINS.get(name, "bring batches that have it (--data.batches)")
-            raise ConfigError(
-                f"the loss needs {name!r}, and batches have {', '.join(batch)}: {how}"
-            )
+    check_columns(loss, batch)
     weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
     reads_weights = False
     if WEIGHTS not in batch:
@@ -222,11 +391,11 @@ def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
     if WEIGHTS in batch:
         reads_weights = trace.reads(1 + sorted(batch).index(WEIGHTS))
     return Traits(
-        reads_weights,
-        _changes(trace),
-        trace.metrics,
-        _depends(trace.jaxpr, trace.jaxpr.outvars, trace.jaxpr.invars[0]),
-        _warning(trace.results),
+        is_random=_depends(trace.jaxpr, trace.jaxpr.outvars, trace.jaxpr.invars[0]),
+        reads_weights=reads_weights,
+        changes=_changes(trace),
+        metrics=trace.metrics,
+        warning=_warning(trace.results),
     )
 
 
@@ -415,7 +584,7 @@ def require_sums(
     """
     devices = batch_parts(mesh_sizes(blueprint.mesh))
 
-    def terms(batch: Mapping[str, Array], copies: int, key: Array) -> LossTerms:
+    def terms(batch: Mapping[str, Array], copies: int, key: Array) -> Terms:
         def rows(array: Array) -> Array:
             row_shape = array.shape[1:]
             first = array.reshape(devices, -1, *row_shape)[:, :1]
@@ -425,7 +594,7 @@ def require_sums(
         model.eval()
         return call(loss, model, {name: rows(array) for name, array in batch.items()}, key)
 
-    def run(batch: Mapping[str, Array], key: Array) -> tuple[LossTerms, LossTerms]:
+    def run(batch: Mapping[str, Array], key: Array) -> tuple[Terms, Terms]:
         return terms(batch, 1, key), terms(batch, 2, key)
 
     key = jax.random.key(0)
@@ -452,8 +621,8 @@ def require_sums(
 Numbers = dict[str, tuple[float, float]]  # The loss and each metric, with their weights
 
 
-def _numbers(terms: LossTerms) -> Numbers:
-    numbers = {"loss": (float(terms.loss), float(terms.count))}
+def _numbers(terms: Terms) -> Numbers:
+    numbers = {"loss": (float(terms.loss), float(terms.weight))}
     for name, (value, weight) in terms.metrics.items():
         numbers[f"metric {name!r}"] = (float(value), float(weight))
     return numbers
