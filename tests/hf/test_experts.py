@@ -152,30 +152,6 @@ def test_the_export_command_has_the_flag(tmp_path):
     assert_same(read_tensors(tmp_path / "stacked"), stacked("qwen3_moe"))
 
 
-PLANS = {
-    "mixtral": {
-        "layers.*.mlp.experts.gate_up_proj": ["packed_colwise", "grouped_gemm", "differs"],
-        "layers.*.mlp.gate": ["-", "replicated"],
-    },
-    "gpt_oss_mxfp4": {
-        "layers.*.mlp.experts.gate_up_proj": ["-", "grouped_gemm"],
-        "layers.*.self_attn.sinks": ["-", "colwise"],
-    },
-}
-
-
-def test_the_plan_tells_how_experts_are_split(capsys):
-    for name, plan in PLANS.items():
-        assert main(["plan", str(FOLDER / name)]) == 0
-        rows = dict(
-            line.split(maxsplit=1)
-            for line in capsys.readouterr().out.splitlines()
-            if line.startswith("layers")
-        )
-        for module, words in plan.items():
-            assert rows[module].split()[: len(words)] == words
-
-
 BLOCKS = "model.layers.1.mlp.experts.down_proj_blocks"
 SCALES = BLOCKS.replace("blocks", "scales")
 FIRST = separate("mixtral", 0, 0, 0)
