@@ -449,12 +449,6 @@ def _groups_over_tp(size: int) -> list[list[int]]:
     return [list(range(first, first + size)) for first in range(0, axis_size(TP), size)]
 
 
-def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether a jaxpr primitive sums over tp."""
-    axes = params.get("axes", params.get("axis_name", ()))
-    return primitive.name in ("psum", "psum_invariant", "reduce_scatter") and TP in axes
-
-
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
     """Returns whether a jaxpr primitive is `load_weight`'s gather, or `SHARED`.
 

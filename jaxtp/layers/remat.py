@@ -34,7 +34,6 @@ from jaxtp.collectives import (
     PROJECTED,
     REDUCED,
     SHARED,
-    is_tp_reduction,
     is_weight_gather,
 )
 from jaxtp.config.entry import UserError
@@ -89,14 +88,11 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
     if problem := unsupported(name):
         raise RematError(f"remat={name} {problem}")
 
-    def save_named(primitive: Any, *_: Any, **params: Any) -> bool:
-        if name in ("save_dots", "save_reduced") and is_tp_reduction(primitive, params):
-            return True
-        return primitive.name == "name" and params["name"] in _SAVED_NAMES[name]
-
     if name == "offload":
         return _offload()
-    return _save_all if name == "none" else save_named
+    if name == "none":
+        return _save_all
+    return jax.checkpoint_policies.save_only_these_names(*_SAVED_NAMES[name])
 
 
 def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
