@@ -193,11 +193,11 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 348_000,
-    "files": 254,
+    "tokens of code": 339_000,
+    "files": 250,
     "rooms": 15,
     "arrows between rooms": 74,
-    "files that training imports": 94,
+    "files that training imports": 93,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
