@@ -235,10 +235,11 @@ class Command(Generic[T]):
                     )
                 values[setting] = _key(flag) != _negated(_key(setting.flag))
                 continue
-            if setting in values and setting.flag in ("--config", "--mesh") and not setting.is_list:
+            is_common = setting.flag in ("--config", "--mesh")
+            if setting in values and is_common and not setting.is_list:
                 raise ConfigError(f"{flag} is given twice")
             texts = [text] if equals else _take_values(setting, words)
-            if not texts:
+            if not texts or (is_common and texts == [""]):
                 example = ", such as true" if setting.kind is object else ""
                 raise ConfigError(
                     f"{flag} needs a value{example}; a value that begins with - is written "
@@ -413,12 +414,22 @@ def _offers(program: str, commands: Commands) -> Iterator[tuple[str, str, str]]:
             choices = list(map(str, _choices(setting.kind)))
             if POSITIONAL in setting.marks:
                 words += choices
+            elif get_origin(setting.kind) is dict:
+                words.append(f"{setting.flag}.")
             elif ONLY_IN_FILES not in setting.marks:
-                words.append(setting.flag)
+                words += _useful_flags(setting)
                 if choices:
                     yield f"{program} {name} ", f"{setting.flag} ", " ".join(choices)
         yield f"{program} {name} ", "", " ".join(words)
     yield f"{program} ", "", " ".join(commands)
+
+
+def _useful_flags(setting: Setting) -> list[str]:
+    """Returns the flags that change a setting's default."""
+    flags = list(map(_flag, spellings(setting)))
+    if setting.kind is bool and setting.default is False:
+        flags.remove(_flag(_negated(_key(setting.flag))))
+    return flags
 
 
 _BASH_CASE = "    '{0}'*'{1}') offers='{2}' ;;"
@@ -510,20 +521,22 @@ def _negated(key: str) -> str:
 
 def _label(setting: Setting) -> str:
     """Returns a setting as a command line has it: `--mesh.tp INT`."""
-    flags = list(map(_flag, spellings(setting)))
-    if not flags:
-        return _name_in_errors(setting)
+    choices = ",".join(map(str, _choices(setting.kind)))
+    if ONLY_IN_FILES in setting.marks:
+        return setting.name
+    if POSITIONAL in setting.marks:
+        return f"{{{choices}}}" if choices else _name_in_errors(setting)
+    flags = ", ".join(_useful_flags(setting))
     if setting.kind is bool:
-        return setting.flag if setting.default is False else ", ".join(flags)
+        return flags
     if get_origin(setting.kind) is dict:
         return f"{setting.flag}.NAME VALUE"
-    choices = ",".join(map(str, _choices(setting.kind)))
     kinds = {setting.kind, *get_args(setting.kind)}
     value = next((name for kind, name in _VALUES.items() if kind in kinds), "")
     if choices:
         value = f"{{{choices}}}"
     takes_many = setting.is_list and REPEATED not in setting.marks
-    return f"{setting.flag} {setting.argument.value or value}{' ...' if takes_many else ''}"
+    return f"{flags} {setting.argument.value or value}{' ...' if takes_many else ''}"
 
 
 def _choices(kind: object) -> tuple[object, ...]:
@@ -561,7 +574,9 @@ def _print_table(rows: Sequence[tuple[str, str]], columns: int) -> None:
     for label, text in rows:
         first = f"  {label:<{width}}  "
         if len(label) > width:
-            print(f"  {label}")
+            if len(label) + 2 > columns:
+                label = label.replace(",", ", ")
+            print(_wrapped(label, columns, initial_indent="  ", subsequent_indent="    "))
             first = margin
         print(_wrapped(text, columns, initial_indent=first, subsequent_indent=margin))
 

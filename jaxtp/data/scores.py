@@ -266,7 +266,9 @@ def read_record(folder: Path) -> Record | None:
         return None
     except (OSError, DatasetError) as error:
         problem = getattr(error, "strerror", None) or error
-        raise DatasetError(f"{folder / SCORES}: {problem}; score the data again") from None
+        raise DatasetError(
+            f"{folder / SCORES}: {problem}; score the data again, into another --out"
+        ) from None
 
 
 def verify(scores: Scores) -> Iterator[str]:

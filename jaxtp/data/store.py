@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.config.files import sha256
-from jaxtp.config.reading import inside, open_regular
+from jaxtp.config.reading import inside, open_regular, truncate
 from jaxtp.data.documents import Documents, Tokens
 from jaxtp.data.manifest import (
     DOCUMENTS,
@@ -196,4 +196,4 @@ def verify_sum(path: Path, expected: str) -> Iterator[str]:
         yield f"{path}: {error.strerror}"
         return
     if checksum != expected:
-        yield f"{path}: its sha256 is {checksum[:12]}, and {expected[:12]} in the manifest"
+        yield f"{path}: its sha256 is {checksum[:12]}, and {truncate(expected, 12)} in the manifest"

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import sync_file
-from jaxtp.config.reading import MAX_JSON, open_regular, truncate
+from jaxtp.config.reading import MAX_JSON, open_regular, parse_json, truncate
 from jaxtp.layers.parameter import DType
 
 Block = NDArray[Any]
@@ -252,8 +252,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH), "little")
-        if length > MAX_JSON:
-            raise SafetensorError(f"a header of {length:,} bytes")
+            if length > MAX_JSON:
+                raise SafetensorError(f"a header of {length:,} bytes")
+            header = file.read(length)
         with safe_open(path, "numpy") as opened:
             # There are no gaps between the data.
             offset = _LENGTH + length
@@ -266,8 +267,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 num_bytes = _num_bytes(dtype, shape)
                 tensors[name] = StoredTensor(path, name, dtype, shape, offset, num_bytes)
                 offset += num_bytes
-    except OSError as error:
-        raise HFError(f"{path}: {error.strerror}") from None
+        # The library takes the last of two tensors with one name.
+        parse_json(header, f"{path}: its header")
+    except ValueError as error:
+        raise HFError(str(error)) from None
+    except (OSError, MemoryError) as error:
+        problem = getattr(error, "strerror", None) or error
+        raise HFError(f"{path}: {problem}") from None
     except SafetensorError as error:
         raise HFError(
             f"{path}: {size:,} bytes, which are cut off, damaged, or not safetensors: "

@@ -357,7 +357,7 @@ class Decoder(EmbeddingAndHead):
         for the others see `__call__`.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
-        x_BTD = self.hidden(ids_BT, dropout_keys, sequences)
+        x_BTD, _ = self.with_routing(ids_BT, dropout_keys, sequences)
         return self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
 
     def balance_of(self, routings: Routings, labels_BT: Array) -> Balance | None:

@@ -435,7 +435,7 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
     """Returns a jitted `state, batch, number of the batch -> terms`, summed over the batch.
 
     It computes the training step's micro-batches, so it needs no more memory than the training
-    step. The model is in the mode of `nnx.Module.eval()`.
+    step. Dropout is off; for a user's loss the model is in the mode of `nnx.Module.eval()`.
     """
     accumulation = config.train.accumulation
     objective = objective_of(loss, config)
@@ -444,7 +444,11 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
         def terms_of(micro: Batch, index: Array) -> Terms:
             key = jax.random.fold_in(jax.random.key(config.run.seed), number * accumulation + index)
             model: Any = blueprint.merge(state, key).model
-            model.eval()
+            if objective.is_by_row:
+                # Averages that a decoder's own modules may keep are not trained: see `changes`.
+                model.set_attributes(deterministic=True, raise_if_not_found=False)
+            else:
+                model.eval()
             return call(objective, model, micro, key)
 
         if accumulation == 1:

@@ -542,7 +542,7 @@ class Trainer:
             except (UserError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:
-                if not users_lines(error):
+                if run.objective.is_by_row and not users_lines(error):
                     raise
                 raise user_code_error(
                     f"compiling the training step for {self._platform}", error

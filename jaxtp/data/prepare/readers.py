@@ -5,6 +5,7 @@ import difflib
 import gzip
 import itertools
 import json
+import os
 import re
 import resource
 import sys
@@ -207,10 +208,22 @@ def first_keys(source: Source) -> list[str]:
     return list(first_row(source, None))
 
 
+def starts_with_object(source: Source) -> bool:
+    """Returns whether the first line that is not blank is a JSON object, or too long to tell."""
+    with suppress(*DECOMPRESSION_ERRORS, OSError, ImportError, BadInputError):
+        for _, _, line in itertools.islice(_read_lines(source, 0, None), _PEEKED_LINES):
+            assert isinstance(line, bytes)
+            if len(line) > source.max_document and line.lstrip().startswith(b"{"):
+                return True
+            if line.strip():
+                return isinstance(_parse(line, None), dict)
+    return False
+
+
 def first_row(source: Source, fields: Fields | None) -> Row:
     """Returns the first JSON object, or the `fields` of a table's first row; empty if
     unreadable."""
-    with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
+    with suppress(*DECOMPRESSION_ERRORS, BadInputError, ImportError, OSError):
         for _, _, item in itertools.islice(
             _READERS[source.format](source, 0, fields), _PEEKED_LINES
         ):
@@ -261,7 +274,7 @@ def _not_text() -> BadInputError:
 
 
 def _read_array(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
-    rows = _list_in(source, fields is not None and fields.turns is not None)
+    rows = _list_in(source)
     for number, row in enumerate(rows[start:], start + 1):
         yield number, source.size * number // len(rows), row
     _list_in.cache_clear()
@@ -269,7 +282,7 @@ def _read_array(source: Source, start: int, fields: Fields | None) -> Iterator[I
 
 # A command reads the first rows of a list several times.
 @lru_cache(maxsize=1)
-def _list_in(source: Source, has_turns: bool) -> list[object]:
+def _list_in(source: Source) -> list[object]:
     with (
         _limited_memory(source.max_memory),
         open_stream(Path(source.path), source.max_window) as (stream, _),
@@ -280,7 +293,7 @@ def _list_in(source: Source, has_turns: bool) -> list[object]:
             raise BadInputError(
                 TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {to_json_lines('.[]')}"
             )
-        rows = _decode(content, partial(_unique, None) if has_turns else None)
+        rows = _decode(content, partial(_unique, None))
     assert isinstance(rows, list)
     return rows
 
@@ -439,9 +452,11 @@ def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryI
         if suffix == GZIP:
             with gzip.GzipFile(fileobj=file) as unpacked:
                 yield cast(BinaryIO, unpacked), file
-        elif suffix == ZSTD:
+        elif suffix == ZSTD and os.fstat(file.fileno()).st_size > 0:
             zstd = import_module(ZSTD_LIBRARY)
-            options = {zstd.DecompressionParameter.window_log_max: max_window.bit_length() - 1}
+            log_of_window = max_window.bit_length() - 1
+            window = 2**log_of_window
+            options = {zstd.DecompressionParameter.window_log_max: log_of_window}
             try:
                 with zstd.ZstdFile(file, options=options) as unpacked:
                     yield unpacked, file
@@ -450,7 +465,7 @@ def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryI
                     raise EOFError(str(error)) from None
                 raise BadInputError(
                     TOO_LARGE,
-                    f"unpacking takes more than {max_window:,} bytes of memory; a larger "
+                    f"unpacking takes more than {window:,} bytes of memory; a larger "
                     "--max-window-bytes allows it, up to 2**31",
                 ) from None
         else:

@@ -303,7 +303,7 @@ def _has_rows(path: Path, config: PrepareConfig) -> bool:
     """Returns whether a JSON file is a list of objects or JSON Lines."""
     limits = config.max_document_bytes, config.max_window_bytes
     source = Source(str(path), 0, 0, JSONL, *limits)
-    return _is_array(path, config) or bool(readers.first_row(source, None))
+    return _is_array(path, config) or readers.starts_with_object(source)
 
 
 def _refuse_json(path: Path, config: PrepareConfig) -> str:

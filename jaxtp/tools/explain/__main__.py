@@ -82,13 +82,24 @@ RUN_COMMAND = Command(
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
     if not has_settings(argv):
-        is_file = re.compile(r"[^-].*\.ya?ml").fullmatch
-        flags = [f"--config={word}" if is_file(word) else word for word in argv]
-        if any(map(is_file, argv)):
+        flags = _with_config_flags(argv)
+        if flags != list(argv):
             argv = ["--train.accumulation=1", *flags]
     if has_settings(argv):
         return entry.attempt(PROGRAM, lambda: _explain_run(RUN_COMMAND.load(argv)[0]))
     return entry.attempt(PROGRAM, lambda: _explain_model(COMMAND.load(argv)[0]))
+
+
+def _with_config_flags(argv: Sequence[str]) -> list[str]:
+    """Returns the words with `--config=` before each YAML file that is no value of a flag."""
+    words = []
+    previous = ""
+    for word in argv:
+        is_value = previous.startswith("--") and "=" not in previous and previous != "--compile"
+        is_file = re.fullmatch(r"[^-].*\.ya?ml", word) is not None
+        words.append(f"--config={word}" if is_file and not is_value else word)
+        previous = word
+    return words
 
 
 def _explain_run(options: ExplainRun) -> None:
