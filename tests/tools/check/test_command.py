@@ -215,7 +215,7 @@ def test_a_mistake_is_refused(flags, capsys):
     assert_refused(main, flags.split(), REFUSED[flags], capsys)
 
 
-IN_FLOAT8 = {
+LAYERS_IN_FLOAT8 = {
     "llama3_8b": "*.mlp.*|*.qkv",
     "glm47_flash": "*.attention.*",
     "qwen35_27b": "*.mlp.*|*.out",
@@ -223,9 +223,9 @@ IN_FLOAT8 = {
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("name", IN_FLOAT8)
+@pytest.mark.parametrize("name", LAYERS_IN_FLOAT8)
 def test_the_small_model_has_the_same_layers_in_float8(name):
-    changes = {"matmul": "float8", "matmul_layers": IN_FLOAT8[name], "matmul_least": 512}
+    changes = {"matmul": "float8", "matmul_layers": LAYERS_IN_FLOAT8[name], "matmul_least": 512}
     config = replace_nested(
         read(name), {f"model.precision.{key}": value for key, value in changes.items()}
     )
