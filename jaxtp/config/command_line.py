@@ -418,7 +418,8 @@ def _offers(program: str, commands: Commands) -> Iterator[tuple[str, str, str]]:
                 words.append(f"{setting.flag}.")
             elif ONLY_IN_FILES not in setting.marks:
                 words += _useful_flags(setting)
-                if choices:
+                # Where nothing is offered, the shell completes files.
+                if setting.kind is not bool:
                     yield f"{program} {name} ", f"{setting.flag} ", " ".join(choices)
         yield f"{program} {name} ", "", " ".join(words)
     yield f"{program} ", "", " ".join(commands)
@@ -437,8 +438,9 @@ _COMPLETION = {
     "bash": (
         _BASH_CASE,
         """_jaxtp() {
-  local offers=
-  case "${COMP_WORDS[*]:0:COMP_CWORD} " in
+  local offers= line="${COMP_WORDS[*]:0:COMP_CWORD} "
+  line="${line// = / }"
+  case "${line##* -- }" in
 CASES
   esac
   COMPREPLY=($(compgen -W "$offers" -- "${COMP_WORDS[COMP_CWORD]}"))
@@ -448,8 +450,8 @@ complete -o default -F _jaxtp jaxtp""",
     "zsh": (
         _BASH_CASE,
         """#compdef jaxtp
-local offers=
-case "${words[1,CURRENT-1]} " in
+local offers= line="${words[1,CURRENT-1]} "
+case "${line##* -- }" in
 CASES
 esac
 compadd -- ${=offers}
@@ -458,7 +460,7 @@ _files""",
     "fish": (
         "        case '{0}*{1}'\n            string split -- ' ' '{2}'",
         """function _jaxtp
-    switch (string join -- ' ' (commandline -opc))' '
+    switch (string join -- ' ' (commandline -opc) | string replace -r '.* -- ' '')' '
 CASES
     end
 end

@@ -409,6 +409,9 @@ def test_bash_completes(tmp_path, capsys):
         "convert export --ad": "--adapters",
         "train --model.remat save_d": "save_dots",
         "check --checkpoint.": "",
+        "train --mesh.no": "--mesh.no-allow-padding",
+        "train --config /": "",
+        "launch --processes 2 -- jaxtp tr": "train",
         "comp": "completion",
     }
     asked = [
