@@ -16,7 +16,6 @@ import jaxtp
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL
 from jaxtp.config.command_line import Command, choose, completion
-from jaxtp.config.schema import ConfigError
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
@@ -35,11 +34,6 @@ COMMANDS = {
     "train": "jaxtp.train",
 }
 """Package of each command."""
-REMOVED = {
-    "bench": "python scripts/bench.py, in jaxtp's repository",
-    "convert plan": "jaxtp explain --model.from-hf HF_DIR --mesh tp=8, for jaxtp's plan",
-}
-"""Removed commands, with what replaces them."""
 HELP = f"""
 {PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. For completion by Tab:
 
@@ -67,9 +61,6 @@ def _run(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
-    for words, successor in REMOVED.items():
-        if f"{' '.join(argv)} ".startswith(f"{words} "):
-            raise ConfigError(f"{PROGRAM} {words} is now {successor}")
     name, flags = choose(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
     if name == COMPLETION:
         return _complete(flags)

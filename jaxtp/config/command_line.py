@@ -33,7 +33,7 @@ from jaxtp.config.affects import (
     leaf_settings,
     settings_of,
 )
-from jaxtp.config.hints import closest, dotted, hint_for, nearest_name
+from jaxtp.config.hints import REMOVED_COMMANDS, closest, dotted, hint_for, nearest_name
 from jaxtp.config.python_object import require_consent
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import (
@@ -235,11 +235,10 @@ class Command(Generic[T]):
                     )
                 values[setting] = _key(flag) != _negated(_key(setting.flag))
                 continue
-            is_common = setting.flag in ("--config", "--mesh")
-            if setting in values and is_common and not setting.is_list:
+            if setting in values and setting.flag in ("--config", "--mesh") and not setting.is_list:
                 raise ConfigError(f"{flag} is given twice")
             texts = [text] if equals else _take_values(setting, words)
-            if not texts or (is_common and texts == [""]):
+            if not texts or (setting.owner is _CommonFlags and texts == [""]):
                 example = ", such as true" if setting.kind is object else ""
                 raise ConfigError(
                     f"{flag} needs a value{example}; a value that begins with - is written "
@@ -381,6 +380,9 @@ def choose(
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
     if name not in commands:
+        successor = REMOVED_COMMANDS.get(f"{program} {name}")
+        if successor is not None:
+            raise ConfigError(f"{program} {name} is now {successor}")
         close = closest(name, commands)
         hint = f"there are {', '.join(commands)}"
         if close:
@@ -426,7 +428,7 @@ def _offers(program: str, commands: Commands) -> Iterator[tuple[str, str, str]]:
 
 
 def _useful_flags(setting: Setting) -> list[str]:
-    """Returns the flags that change a setting's default."""
+    """Returns a setting's flags, without `--no-...` where the default is off."""
     flags = list(map(_flag, spellings(setting)))
     if setting.kind is bool and setting.default is False:
         flags.remove(_flag(_negated(_key(setting.flag))))

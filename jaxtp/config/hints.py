@@ -120,6 +120,13 @@ INSTEAD = {
 setting, and a sentence in which {} is the name of this setting."""
 
 
+REMOVED_COMMANDS = {
+    "jaxtp bench": "python scripts/bench.py, in jaxtp's repository",
+    "jaxtp convert plan": "jaxtp explain --model.from-hf HF_DIR --mesh tp=8, for jaxtp's plan",
+}
+"""Replacements of removed commands."""
+
+
 def hint_for(name: str, names: Sequence[str], spell: Callable[[str], str]) -> str | None:
     """Returns a hint for an unknown setting: the similar setting, or a sentence of `INSTEAD`.
 
