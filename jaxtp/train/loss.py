@@ -105,6 +105,11 @@ class Terms:
     """The sum that is minimised, if it is not `loss`."""
     balance: Balance | None = None
 
+    @property
+    def pairs(self) -> dict[str, tuple[Array, Array]]:
+        """The loss and the metrics: sums and their weights."""
+        return {"loss": (self.loss, self.weight), **self.metrics}
+
     def scalars(self) -> dict[str, Array]:
         """Returns the metrics of a whole batch."""
         balance = {} if self.balance is None else self.balance.scalars(self.weight)
@@ -154,7 +159,8 @@ class Objective:
         """Returns the terms of a micro-batch in training.
 
         Args:
-          key: a random key of the micro-batch; `step_key` is that of the step.
+          key: the micro-batch's random key.
+          step_key: the step's random key, the same for all its micro-batches.
           record: also return the routers' choices.
         """
         return call(self, model, micro.batch, key), None
@@ -198,7 +204,7 @@ class NextToken(Objective):
     def terms(
         self, model: Decoder, micro: Micro, key: Array, *, step_key: Array, record: bool = False
     ) -> tuple[Terms, Choices]:
-        """See `Objective`; the keys of dropout are those of the rows, on every mesh."""
+        """See `Objective`. Dropout has a key for each row, so no mesh changes it."""
         batch = micro.batch
         keys = row_keys(step_key, micro.rows) if model.config.dropout else None
         sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), self.context)
@@ -622,9 +628,10 @@ Numbers = dict[str, tuple[float, float]]  # The loss and each metric, with their
 
 
 def _numbers(terms: Terms) -> Numbers:
-    numbers = {"loss": (float(terms.loss), float(terms.weight))}
-    for name, (value, weight) in terms.metrics.items():
-        numbers[f"metric {name!r}"] = (float(value), float(weight))
+    numbers = {}
+    for name, (total, weight) in terms.pairs.items():
+        label = name if name == "loss" else f"metric {name!r}"
+        numbers[label] = (float(total), float(weight))
     return numbers
 
 

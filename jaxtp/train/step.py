@@ -242,7 +242,7 @@ def loss_and_grads(
         `nnx.BatchNorm`; they are updated in place.
       loss: by default the next token's.
       record: return the routers' choices, otherwise None; for `jaxtp check`.
-      experts: replace the routers' choices by those of another mesh.
+      experts: choices of another mesh, which replace the routers' own.
     """
     accumulation = config.train.accumulation
     objective = objective_of(loss, config)
@@ -445,7 +445,8 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
             key = jax.random.fold_in(jax.random.key(config.run.seed), number * accumulation + index)
             model: Any = blueprint.merge(state, key).model
             if objective.is_by_row:
-                # Averages that a decoder's own modules may keep are not trained: see `changes`.
+                # A `BatchNorm` in an own decoder still reads its batch: `_Differentiable` keeps no
+                # changed variables of such an objective, so there are no averages to read.
                 model.set_attributes(deterministic=True, raise_if_not_found=False)
             else:
                 model.eval()

@@ -790,12 +790,11 @@ def _is_due(step: int, interval: int) -> bool:
 
 def evaluation_metrics(results: Sequence[Terms], objective: Objective) -> dict[str, float]:
     """Returns the metrics of an evaluation: sums over all batches, divided by their weights."""
-    first = results[0]
     metrics = {}
-    for name in ("loss", *first.metrics):
-        pairs = [terms.metrics.get(name, (terms.loss, terms.weight)) for terms in results]
-        weight = sum(float(weight) for _, weight in pairs)
-        total = sum(float(total) for total, _ in pairs)
+    for name in results[0].pairs:
+        totals, weights = zip(*(terms.pairs[name] for terms in results), strict=True)
+        weight = sum(map(float, weights))
+        total = sum(map(float, totals))
         metrics[f"eval_{name}"] = total / weight if weight else math.nan
     if objective.is_in_nats:
         metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))
