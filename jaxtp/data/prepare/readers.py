@@ -208,18 +208,6 @@ def first_keys(source: Source) -> list[str]:
     return list(first_row(source, None))
 
 
-def starts_with_object(source: Source) -> bool:
-    """Returns whether the first line that is not blank is a JSON object, or too long to tell."""
-    with suppress(*DECOMPRESSION_ERRORS, OSError, ImportError, BadInputError):
-        for _, _, line in itertools.islice(_read_lines(source, 0, None), _PEEKED_LINES):
-            assert isinstance(line, bytes)
-            if len(line) > source.max_document and line.lstrip().startswith(b"{"):
-                return True
-            if line.strip():
-                return isinstance(_parse(line, None), dict)
-    return False
-
-
 def first_row(source: Source, fields: Fields | None) -> Row:
     """Returns the first JSON object, or the `fields` of a table's first row; empty if
     unreadable."""
@@ -230,6 +218,18 @@ def first_row(source: Source, fields: Fields | None) -> Row:
             with suppress(BadInputError):
                 return _row(source, item, fields)
     return {}
+
+
+def starts_with_object(source: Source) -> bool:
+    """Returns whether the first line that is not blank is a JSON object, or too long to tell."""
+    with suppress(*DECOMPRESSION_ERRORS, OSError, ImportError, BadInputError):
+        for _, _, line in itertools.islice(_read_lines(source, 0, None), _PEEKED_LINES):
+            assert isinstance(line, bytes)
+            if len(line) > source.max_document and line.lstrip().startswith(b"{"):
+                return True
+            if line.strip():
+                return isinstance(_parse(line, None), dict)
+    return False
 
 
 def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxtp.analysis.propose import propose_plan
 from jaxtp.config import entry
-from jaxtp.config.affects import POSITIONAL, Argument
+from jaxtp.config.affects import POSITIONAL, Argument, leaf_settings
 from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
@@ -92,10 +92,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _with_config_flags(argv: Sequence[str]) -> list[str]:
     """Returns the words with `--config=` before each YAML file that is no value of a flag."""
+    switches = [setting.flag for setting in leaf_settings(Explain) if setting.kind is bool]
     words = []
     previous = ""
     for word in argv:
-        is_value = previous.startswith("--") and "=" not in previous and previous != "--compile"
+        is_value = previous.startswith("--") and "=" not in previous and previous not in switches
         is_file = re.fullmatch(r"[^-].*\.ya?ml", word) is not None
         words.append(f"--config={word}" if is_file and not is_value else word)
         previous = word
