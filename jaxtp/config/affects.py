@@ -114,7 +114,7 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
         if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
             continue
         key = next(filter(None, (getattr(mark, "alias", None) for mark in marks)), field.name)
-        # Those of a type's name, such as `Keys`, come first
+        # The marks of a named type, such as `Keys`, come before the field's own.
         arguments = [mark for mark in marks if isinstance(mark, Argument)]
         argument = arguments[-1] if arguments else Argument()
         name = key if argument.name is None else argument.name
@@ -139,7 +139,7 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
 
 
 def _marks(hint: object) -> tuple[object, ...]:
-    """Returns the metadata of a type, after that of its parts, as in `Reference | None`."""
+    """Returns the metadata of a type's parts, as in `Reference | None`, and then its own."""
     own: tuple[object, ...] = getattr(hint, "__metadata__", ())
     return (*chain(*map(_marks, get_args(hint))), *own)
 

@@ -493,7 +493,7 @@ class Scheduler:
                 if is_near and other.tokens[: other.num_prompt] == prompt:
                     is_read = len(self._cached[other_row]) >= other.num_prompt
                     counts[other_row] = len(prompt) - is_read
-                    # A state has all its tokens, not only those of the prompt.
+                    # A recurrent state cannot be cut back to the prompt.
                     if is_read and self._programs.has_states:
                         counts[other_row] = 0
         return max(counts.items(), key=lambda item: item[1])

@@ -80,7 +80,7 @@ class RowArrays:
 
 Sampled = tuple[Array, Array, Array]
 """Tokens and log-probabilities, `[MAX_STEPS or 1, rows]`, and the number of valid lines; may not be
-computed yet. Those of a row whose text has ended are undefined."""
+computed yet. Rows whose text has ended have undefined values."""
 
 
 @jax.tree_util.register_dataclass
