@@ -121,7 +121,7 @@ def bench(options: argparse.Namespace) -> None:
     if options.out is not None and hardware is None:
         raise ConfigError(
             f"--out: {device.device_kind!r} is not in the hardware table "
-            "(jaxtp/analysis/hardware.py); name the most similar row, as in --like h100"
+            "(jaxtp/analysis/hardware.toml); name the most similar row, as in --like h100"
         )
     dtype = config.model.precision.compute
     small = SIZES[:4] if device.platform == "cpu" else SIZES

@@ -144,7 +144,7 @@ class Machine:
 
         found = of_kind(self.kind)
         if found is None and not self.is_small:
-            raise LeftOutError(f"jaxtp/analysis/hardware.py does not have {self.kind!r}")
+            raise LeftOutError(f"jaxtp/analysis/hardware.toml does not have {self.kind!r}")
         return "h100" if found is None else found.name
 
 

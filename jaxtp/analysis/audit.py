@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.stages import Compiled
 
 from jaxtp.analysis.census import A_TURN, count_collectives
-from jaxtp.analysis.collective import Axes, Collective, Place, Traffic, bytes_by_place, sums
+from jaxtp.analysis.collective import Axes, Collective, Place, bytes_by_place, traffic_rows
 from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import Cells, columns
@@ -139,8 +138,8 @@ class Audit:
             per_device = f"{holding.bytes_per_device:,}"
             arrays.append((holding.name, *sizes, per_device, holding.declaration))
         moved = [
-            *_traffic_rows("the compiler", self.added),
-            *_traffic_rows("the program", self.realised - self.added),
+            *traffic_rows(self.added, "the compiler", _place),
+            *traffic_rows(self.realised - self.added, "the program", _place),
         ]
         table = columns(
             ("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), arrays
@@ -362,11 +361,8 @@ def _describe(collective: Collective) -> str:
     return text
 
 
-def _traffic_rows(asked_by: str, traffic: Traffic) -> Iterator[Cells]:
-    totals = sums(traffic, attrgetter("module", "kind", "axes", "counted"))
-    for (module, kind, axes, counted), (count, sent) in totals.items():
-        times = f"{count:,} {counted}".strip()
-        yield module or "(step)", kind, "+".join(axes), asked_by, times, f"{sent:,.0f}"
+def _place(collective: Collective) -> Cells:
+    return (collective.module or "(step)",)
 
 
 def _by(shape: tuple[int, ...]) -> str:

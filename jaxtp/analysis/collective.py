@@ -4,11 +4,12 @@ Only this module computes the bytes that a device sends around a ring.
 """
 
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
 
+from jaxtp.analysis.tables import Cells
 from jaxtp.mesh import AXES, Sizes
 
 ALL_REDUCE = "all-reduce"
@@ -114,6 +115,19 @@ def sums(moved: Traffic, by: Callable[[Collective], Key]) -> dict[Key, tuple[int
         count, sent = totals.get(key, (0, 0.0))
         totals[key] = count + times, sent + times * collective.bytes_sent
     return totals
+
+
+def traffic_rows(
+    moved: Traffic, asked_by: str, place: Callable[[Collective], Cells]
+) -> Iterator[Cells]:
+    """Yields rows of a table: place, kind, axes, who asked for it, count and bytes sent."""
+
+    def key(collective: Collective) -> Cells:
+        axes = "+".join(collective.axes)
+        return *place(collective), collective.kind, axes, collective.counted
+
+    for (*cells, counted), (count, sent) in sums(moved, key).items():
+        yield *cells, asked_by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"
 
 
 def bytes_by(moved: Traffic, *fields: str) -> dict[Any, float]:

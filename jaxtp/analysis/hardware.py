@@ -1,4 +1,4 @@
-"""Accelerators by name: memory, peak, bandwidth and links, each with its source.
+"""Accelerators by name: memory, peak, bandwidth and links, from `hardware.toml`.
 
 Links are one-way per device. Fast links join a domain (a host of GPUs, a slice of TPUs); between
 domains each device has its share of the network. Peaks and bandwidths come from data sheets; their
@@ -13,9 +13,9 @@ with units and ranges as in `RANGES`:
 import difflib
 import math
 import re
+import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -107,176 +107,28 @@ MAX_DEVICES = 2**20
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` must have: their defaults describe no device."""
 
-_PCIE_HOP = 5.7e-6  # Seconds, from NCCL's table for PCIe
+_SCALES = {"memory": GIB, "flops": 1e12, "bandwidth": GB, "link": GB, "network": GB}
 
 
-def _gpu(
-    name: str,
-    kinds: str,
-    gib: float,
-    tflops: float,
-    bandwidth: float,
-    link: float,
-    **fields: Any,
-) -> Hardware:
-    # The three bandwidths are in GB/s.
-    network = fields.pop("network", 50.0)
-    capability = CAPABILITIES.get(kinds, "")
-    # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the rows: 1,979
-    # TFLOP/s of an H100, 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another format
-    # (E4M3FNUZ); these TPUs have none.
-    if float(capability or 0) >= FLOAT8_CAPABILITY:
-        fields = {"float8": 2e12 * tflops, **fields}
-    return Hardware(
-        name=name,
-        kinds=tuple(kinds.split(", ")),
-        memory=gib * GIB,
-        flops=tflops * 1e12,
-        bandwidth=bandwidth * 1e9,
-        link=link * 1e9,
-        network=network * 1e9,
-        capability=capability,
-        **fields,
-    )
+def _table() -> dict[str, Hardware]:
+    file = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+    table = {}
+    for name, device in file["devices"].items():
+        fields = file["groups"].get(device.pop("group", ""), {}) | device
+        for key in fields.keys() & _SCALES.keys():
+            fields[key] *= _SCALES[key]
+        kinds = tuple(fields.pop("kinds"))
+        capability = CAPABILITIES.get(kinds[0], "")
+        # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the devices:
+        # 1,979 TFLOP/s of an H100, 4,500 of a B200 and 330.3 of an RTX 4090. CDNA 3 has another
+        # format (E4M3FNUZ); these TPUs have none.
+        if float(capability or 0) >= FLOAT8_CAPABILITY:
+            fields["float8"] = 2 * fields["flops"]
+        table[name] = Hardware(name=name, kinds=kinds, capability=capability, **fields)
+    return table
 
 
-_CARD = (
-    "NVIDIA data sheet of that card (dense bfloat16: half of its peak with sparsity); the "
-    "network is assumed"
-)
-_DGX = (
-    "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and "
-    "of its DGX (network)"
-)
-_CLOUD = (
-    "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: "
-    "jax-ml.github.io/scaling-book/tpus"
-)
-
-_GH200 = (
-    "NVIDIA data sheet of the GH200 (96 GB of HBM3; dense bfloat16); a superchip to a host, and "
-    "its network, 400 Gb/s, are assumed"
-)
-_GB200 = (
-    "NVIDIA data sheet of the GB200 NVL72 (dense bfloat16, half of NVLink's two-way bandwidth); "
-    "the network, 400 Gb/s each, is assumed"
-)
-_RTX4090 = (
-    "NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it "
-    "goes through the host; the network, 100 Gb/s for eight, is assumed"
-)
-_MI300X = (
-    "AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 "
-    "GB/s one way"
-)
-
-_RCCL: dict[str, Any] = {
-    "platform": "rocm",
-    "latency": 17e-6,
-    "hop": 4.5e-6,
-    "network_hop": 24.1e-6,
-}
-"""RCCL's times for rings and large messages: src/graph/tuning.cc of github.com/ROCm/rccl."""
-
-# The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
-_pcie = partial(_gpu, hop=_PCIE_HOP, source=_CARD)
-
-# Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so half
-# the hops. If the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16), a ring
-# has about half the bandwidth; with a second torus axis, a mesh axis would have twice as much. 1 us
-# per hop is from jax-ml.github.io/scaling-book; a collective's startup and the network's hop are
-# assumptions.
-_tpu = partial(
-    _gpu, platform="tpu", network=3.1, reserved=0.0, latency=3e-6, hop=0.5e-6, network_hop=10e-6
-)
-
-_ROWS = (
-    _gpu(
-        "a100-40",
-        "NVIDIA A100-SXM4-40GB",
-        39.4,
-        312,
-        1555,
-        300,
-        network=25.0,
-        source=_DGX.format("A100 40GB"),
-    ),
-    _gpu(
-        "a100",
-        "NVIDIA A100-SXM4-80GB",
-        79.1,
-        312,
-        2039,
-        300,
-        network=25.0,
-        source=_DGX.format("A100 80GB"),
-    ),
-    _pcie("a100-pcie-40", "NVIDIA A100-PCIE-40GB", 39.4, 312, 1555, 32, network=12.5),
-    _pcie("a100-pcie", "NVIDIA A100 80GB PCIe", 79.1, 312, 1935, 32, network=12.5),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
-    _pcie("h100-pcie", "NVIDIA H100 PCIe", 79.1, 756.5, 2039, 64, network=25.0),
-    _pcie("h100-nvl", "NVIDIA H100 NVL", 93.1, 835.5, 3938, 64, network=25.0),
-    _gpu("h200", "NVIDIA H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
-    _pcie("h200-nvl", "NVIDIA H200 NVL", 139.8, 835.5, 4800, 64, network=25.0),
-    _gpu("gh200", "NVIDIA GH200 480GB", 94.5, 989.4, 4000, 450, domain=1, source=_GH200),
-    _gpu("b200", "NVIDIA B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
-    _gpu("gb200", "NVIDIA GB200", 184.0, 2500, 8000, 900, domain=72, source=_GB200),
-    _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
-    _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
-    _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
-    _pcie(
-        "rtx4090",
-        "NVIDIA GeForce RTX 4090",
-        23.5,
-        165.2,
-        1008,
-        16,
-        network=1.6,
-        source=_RTX4090,
-    ),
-    _gpu(
-        "mi300x",
-        "AMD Instinct MI300X",
-        191.5,
-        1307.4,
-        5300,
-        448,
-        direct=True,
-        source=_MI300X,
-        **_RCCL,
-    ),
-    _tpu(
-        "v5e",
-        "TPU v5 lite, TPU v5e",
-        15.75,
-        197,
-        819,
-        90,
-        domain=256,
-        source=_CLOUD.format("v5e"),
-    ),
-    _tpu(
-        "v5p",
-        "TPU v5, TPU v5p",
-        95.74,
-        459,
-        2765,
-        180,
-        domain=8960,
-        source=_CLOUD.format("v5p"),
-    ),
-    _tpu(
-        "v6e",
-        "TPU v6 lite, TPU v6e",
-        31.25,
-        918,
-        1638,
-        180,
-        domain=256,
-        source=_CLOUD.format("v6e"),
-    ),
-)
-TABLE = {hardware.name: hardware for hardware in _ROWS}
+TABLE = _table()
 """Hardware by name. `memory` is the nominal size without the driver's share."""
 
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -413,7 +414,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
         "save_dots": outputs * compute,
     }
     yield Bytes("saved", saved.get(work.remat, 0))
-    yield from _column_lora_costs(layer, work, COLUMN)
+    yield from _column_lora_costs(layer, work)
 
 
 def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool) -> Costs:
@@ -445,7 +446,7 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     if read and work.saves_reduced:
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
-    yield from _row_lora_costs(layer, work, ROW, recomputed=recomputed)
+    yield from _row_lora_costs(layer, work, recomputed=recomputed)
 
 
 def projection_weights(
@@ -509,8 +510,8 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
         )
 
 
-def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str) -> Costs:
-    weight = partial(Weight, module=module, precision=layer.precision)
+def _column_lora_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
+    weight = partial(Weight, module=COLUMN, precision=layer.precision)
     recomputed = work.reprojects
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
         f = layer.features[i]
@@ -520,10 +521,8 @@ def _column_lora_costs(layer: ColumnParallelLinear, work: Workload, module: str)
         yield from lora_costs(lora, work, features, (a, b), recomputed=recomputed)
 
 
-def _row_lora_costs(
-    layer: RowParallelLinear, work: Workload, module: str, *, recomputed: bool
-) -> Costs:
-    weight = partial(Weight, module=module, precision=layer.precision)
+def _row_lora_costs(layer: RowParallelLinear, work: Workload, *, recomputed: bool) -> Costs:
+    weight = partial(Weight, module=ROW, precision=layer.precision)
     rows = layer.in_features
     for lora in layer.loras:
         a = weight(size=rows.size * lora.rank, split=rows, fsdp=False)
@@ -930,42 +929,26 @@ def experts_beside_mlp_costs(layer: ExpertsBesideMLP, work: Workload, *, read: b
 
 
 def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Costs:
-    # Neither gathers its input nor sums its output: both are the experts'.
     config = layer.config
     if not config.shared_experts:
         return
     shared = layer.shared
-    d_model = layer.d_model
-    compute = compute_itemsize(layer)
-    dim = PaddedDim((config.shared_experts,))
-    columns = num_columns(config)
-    local = dim.local(work.tp)
-    reduced = read and work.rereduces
-    weight = partial(
-        Weight, module=EXPERTS, size=d_model * dim.size, split=dim, precision=layer.precision
+    hidden = work.tokens * shared.hidden.local(work.tp)
+    gated = FLOAT32 * hidden * config.shared_experts_gate
+    yield from hidden_costs(num_columns(config), work, hidden * compute_itemsize(layer), gated)
+    projections = (
+        column_costs(shared.columns, work, "shared experts' gate, up"),
+        row_costs(shared.down, work, "shared experts' down", read=read),
     )
-    bias = weight(size=dim.size, fsdp=False)
-    down_bias = weight(size=d_model, split=None, tp=False, used_by_all_tp=True)
-    down = shared.down.kernel  # all three are in 8 bits, or none
-    yield from kernel_weights(down, weight(), bias) * columns
-    yield from kernel_weights(down, weight(), down_bias)
-    if config.mlp_bias:
-        yield from [replace(bias, again=work.reprojects)] * columns
-        again = (read or config.shared_experts_gate) and work.recomputes
-        yield replace(down_bias, again=again)
-    gated = FLOAT32 * work.tokens * local * config.shared_experts_gate
-    yield from hidden_costs(columns, work, work.tokens * local * compute, gated)
-    for name, inner, outer, recomputed in (
-        ("shared experts' gate, up", d_model, columns * local, work.reprojects),
-        ("shared experts' down", local, d_model, reduced),
-    ):
-        count = work.num_evals(recomputed)
-        yield Product.of(name, (work.tokens, inner, outer), compute, count)
-    if work.remat == "save_dots":
-        yield Bytes("saved", work.tokens * columns * local * compute)
-    column = shared.up if config.mlp == "plain" else shared.gate_up
-    yield from _column_lora_costs(column, work, EXPERTS)
-    yield from _row_lora_costs(shared.down, work, EXPERTS, recomputed=reduced)
+    for cost in chain(*projections):
+        if isinstance(cost, Weight):
+            # The gradient of the gate reads the bias of the sum.
+            gates_bias = config.shared_experts_gate and not cost.tp
+            again = cost.again or (gates_bias and work.recomputes)
+            yield replace(cost, module=EXPERTS, again=again)
+        elif not isinstance(cost, Bytes) or cost.kind != "workspace":
+            # The input and its gradients are the experts', too.
+            yield cost
     if config.shared_experts_gate:
         yield from _shared_gate_costs(layer, work)
 
@@ -1025,7 +1008,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cost
         yield Bytes("saved", hidden + 2 * FLOAT32 * work.tokens * config.experts_per_token)
     if work.remat == "save_dots":
         yield Bytes("saved", compute * placement.part_rows * hidden_width)
-    if read and work.saves_reduced:
+    if read and work.saves_reduced and not config.shared_experts:  # whose row layer saves the sum
         yield Bytes("saved", tokens * d_model * compute)
 
 

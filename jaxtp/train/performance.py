@@ -88,7 +88,7 @@ def describe_peak(device: jax.Device) -> str | None:
     if device.platform == "cpu" or not math.isnan(peak_flops(device)):
         return None
     return (
-        f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.py "
+        f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.toml "
         "lists known devices)"
     )
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jaxtp.analysis.hardware import GB, MAX_DEVICES
 from jaxtp.config.schema import replace_nested
-from jaxtp.mesh import Sizes, batch_parts, mesh_shape
+from jaxtp.mesh import Sizes, batch_parts
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     NEAR,
@@ -28,7 +28,6 @@ from jaxtp.tools.estimate.search import (
     target,
 )
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.validation import chosen_kernels, multiplies_all
 
 MAX_REMEDIES = 3
 MAX_DOUBLINGS = 10  # of the devices
@@ -82,7 +81,7 @@ CHEAP: dict[str, Change] = {**FREE, f"--model.loss-chunk {CHUNK}": {"model.loss_
 
 
 def changed(run: Run, flags: str) -> Run | None:
-    """Returns the run with a change of `CHEAP`; None if the change affects no kernels or memory."""
+    """Returns the run with a change of `CHEAP`; None if the run has it already."""
     where = run.where
     if flags == MORE_MEMORY:
         on_cluster = target(where.hardware, where.devices, CLUSTER_SHARE)
@@ -90,18 +89,8 @@ def changed(run: Run, flags: str) -> Run | None:
             where = on_cluster
     config = replace_nested(run.config, CHEAP[flags])
     other = run._replace(config=config, where=where, change=f"{run.change} {flags}".strip())
-    if _facts(other) == _facts(run):
-        return None
-    return other
-
-
-def _facts(run: Run) -> tuple[object, ...]:
-    model = run.config.model
-    hardware = run.where.hardware
-    kernels = chosen_kernels(run.config, mesh_shape(), hardware.architecture).keys()
-    chunk = max(model.loss_chunk, CHUNK)
-    in_float32 = model.precision.compute == "float32"
-    return in_float32, kernels, multiplies_all(model, hardware.platform), chunk, run.where.room
+    has_it = (other.config, other.where) == (run.config, run.where)
+    return None if has_it else other
 
 
 def faster(results: Search) -> list[Alternative]:

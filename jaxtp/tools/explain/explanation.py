@@ -22,7 +22,7 @@ from jaxtp.analysis.collective import (
     Collective,
     Traffic,
     bytes_by_axes,
-    sums,
+    traffic_rows,
     with_joined_axes,
 )
 from jaxtp.analysis.compiling import compile_with_spmd_text
@@ -353,9 +353,14 @@ def _sections(explanation: Explanation) -> Iterator[str]:
     for pattern, rows in groups.items():
         lines += _module_cells(pattern, rows, sizes)
     yield columns(_MODULE_HEADER, lines)
+
+    def place(collective: Collective) -> Cells:
+        path = _module_of(collective)
+        return explanation.patterns.get(path, path) or ROOT, _pass_of(collective)
+
     traffic = [
-        *_traffic_cells(explanation, _BY_PROGRAM, explanation.traffic),
-        *_traffic_cells(explanation, _BY_COMPILER, explanation.added),
+        *traffic_rows(explanation.traffic, _BY_PROGRAM, place),
+        *traffic_rows(explanation.added, _BY_COMPILER, place),
     ]
     if traffic:
         yield columns(_TRAFFIC_HEADER, traffic)
@@ -387,21 +392,6 @@ def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator
 
 def _join_axes(axes: Iterable[str], sizes: Sizes) -> str:
     return "+".join(axis for axis in axes if sizes[axis] > 1)
-
-
-def _traffic_cells(explanation: Explanation, by: str, traffic: Traffic) -> Iterator[Cells]:
-    def key(collective: Collective) -> Cells:
-        path = _module_of(collective)
-        return (
-            explanation.patterns.get(path, path) or ROOT,
-            _pass_of(collective),
-            collective.kind,
-            "+".join(collective.axes),
-            collective.counted,
-        )
-
-    for (*cells, counted), (count, sent) in sums(traffic, key).items():
-        yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"
 
 
 def _avoidable_communication(

@@ -13,7 +13,7 @@ from jaxtp.analysis.hardware import find
 from jaxtp.analysis.tables import gigabytes
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.mesh import mesh_shape
-from jaxtp.tools.estimate.remedies import Alternative, Run, changed, faster, remedies
+from jaxtp.tools.estimate.remedies import Alternative, faster, remedies
 from jaxtp.tools.estimate.search import (
     CLUSTER_SHARE,
     MAX_ACCUMULATIONS,
@@ -232,14 +232,9 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
 
 
 def test_a_kernel_that_runs_already_is_not_proposed():
-    for attention, is_other in {
-        "xla": True,
-        "blockwise": True,
-        "fused": False,
-        "auto": False,
-    }.items():
-        run = Run(replace_nested(CONFIG, {"model.attention": attention}), WHERE, facts())
-        assert (changed(run, "--model.attention auto") is not None) == is_other
+    for attention, expected in {"xla": ["--model.attention auto"], "fused": [], "auto": []}.items():
+        config = replace_nested(CONFIG, {"model.attention": attention})
+        assert list(proposed(faster(found(config, [OVER_FSDP])))) == expected
 
 
 @pytest.mark.wide
