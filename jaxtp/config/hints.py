@@ -110,6 +110,7 @@ INSTEAD = {
         "jaxtp convert export writes a folder for the hub from the run in {}",
     ),
     "dpo_beta loss_type": ("train.loss", _LOSS),
+    "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
     "speculate": (
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "
