@@ -223,7 +223,7 @@ SINGLE_VIOLATIONS = [
     },
     {
         "change": {"model.overlap": "ring", "model.sequence_parallel": False},
-        "says": "model.overlap=ring overlaps the communication",
+        "says": "model.overlap=ring has no effect without model.sequence_parallel",
     },
     {
         "change": {"profile.start": 500},
@@ -261,8 +261,6 @@ def test_a_setting_whose_switch_is_off_is_refused():
     for row in read_table(__file__, "switches"):
         *_, name = row["settings"]
         without = replace_nested(TrainConfig(), with_tuples(row["settings"]))
-        with pytest.raises(
-            ConfigError, match=rf"{name}=\S+ (is for adapters|needs experts|has no effect without)"
-        ):
+        with pytest.raises(ConfigError, match=rf"{name}=.* has no effect without"):
             check(without, ONE)
         check(replace_nested(without, with_tuples(row["switch"])), ONE)
