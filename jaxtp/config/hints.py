@@ -111,6 +111,10 @@ INSTEAD = {
         "jaxtp convert export writes a folder for the hub from the run in {}",
     ),
     "dpo_beta loss_type": ("train.loss", _LOSS),
+    "preflight_bandwidth": (
+        "mesh.dp",
+        "python scripts/bench.py measures each axis of a mesh; {} is the axis between hosts",
+    ),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
     "speculate": (
         "batch_size",

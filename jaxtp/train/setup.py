@@ -336,7 +336,7 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
         from jaxtp.train.known_versions import version_warnings
 
         lines += version_warnings()
-    if is_multiprocess() or config.launch.preflight_bandwidth:
+    if is_multiprocess():
         from jaxtp.train.preflight import preflight
 
         lines += preflight(config, mesh, data.description)

@@ -37,6 +37,11 @@ def test_every_recipe_loads_and_fits_its_mesh_and_begins_with_its_command():
         assert f"configs/{path.name}" in first, path
 
 
+def test_a_run_of_before_may_have_a_setting_at_its_default_that_is_gone(tmp_path):
+    (tmp_path / "config.yaml").write_text("launch: {preflight_bandwidth: false}")
+    assert from_yaml(TrainConfig, tmp_path / "config.yaml") == TrainConfig()
+
+
 def test_tiny_is_the_default():
     assert from_yaml(TrainConfig, CONFIGS[0].parent / "tiny.yaml") == TrainConfig()
 
