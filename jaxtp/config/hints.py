@@ -115,6 +115,7 @@ INSTEAD = {
         "mesh.dp",
         "python scripts/bench.py measures each axis of a mesh; {} is the axis between hosts",
     ),
+    "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
     "speculate": (
         "batch_size",

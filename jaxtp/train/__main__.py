@@ -48,15 +48,12 @@ class RunCommand(TrainConfig):
     json: OptionalFile = None
     """JSON file for the last numbers of the run and its configuration, written at its end."""
 
-    verbose: bool = False
-    """Also print the shape and the sharding of each parameter."""
-
 
 COMMAND = Command(
     program=PROGRAM,
     schema=RunCommand,
     description=DESCRIPTION,
-    short_help=(*in_short_help(TrainConfig), "json", "verbose"),
+    short_help=(*in_short_help(TrainConfig), "json"),
     printed=training_of,
 )
 INTERRUPTED = "interrupted; the same command resumes from the newest checkpoint, if there is one"
@@ -85,7 +82,7 @@ def _train(argv: Sequence[str]) -> int:
     with raise_everywhere(partial(watch, bind)):
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)
-    with Trainer.of(training_of(config), startup_log, verbose=config.verbose) as trainer:
+    with Trainer.of(training_of(config), startup_log) as trainer:
         finished = trainer.run_to_end()
         if config.json is not None and jax.process_index() == 0:
             _write(config.json, trainer)

@@ -39,7 +39,7 @@ from jaxtp.train.run_data import (
     describe_batches_in_rows,
     open_data,
 )
-from jaxtp.train.run_report import Report, sharding_table, summary
+from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts, with_references
@@ -96,8 +96,6 @@ def make_run(
     exit_stack: ExitStack,
     startup_log: Sequence[str] = (),
     task: Task = Task(),
-    *,
-    verbose: bool = False,
 ) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
@@ -106,7 +104,6 @@ def make_run(
         handlers and the checkpoints.
       startup_log: lines on the configuration.
       task: parts that replace the settings in `config`.
-      verbose: also print the shape and the sharding of each parameter.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`,
@@ -132,8 +129,6 @@ def make_run(
     for line in (*lines, *map("default {}".format, startup_log)):
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(setup), setup.before))
-    if verbose:
-        report.line("\n".join([*sharding_table(blueprint), ""]))
 
     checkpoints = exit_stack.enter_context(_open_checkpoints(config))
     restored = None

@@ -108,7 +108,6 @@ class Trainer:
       steps: number of updates in the whole run (`train.steps`).
       settings: other settings by dotted name, as on the command line: `{"checkpoint.every": 100}`;
         or a `TrainConfig`.
-      verbose: also print the shape and the sharding of each parameter.
 
     Raises:
       ConfigError: a setting is unknown, invalid, or without effect. The start of the `with` block
@@ -123,7 +122,6 @@ class Trainer:
         folder: str | Path | None = None,
         steps: int | None = None,
         settings: Mapping[str, object] | TrainConfig | None = None,
-        verbose: bool = False,
     ):
         if not isinstance(task, Task):
             raise ConfigError(_no_task(task))
@@ -139,7 +137,6 @@ class Trainer:
             settings = {**(settings or {}), **values}
         self._task = task
         self._settings = settings
-        self._verbose = verbose
         self._startup_log: Sequence[str] = ()
         self._exit_stack = ExitStack()
         self._has_ended = False
@@ -169,11 +166,9 @@ class Trainer:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
-    def of(
-        cls, config: TrainConfig, startup_log: Sequence[str], *, verbose: bool = False
-    ) -> "Trainer":
+    def of(cls, config: TrainConfig, startup_log: Sequence[str]) -> "Trainer":
         """Returns a trainer for resolved settings; `startup_log` says how they were chosen."""
-        trainer = cls(settings=config, verbose=verbose)
+        trainer = cls(settings=config)
         trainer._startup_log = startup_log
         return trainer
 
@@ -189,9 +184,7 @@ class Trainer:
         self.config: TrainConfig = settings
         """All settings of the run."""
         with ExitStack() as exit_stack, self._reporting():
-            run = make_run(
-                settings, exit_stack, self._startup_log, self._task, verbose=self._verbose
-            )
+            run = make_run(settings, exit_stack, self._startup_log, self._task)
             self._start(run, exit_stack)
             self._exit_stack = exit_stack.pop_all()
         return self

@@ -99,10 +99,8 @@ def test_the_written_config_repeats_the_run_bit_for_bit(finished):
 
 @pytest.mark.journey
 def test_the_same_command_on_a_finished_run_says_so(finished, capsys):
-    assert "blocks.mlp.down.kernel" not in finished
-    assert main([*FINISHED, "--verbose"]) == 0
+    assert main(FINISHED) == 0
     out = capsys.readouterr().out
-    assert "blocks.mlp.down.kernel" in out
     assert "already at step 3" in out
     assert list(records("run", "eval_loss")) == [0, 3], (
         "a run that resumes does not repeat the first"
