@@ -1,6 +1,5 @@
 """The batches of a run: jaxtp's token data, or a user's."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -97,17 +96,6 @@ class RunData:
     ) -> Iterator[tuple[Batch, Position]]:
         """Yields training batches, and the position after each."""
         return on_mesh(self.train, mesh, position, count, micro_batches=self.micro_batches)
-
-    def validation_count(self, max_count: int) -> int | None:
-        """Returns the number of `validation_batches`; None if the source does not know its rows."""
-        if self.validation is None:
-            return 0
-        rows = self.validation.num_rows
-        if rows is None:
-            return None
-        size = self.validation.global_batch_size
-        count = math.ceil(rows / size) if self.validation.with_weights else rows // size
-        return min(count, max_count)
 
     def validation_batches(self, mesh: Mesh, max_count: int) -> Iterator[Batch]:
         """Yields at most `max_count` batches to evaluate on, the same in each evaluation."""

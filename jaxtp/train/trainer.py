@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -483,12 +482,14 @@ class Trainer:
     def _evaluate_during(self, block: ExitStack) -> None:
         # Evaluates in a thread during the block, and reports the result even if the block fails. On
         # GPUs the evaluation comes first, because XLA times kernels while it compiles the step.
-        begin = self._announce_evaluation()
+        if self._run.data.validation is None:
+            return
+        self._report.line("evaluating at step 0")
         if is_multiprocess() or self._platform != "cpu":
-            self._evaluate(lambda: in_thread(begin()).result())
+            self._evaluate(lambda: in_thread(self._begin_evaluation()).result())
             return
         with self._phase("the evaluation at step 0", "evaluate"):
-            evaluation = in_thread(begin())
+            evaluation = in_thread(self._begin_evaluation())
 
         def finish(kind: type[BaseException] | None, *_: object) -> None:
             # A second Ctrl-C does not wait for the evaluation.
@@ -496,24 +497,6 @@ class Trainer:
                 self._evaluate(evaluation.result)
 
         block.push(finish)
-
-    def _announce_evaluation(self) -> Callable[[], Evaluation]:
-        # Announces the first evaluation, because it takes as long as a compilation and some steps.
-        # Returns a function that begins it.
-        total = self._run.data.validation_count(self.config.eval.batches)
-        if total == 0:
-            return self._begin_evaluation
-        if total is None:
-            self._report.line("evaluating at step 0")
-            return self._begin_evaluation
-        self._report.line(f"evaluating at step 0: {total} batches")
-
-        def show(finished: int) -> None:
-            if finished == 0:
-                self._report.begin(0, total, "evaluation {done}/{total}")
-            self._report.move(finished, "")
-
-        return partial(self._begin_evaluation, show)
 
     def _compile(self) -> TrainStep:
         run = self._run
@@ -690,9 +673,8 @@ class Trainer:
         with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
             return (evaluation or self._begin_evaluation())()
 
-    def _begin_evaluation(self, show: Callable[[int], object] | None = None) -> Evaluation:
-        # Traces in the calling thread, because JAX's context is local to a thread. `show` gets the
-        # number of finished batches.
+    def _begin_evaluation(self) -> Evaluation:
+        # Traces in the calling thread, because JAX's context is local to a thread.
         run = self._run
         state = run.state
         batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
@@ -703,13 +685,9 @@ class Trainer:
 
         def evaluate() -> dict[str, float]:
             step = lowered.compile()
-            results: list[Terms] = []
-            for number, batch in enumerate(chain([first], batches)):
-                results.append(step(state, batch, number))
-                if show is not None:
-                    # One batch stays in flight.
-                    jax.block_until_ready(results[:-1])
-                    show(number)
+            results = [
+                step(state, batch, number) for number, batch in enumerate(chain([first], batches))
+            ]
             return evaluation_metrics(jax.device_get(results), run.objective)
 
         return evaluate
@@ -719,8 +697,6 @@ class Trainer:
         values = self._evaluated(evaluation)
         if not values:
             return
-        if run.step < self._first:
-            self._report.clear()
         if self._last[0] == run.step:
             self._last = run.step, self._last[1] | values
         if log:

@@ -40,7 +40,7 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert "dp 1 x fsdp 1 x cp 1 x tp 2 = 2 virtual CPU devices" in out
     announced = [
         "making the initial state: ",
-        "evaluating at step 0: 2 batches\n",
+        "evaluating at step 0\n",
         "compiling the",
         "step 1/24",
     ]
