@@ -237,18 +237,13 @@ def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
     return items if len(lengths) == 1 and () not in lengths else None
 
 
-def describe_batches_in_rows(batches: Batches, *, may_be: bool = False) -> str:
-    """Returns advice on a dataset whose items are, or `may_be`, batches."""
+def describe_batches_in_rows(batches: Batches) -> str:
+    """Returns advice on a dataset whose items are batches."""
     shapes = batches.shapes.items()
     columns = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in shapes)
     how = "leave out its batch(), or end it with .to_iter_dataset()"
     if not batches.name.startswith("grain "):
         how = "give its rows, or a function that yields the batches: batches=lambda: iter(BATCHES)"
-    if may_be:
-        return (
-            f"{batches.name} is read by rows, and an item ({columns}) is one row; if it is a "
-            f"batch, {how}"
-        )
     return (
         f"{batches.name}: a dataset is read by rows, and each item of this one is a batch "
         f"({columns}); {how}"

@@ -228,7 +228,7 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
     traits = check_loss_on(config, task, data.train)
-    notes = [*_note_on_items(config, task, data.train), *_check_validation(config, task, data)]
+    notes = _check_validation(config, task, data)
     if config.model.dropout and not traits.is_random:
         raise ConfigError(
             f"model.dropout={config.model.dropout:g} has no effect: "
@@ -277,15 +277,6 @@ def _takes_items(config: TrainConfig, task: Task, batches: Batches) -> bool:
     return True
 
 
-def _note_on_items(config: TrainConfig, task: Task, batches: Batches) -> list[str]:
-    # A loss may take items as well as batches of items, without an error; for one of the two, its
-    # numbers are wrong.
-    may_have_batches = isinstance(batches, SampleBatches) and batches.may_have_batches
-    if may_have_batches and _takes_items(config, task, batches):
-        return [f"note    {describe_batches_in_rows(batches, may_be=True)}"]
-    return []
-
-
 def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[str]:
     # Returns lines if the columns of validation and training batches differ. The loss has to take
     # both.
@@ -298,7 +289,7 @@ def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[st
         raise BatchError(f"{changed}, and the loss does not take them: {error}") from error
     except BatchError as error:
         raise BatchError(f"validation batches: {error}") from error
-    return [f"note    {changed}", *_note_on_items(config, task, data.validation)]
+    return [f"note    {changed}"]
 
 
 def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:
