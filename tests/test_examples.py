@@ -207,25 +207,3 @@ def test_a_mesh_that_does_not_fit_is_one_error(tmp_path):
         with pytest.raises(UserError, match="tp"):
             example("vit").main(mesh=mesh, folder=str(tmp_path / "run"))
         assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.wide
-def test_a_plot_leaves_out_lines_that_are_no_records(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(FOLDER.parent))
-    huge = f'{{"step": 3, "loss": 1{"0" * 400}}}'
-    wrong = [
-        "5",
-        "[]",
-        '{"step": 2, "loss": "high"}',
-        '{"step": 2, "loss": [1]}',
-        "[" * 100_000,
-        huge,
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 1, "loss": 0.5}', *wrong, ""]))
-    out = tmp_path / "plot.png"
-    assert (
-        importlib.import_module("plot_run").main([str(tmp_path), "--metrics=loss", f"--out={out}"])
-        == 0
-    )
-    assert out.is_file()

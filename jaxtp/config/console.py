@@ -72,7 +72,6 @@ class Display:
         self.has_bar = is_terminal(stream) and os.environ.get("TERM") != "dumb"
         self._counter = counter
         self._unread = unread
-        self._label = counter
         self._stream = None if quiet else stream
         self._bar = ""
         self._first = self._total = 0
@@ -83,27 +82,19 @@ class Display:
 
     def end(self, *_: object) -> None:
         """Ends the progress bar; later lines follow it."""
-        self._finish("\n")
-
-    __exit__ = end
-
-    def clear(self) -> None:
-        """Removes the progress bar."""
-        self._finish(_CLEAR)
-
-    def _finish(self, last_output: str) -> None:
         if self._bar:
-            self._write(last_output)
+            self._write("\n")
         self._bar = ""
         self._total = 0
+
+    __exit__ = end
 
     def line(self, text: str) -> None:
         """Prints a line, above any progress bar."""
         self._write(f"{_CLEAR}{text}\n{self._bar}" if self._bar else f"{text}\n")
 
-    def begin(self, position: int, total: int, counter: str = "") -> None:
-        """Starts the progress bar, with another label if `counter` is given."""
-        self._label = counter or self._counter
+    def begin(self, position: int, total: int) -> None:
+        """Starts the progress bar."""
         self._drawn = 0.0
         self._first = position
         self._total = total
@@ -121,7 +112,7 @@ class Display:
         if position > self._first:
             seconds = (now - self._start) * (self._total - position) / (position - self._first)
             left = f"  {timedelta(seconds=round(seconds))} left"
-        label = self._label.format(done=position, total=self._total)
+        label = self._counter.format(done=position, total=self._total)
         self._bar = _UNWRAPPED.format(self._fitted(label, position, text, left))
         self._drawn = now
         self._write(_CLEAR + self._bar)

@@ -9,6 +9,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TypeVar
 
 from jaxtp.config.entry import UserError
@@ -110,6 +111,12 @@ INSTEAD = {
         "jaxtp convert export writes a folder for the hub from the run in {}",
     ),
     "dpo_beta loss_type": ("train.loss", _LOSS),
+    "preflight_bandwidth": (
+        "mesh.dp",
+        "python scripts/bench.py measures each axis of a mesh; {} is the axis between hosts",
+    ),
+    "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
+    "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
     "speculate": (
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "
@@ -236,6 +243,29 @@ def not_divisible(
     if value % by:
         sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
         yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
+
+
+Switch = tuple[str, object, Iterable[str]]
+"""A setting, whether it is on, and the settings that have an effect only then."""
+
+
+def without_effect(config: object, switches: Iterable[Switch], section: str = "") -> Iterator[str]:
+    """Yields an error for each setting that is not at its default although its switch is off.
+
+    Args:
+      section: prefix of the names of `config`'s settings.
+    """
+    for switch, is_on, settings in switches:
+        for name in () if is_on else settings:
+            setting = attrgetter(name)
+            value = setting(config)
+            # The attributes of a class of settings are their defaults.
+            if value != setting(type(config)):
+                shown = str(value).lower() if isinstance(value, bool) else value
+                yield (
+                    f"{section}{name}={shown} has no effect without {switch}: set that, or leave "
+                    f"{section}{name} out"
+                )
 
 
 def matches(pattern: str, path: str) -> bool:

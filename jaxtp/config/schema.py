@@ -393,6 +393,10 @@ def _complaint(item: ErrorDetails) -> str:
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
+_GONE = {"launch.preflight_bandwidth": False}
+"""Settings that jaxtp had, with the values that files of its runs may still have."""
+
+
 def _unknown_keys(
     schema: object, values: Mapping[str, object], prefix: str, root: object
 ) -> Iterator[str]:
@@ -401,6 +405,8 @@ def _unknown_keys(
         kind = kinds.get(key)
         if key not in kinds:
             name = f"{prefix}{truncate(key)}"
+            if name in _GONE and value == _GONE[name]:
+                continue
             hint = f"known keys: {', '.join(kinds)}"
             if close := closest(truncate(key), kinds):
                 hint = f"did you mean {prefix}{close}?"

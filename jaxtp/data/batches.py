@@ -182,22 +182,11 @@ def _index(numbers: list[int]) -> slice | list[int]:
     return numbers
 
 
-def _is_batched(dataset: Any) -> bool:
-    # Whether a Grain pipeline has a `batch`. It may make batches of rows, or rows of tokens.
-    if type(dataset).__name__ == "BatchMapDataset":
-        return True
-    return any(map(_is_batched, getattr(dataset, "parents", ())))
-
-
 class SampleBatches(Batches):
     """Batches of a dataset: once, or endless.
 
     Endless batches are shuffled by `seed`, differently in each epoch, unless they come from a
     `grain.MapDataset`, which has its own order.
-
-    Attributes:
-      may_have_batches: whether items may be meant as batches, because the dataset is a list or is
-        batched by Grain.
     """
 
     def __init__(
@@ -214,9 +203,6 @@ class SampleBatches(Batches):
             rows = len(dataset)
         is_grain = isinstance(dataset, grain.MapDataset)
         endless = rows == sys.maxsize
-        self.may_have_batches = isinstance(dataset, list | tuple) or (
-            is_grain and _is_batched(dataset)
-        )
         if not rows:
             raise BatchError(f"{name} has no rows")
         if once and endless:

@@ -16,8 +16,6 @@ The folder may come from anyone: it names no paths of files, and all sizes are c
 are mapped.
 """
 
-import itertools
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,46 +97,14 @@ class Record:
         return rows * self.sequence_length * self.fields.itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The scores that a run needs, to write the command that makes them."""
-
-    dataset: Path | None = None  # None if it is not known
-    model: Path | None = None
-    labels_only: bool = False  # the loss reads log-probabilities of the labels, and no other tokens
-
-    def command(
-        self,
-        rows: RowSettings,
-        *,
-        out: Path | None = None,
-        top_k: int | None = None,
-        temperature: float = 1.0,
-    ) -> str:
-        """Returns a command of `jaxtp score`; unknown paths are words in capitals."""
-        dataset = shlex.quote(str(self.dataset or "DATASET"))
-        model = shlex.quote(str(self.model or "MODEL"))
-        folder = shlex.quote(str(out or "FOLDER"))
-        flags = [f"jaxtp score {dataset} --model {model} --out {folder}"]
-        if top_k is not None and not self.labels_only:
-            flags.append(f"--top-k {top_k}")
-        flags.append(f"--data.sequence-length {rows.length}")
-        if rows.packing != "documents":
-            flags.append(f"--data.packing {rows.packing}")
-        if rows.long_documents != "split":
-            flags.append(f"--data.long-documents {rows.long_documents}")
-        if temperature != 1:
-            flags.append(f"--temperature {temperature:g}")
-        return " ".join(flags)
-
-
 class Scores:
     """An opened folder of scores."""
 
-    def __init__(self, folder: Path, record: Record, needs: Wanted = Wanted()):
+    def __init__(self, folder: Path, record: Record):
         self.folder = folder
         self.record = record
-        self.needs = needs
+        self.again = "jaxtp score"
+        """The command for scores that fit, which errors show."""
         self.identity = fingerprint(record.sha256)
 
     def check(self, settings: RowSettings) -> None:
@@ -155,7 +121,7 @@ class Scores:
         if changed := differences(stored, requested, "data."):
             raise DatasetError(
                 f"data.scores={self.folder} was made with other rows (there -> here): "
-                f"{'; '.join(changed)}; use its settings, or score again: {self.command(settings)}"
+                f"{'; '.join(changed)}; use its settings, or score again: {self.again}"
             )
 
     def describe(self) -> str:
@@ -163,20 +129,6 @@ class Scores:
         top_k = self.record.top_k
         content = "log-probabilities" if top_k is None else f"{top_k} most probable tokens"
         return f"{self.folder}: {content} by {truncate(self.record.model)}, in {self.record.dtype}"
-
-    def command(self, settings: RowSettings | None = None, temperature: float | None = None) -> str:
-        """Returns a command that makes such scores, by default with the same rows and
-        temperature."""
-        record = self.record
-        rows = settings
-        if rows is None:
-            rows = RowSettings(
-                record.sequence_length, record.vocab_size, record.packing, record.long_documents
-            )
-        divisor = record.temperature if temperature is None else temperature
-        return self.needs.command(
-            rows, out=free_folder(self.folder), top_k=record.top_k, temperature=divisor
-        )
 
     def add_to(self, rows: Rows, documents: Documents, settings: RowSettings) -> None:
         """Adds the scores as columns to rows.
@@ -188,13 +140,13 @@ class Scores:
             raise DatasetError(
                 f"data.scores={self.folder} has scores of {truncate(self.record.dataset)}, and not "
                 f"of the documents in {documents.location(0).rpartition(',')[0]}; all data of a "
-                f"run need to be one dataset, scored by: {self.command(settings)}"
+                f"run need to be one dataset, scored by: {self.again}"
             )
         name, split = splits[documents.identity]
         if split.rows != rows.identity or split.num_rows != len(rows):
             raise DatasetError(
                 f"data.scores={self.folder} was made with other rows of {name}, by another version "
-                f"of jaxtp; score again: {self.command(settings)}"
+                f"of jaxtp; score again: {self.again}"
             )
         rows.columns = _Columns(self, name, settings.vocab_size)
 
@@ -236,13 +188,7 @@ def scores_file(folder: Path, split: str) -> Path:
     return folder / f"{split}.scores"
 
 
-def free_folder(path: Path) -> Path:
-    """Returns the path, with a number at its end if there is a folder of this name already."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([path], numbered) if not folder.exists())
-
-
-def open_scores(folder: Path, needs: Wanted = Wanted()) -> Scores:
+def open_scores(folder: Path) -> Scores:
     """Opens finished scores, and reads only `scores.json`; raises `DatasetError`."""
     if not folder.is_dir():
         raise DatasetError(
@@ -255,7 +201,7 @@ def open_scores(folder: Path, needs: Wanted = Wanted()) -> Scores:
         raise DatasetError(
             f"{folder} has unfinished scores, which the same jaxtp score command finishes"
         )
-    return Scores(folder, record, needs)
+    return Scores(folder, record)
 
 
 def read_record(folder: Path) -> Record | None:

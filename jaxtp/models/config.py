@@ -32,12 +32,14 @@ from jaxtp.config.affects import (
 )
 from jaxtp.config.hints import (
     Problem,
+    Switch,
     dotted,
     explained,
     matches,
     mesh_product,
     mesh_settings,
     not_divisible,
+    without_effect,
 )
 from jaxtp.config.schema import (
     ConfigError,
@@ -59,7 +61,7 @@ from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
-from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
+from jaxtp.layers.gated_delta import GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention
 from jaxtp.layers.linear import (
     ColumnParallelLinear,
@@ -441,8 +443,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     if problem := _too_few_layers(config):
         yield problem
         return
-    yield from _unused_expert_settings(config)
-    yield from _unused_delta_settings(config)
+    yield from map(Problem, without_effect(config, _switches(config), "model."))
     unfit = _unfit_blocks(config, mesh)
     yield from unfit
     yield from _lora_problems(config)
@@ -465,27 +466,19 @@ def _too_few_layers(config: ModelConfig) -> Problem | None:
     )
 
 
-def _unused_expert_settings(config: ModelConfig) -> Iterator[Problem]:
-    """Settings of routers need experts in a block."""
-    if config.most_experts:
-        return
-    for name in ("selection_bias", "shared_experts", "router_bias", "experts_bias"):
-        if value := getattr(config, name):
-            yield Problem(
-                f"model.{name}={str(value).lower()} needs experts; add --model.num-experts, or "
-                "leave it out"
-            )
-
-
-def _unused_delta_settings(config: ModelConfig) -> Iterator[Problem]:
-    """Settings of Gated DeltaNet need a block with it."""
-    if any(block.delta_value_heads for block in config.block_kinds()):
-        return
-    for name in ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"):
-        if (value := getattr(config, name)) != getattr(GatedDeltaConfig, name):
-            yield Problem(
-                f"model.{name}={value} needs Gated DeltaNet in a block; set model.delta_value_heads"
-            )
+def _switches(config: ModelConfig) -> Iterator[Switch]:
+    experts = ("selection_bias", "shared_experts", "router_bias", "experts_bias")
+    yield "model.num_experts", config.most_experts, experts
+    has_delta = any(block.delta_value_heads for block in config.block_kinds())
+    delta = ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv")
+    yield "model.delta_value_heads", has_delta, delta
+    lora = ["lora.alpha", "lora.rslora", "lora.base"]
+    # Runs of 0.1 have other defaults.
+    if config.lora.targets != LLAMA_TARGETS:
+        lora.append("lora.targets")
+    if config.lora.dtype != config.precision.param:
+        lora.append("lora.dtype")
+    yield "model.lora.rank", config.lora.rank, lora
 
 
 def _unfit_blocks(config: ModelConfig, mesh: Mapping[str, int]) -> list[Problem]:
@@ -520,12 +513,10 @@ def _context_problems(config: ModelConfig, cp: int) -> Iterator[Problem]:
 
 
 def _lora_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Adapters have targets in the model; without adapters, their settings have no effect."""
+    """Adapters have targets in the model."""
     lora = config.lora
-    if not lora.rank:
-        yield from _unused_lora_settings(lora, config.precision.param)
     # These targets mean all that there are.
-    elif lora.targets not in (TARGETS, LLAMA_TARGETS):
+    if lora.rank and lora.targets not in (TARGETS, LLAMA_TARGETS):
         kernels = chain.from_iterable(adapter_kernels(block) for block in config.block_kinds())
         adaptable = {target for target, _ in kernels}
         if missing := [target for target in lora.targets if target not in adaptable]:
@@ -534,25 +525,6 @@ def _lora_problems(config: ModelConfig) -> Iterator[Problem]:
                 f"model.lora.targets: no block has {', '.join(missing)}; it can be "
                 f"{', '.join(possible)}"
             )
-
-
-def _unused_lora_settings(lora: LoraConfig, param: DType) -> Iterator[Problem]:
-    # Without adapters, their other settings would train all parameters without a word. An import of
-    # adapters sets the rank. Runs of 0.1 have other defaults.
-    usual = {
-        "from_peft": (lora.from_peft,),
-        "targets": (TARGETS, LLAMA_TARGETS),
-        "dtype": (LoraConfig.dtype, param),
-    }
-    for field in dataclasses.fields(lora):
-        value = getattr(lora, field.name)
-        if value in usual.get(field.name, (field.default,)):
-            continue
-        shown = str(value).lower() if isinstance(value, bool) else value
-        yield Problem(
-            f"model.lora.{field.name}={shown} is for adapters, and model.lora.rank=0 trains all "
-            "parameters without any; add --model.lora.rank 8, or leave it out"
-        )
 
 
 class _Projection(NamedTuple):

@@ -10,25 +10,25 @@ from collections.abc import Sequence, Set
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from pathlib import Path
 
 import jax
 
 import jaxtp
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
-from jaxtp.config.affects import Argument, in_short_help
+from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
-from jaxtp.config.files import require_picture, require_writable, write_json, write_picture
-from jaxtp.config.schema import OptionalFile, UserPath, to_plain
+from jaxtp.config.files import require_writable, write_json
+from jaxtp.config.schema import OptionalFile, to_plain
 from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
 from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.environment import is_launched
 from jaxtp.mesh import mesh_sizes
-from jaxtp.train import metrics
 from jaxtp.train.config import TrainConfig, training_of
 from jaxtp.train.defaults import resolve_defaults
+from jaxtp.train.metrics import last_values
 from jaxtp.train.trainer import Trainer
 
 PROGRAM = "jaxtp train"
@@ -43,23 +43,17 @@ in --run.dir, on any mesh.
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand(TrainConfig):
-    """The configuration of a run, and the files that it writes at its end."""
+    """The configuration of a run, and what only the command has."""
 
     json: OptionalFile = None
     """JSON file for the last numbers of the run and its configuration, written at its end."""
-
-    plot: Annotated[UserPath | None, Argument("FILE.png")] = None
-    """Picture of the run's curves, drawn at its end (pip install 'jaxtp[plot]')."""
-
-    verbose: bool = False
-    """Also print the shape and the sharding of each parameter."""
 
 
 COMMAND = Command(
     program=PROGRAM,
     schema=RunCommand,
     description=DESCRIPTION,
-    short_help=(*in_short_help(TrainConfig), "json", "plot", "verbose"),
+    short_help=(*in_short_help(TrainConfig), "json"),
     printed=training_of,
 )
 INTERRUPTED = "interrupted; the same command resumes from the newest checkpoint, if there is one"
@@ -88,11 +82,10 @@ def _train(argv: Sequence[str]) -> int:
     with raise_everywhere(partial(watch, bind)):
         config, startup_log = COMMAND.load(argv, _resolved)
         require_writable("--json", config.json)
-        require_picture("--plot", config.plot)
-    with Trainer.of(training_of(config), startup_log, verbose=config.verbose) as trainer:
+    with Trainer.of(training_of(config), startup_log) as trainer:
         finished = trainer.run_to_end()
-        if jax.process_index() == 0:
-            _write(config, trainer)
+        if config.json is not None and jax.process_index() == 0:
+            _write(config.json, trainer)
     return 0 if finished else config.train.stopped_exit_code
 
 
@@ -114,21 +107,19 @@ def _bind(argv: Sequence[str]) -> str | None:
     return None
 
 
-def _write(config: RunCommand, trainer: Trainer) -> None:
+def _write(file: Path, trainer: Trainer) -> None:
     folder = trainer.config.run.dir
-    if config.json is not None:
-        record = {
-            "jaxtp": jaxtp.__version__,
-            "jax": jax.__version__,
-            "folder": str(folder),
-            "finished": trainer.done,
-            "step": trainer.step,
-            "mesh": mesh_sizes(trainer.mesh),
-            "metrics": metrics.last_values(folder),
-            "config": to_plain(trainer.config),
-        }
-        write_json("--json", config.json, record)
-    write_picture("--plot", config.plot, partial(metrics.draw, [folder]))
+    record = {
+        "jaxtp": jaxtp.__version__,
+        "jax": jax.__version__,
+        "folder": str(folder),
+        "finished": trainer.done,
+        "step": trainer.step,
+        "mesh": mesh_sizes(trainer.mesh),
+        "metrics": last_values(folder),
+        "config": to_plain(trainer.config),
+    }
+    write_json("--json", file, record)
 
 
 if __name__ == "__main__":

@@ -352,10 +352,6 @@ class LaunchConfig(Settings):
     is CUDA's pool, which does not fragment while steps peak below its share of the memory (0.85, or
     XLA_PYTHON_CLIENT_MEM_FRACTION); platform calls the driver for each array, which is slow."""
 
-    preflight_bandwidth: bool = False
-    """Also measure the all-gather bandwidth of each mesh axis, before the run allocates
-    anything."""
-
     bind: str | None = None
     """Address at which process 0 and its JAX coordinator listen for the other processes. By default
     loopback if all processes run on one host, otherwise every address."""

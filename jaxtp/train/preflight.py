@@ -2,7 +2,6 @@
 
 import secrets
 import socket
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TypedDict
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxtp.config.files import fingerprint
 from jaxtp.config.hints import divisors
@@ -20,13 +19,11 @@ from jaxtp.config.schema import ConfigError, differences, to_plain
 from jaxtp.distributed.agreement import (
     all_gather_json,
     first_disagreeing,
-    host_names,
-    is_multiprocess,
     process_name,
     raise_everywhere,
 )
 from jaxtp.distributed.environment import gpus_present, names_of_gpus, process_counts
-from jaxtp.mesh import TP, mesh_sizes
+from jaxtp.mesh import TP
 from jaxtp.train import run_folder
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import versions_here
@@ -35,11 +32,6 @@ from jaxtp.train.self_check import check_collectives
 MAX_SKEW = 60.0
 """Maximum seconds by which the clocks of hosts may differ. A larger difference breaks certificates,
 logs and schedulers."""
-
-# Bytes per device of the array with which an axis is measured
-_GATHERED = 2**26
-_GATHERED_ON_CPU = 2**20
-_GATHERS = 5
 
 
 class Record(TypedDict):
@@ -56,7 +48,7 @@ class Record(TypedDict):
 
 
 def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> list[str]:
-    """Compares the processes; measures the axes if requested; returns lines for the summary.
+    """Compares a run's several processes; returns lines for the summary.
 
     Args:
       data: the description of the data, as in checkpoints.
@@ -64,8 +56,6 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     Raises:
       ConfigError: a process differs; the message names it, and both values.
     """
-    if not is_multiprocess():
-        return measure_axes(mesh) if config.launch.preflight_bandwidth else []
     records: list[Record] = all_gather_json(record(config, data))
     compare(records)
     check_gpus(records)
@@ -83,14 +73,12 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
         for host, processes in Counter(hosts).items()
     )
     versions = ", ".join(map(" ".join, first["versions"].items()))
-    measured = measure_axes(mesh) if config.launch.preflight_bandwidth else []
     return [
         f"hosts   {len(records)} processes of {count} device{'s' if count != 1 else ''}: {counts}",
         f"axes    between hosts: {', '.join(axes_between_hosts(mesh, hosts)) or 'none'}",
         f"versions {versions}",
         f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), "
         "data, clocks and run folder; collectives over every axis are right",
-        *measured,
     ]
 
 
@@ -219,30 +207,3 @@ def check_folder(folder: Path) -> None:
             f"run.dir={folder} is not one folder for all: {blind} does not see what process 0 "
             "writes there; name a folder on a file system that all hosts share"
         )
-
-
-def measure_axes(mesh: Mesh) -> list[str]:
-    """Returns the all-gather bandwidth of each axis, one line each."""
-    shard_bytes = _GATHERED_ON_CPU if mesh.devices.flat[0].platform == "cpu" else _GATHERED
-    between = axes_between_hosts(mesh, host_names())
-    lines = []
-    for axis, size in mesh_sizes(mesh).items():
-        if size == 1:
-            continue
-        zeros = np.zeros(size * shard_bytes, np.uint8)
-        split = NamedSharding(mesh, PartitionSpec(axis))
-        parts = jax.make_array_from_callback(zeros.shape, split, zeros.__getitem__)
-        gather = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        jax.block_until_ready(gather(parts))
-        times = []
-        for _ in range(_GATHERS):
-            started = time.perf_counter()
-            jax.block_until_ready(gather(parts))
-            times.append(time.perf_counter() - started)
-        rate = (size - 1) * shard_bytes / statistics.median(times)
-        over = " (over hosts)" if axis in between else ""
-        received = (
-            f"{rate / 1e9:.3g} GB/s of an all-gather of {shard_bytes / 2**20:g} MiB from each"
-        )
-        lines.append(f"axis    {axis} {size}{over}: each device receives {received}")
-    return lines

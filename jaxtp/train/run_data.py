@@ -1,6 +1,6 @@
 """The batches of a run: jaxtp's token data, or a user's."""
 
-import math
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,14 +16,14 @@ from jaxtp.data.columns import layout_of
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh, split
 from jaxtp.data.samples import Data, RowSettings
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitialState, InitSource
 from jaxtp.train.loss import attribute, objective_of
 from jaxtp.train.task import Loss, Task
 from jaxtp.train.validation import check_vocabulary
 
 if TYPE_CHECKING:
-    from jaxtp.data.scores import Wanted
+    from jaxtp.data.scores import Record
 
 TOKENS = "tokens"
 ROWS = "rows"
@@ -98,17 +98,6 @@ class RunData:
         """Yields training batches, and the position after each."""
         return on_mesh(self.train, mesh, position, count, micro_batches=self.micro_batches)
 
-    def validation_count(self, max_count: int) -> int | None:
-        """Returns the number of `validation_batches`; None if the source does not know its rows."""
-        if self.validation is None:
-            return 0
-        rows = self.validation.num_rows
-        if rows is None:
-            return None
-        size = self.validation.global_batch_size
-        count = math.ceil(rows / size) if self.validation.with_weights else rows // size
-        return min(count, max_count)
-
     def validation_batches(self, mesh: Mesh, max_count: int) -> Iterator[Batch]:
         """Yields at most `max_count` batches to evaluate on, the same in each evaluation."""
         if self.validation is not None:
@@ -130,7 +119,8 @@ def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = Non
     if data.scores is not None:
         from jaxtp.data.scores import open_scores
 
-        scores = open_scores(data.scores, _wanted_scores(config, loss))
+        scores = open_scores(data.scores)
+        scores.again = _score_command(config, loss, scores.record)
         scores.check(settings)
     return Data(corpus, settings, config.run.seed, scores)
 
@@ -142,36 +132,46 @@ def _row_settings(config: TrainConfig) -> RowSettings:
     )
 
 
-def _wanted_scores(config: TrainConfig, loss: Loss | None) -> "Wanted":
-    from jaxtp.data.scores import Wanted
-
-    # A loss with a reference needs scores by the run's initial model. A teacher is another model,
-    # unknown to the run.
+def _score_command(config: TrainConfig, loss: Loss | None, record: "Record | None" = None) -> str:
+    # Returns a command of `jaxtp score` for the run, like the one of `record`; unknown paths are
+    # words in capitals. A loss with a reference needs scores by the run's initial model. A teacher
+    # is another model, unknown to the run.
+    data = config.data
     is_reference = attribute(loss, "reads_reference", False)
+    temperature = attribute(loss, "scores_temperature", None)
     model = (config.run.init_from or config.model.from_hf) if is_reference else None
-    return Wanted(dataset=config.data.path, model=model, labels_only=is_reference)
+    out = "FOLDER" if data.path is None else f"{data.path}-scores"
+    flags: list[object] = []
+    if record is not None:
+        out = f"{data.scores}-2"
+        temperature = temperature or record.temperature
+        if record.top_k is not None and not is_reference:
+            flags += ["--top-k", record.top_k]
+    flags += ["--data.sequence-length", data.sequence_length]
+    if data.packing != DataConfig.packing:
+        flags += ["--data.packing", data.packing]
+    if data.long_documents != DataConfig.long_documents:
+        flags += ["--data.long-documents", data.long_documents]
+    if temperature not in (None, 1):
+        flags += ["--temperature", f"{temperature:g}"]
+    words = ["jaxtp", "score", data.path or "DATASET", "--model", model or "MODEL", "--out", out]
+    return shlex.join(map(str, words + flags))
 
 
 def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None:
     # A loss with a reference needs log-probabilities of the labels, or a model with adapters.
     if not attribute(loss, "reads_reference", False):
         return
-    from jaxtp.data.scores import free_folder
-
-    path = config.data.path
     scores = data.scores
-    missing = _wanted_scores(config, loss)
     if scores is not None and scores.record.top_k is not None:
-        command = missing.command(_row_settings(config), out=free_folder(scores.folder))
         raise ConfigError(
             f"data.scores={scores.folder} has the {scores.record.top_k} most probable tokens at "
-            f"each position, and the loss needs the log-probabilities of the labels: {command}"
+            f"each position, and the loss needs the log-probabilities of the labels: {scores.again}"
         )
     if scores is None and not config.model.lora.rank:
-        out = None if path is None else free_folder(path.with_name(f"{path.name}-scores"))
         raise ConfigError(
-            f"the loss needs a reference: {missing.command(_row_settings(config), out=out)}; its "
-            "folder is then --data.scores. Or train adapters (--model.lora.rank 16): the reference "
+            f"the loss needs a reference: {_score_command(config, loss)}; its folder is "
+            "then --data.scores. Or train adapters (--model.lora.rank 16): the reference "
             "is then the model without them"
         )
 
@@ -193,7 +193,7 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
         raise ConfigError(
             f"data.scores={scores.folder} has log-probabilities of "
             f"{truncate(scores.record.model)}, and this run "
-            f"starts from other weights; score the data by its initial model: {scores.command()}"
+            f"starts from other weights; score the data by its initial model: {scores.again}"
         )
 
 
@@ -205,7 +205,7 @@ def check_temperature(data: Data, loss: Loss | None) -> None:
         raise ConfigError(
             f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, "
             f"and the loss needs scores at {required:g}; score again, or change the loss: "
-            f"{scores.command(temperature=required)}"
+            f"{scores.again}"
         )
 
 
@@ -249,18 +249,13 @@ def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
     return items if len(lengths) == 1 and () not in lengths else None
 
 
-def describe_batches_in_rows(batches: Batches, *, may_be: bool = False) -> str:
-    """Returns advice on a dataset whose items are, or `may_be`, batches."""
+def describe_batches_in_rows(batches: Batches) -> str:
+    """Returns advice on a dataset whose items are batches."""
     shapes = batches.shapes.items()
     columns = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in shapes)
     how = "leave out its batch(), or end it with .to_iter_dataset()"
     if not batches.name.startswith("grain "):
         how = "give its rows, or a function that yields the batches: batches=lambda: iter(BATCHES)"
-    if may_be:
-        return (
-            f"{batches.name} is read by rows, and an item ({columns}) is one row; if it is a "
-            f"batch, {how}"
-        )
     return (
         f"{batches.name}: a dataset is read by rows, and each item of this one is a batch "
         f"({columns}); {how}"

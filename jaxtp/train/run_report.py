@@ -19,7 +19,6 @@ from jaxtp.config.console import Display, size_text
 from jaxtp.data.samples import Data
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
-from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.layers.sequence_parallel import is_split
 from jaxtp.mesh import (
     BATCH,
@@ -27,7 +26,6 @@ from jaxtp.mesh import (
     SEQUENCE,
     TP,
     Sizes,
-    axes_of,
     batch_parts,
     describe_mesh,
     mesh_sizes,
@@ -36,7 +34,7 @@ from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
-from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
+from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, total_bytes
 from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
 
 _MAX_KINDS_OF_HEADS = 4  # Maximum number of kinds of heads that the summary lists
@@ -451,34 +449,6 @@ def _describe_trained(blueprint: Blueprint) -> str:
         f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in "
         f"{model.precision.param}{kernels}"
     )
-
-
-def sharding_table(blueprint: Blueprint) -> list[str]:
-    """Returns a line for each parameter: its shape, its sharding, and its shape on a device.
-
-    In a user's model, equal parameters share a line.
-    """
-    mesh = blueprint.mesh
-    sizes = mesh_sizes(mesh)
-    rows = {}
-    for name, variable in parameters(blueprint).items():
-        spec = spec_of(variable)
-        shard = jax.sharding.NamedSharding(mesh, spec).shard_shape(variable.shape)
-        names = []
-        for axes in map(axes_of, spec):
-            # If all axes of a dim have size 1, it shows the first of them.
-            used = [axis for axis in axes if sizes[axis] > 1] or axes[:1]
-            names.append(" x ".join(used) or "None")
-        split = ", ".join(names) if {*names} - {"None"} else "replicated"
-        shape = "x".join(map(str, logical_shape(variable)))
-        rows[name] = f"{shape:<20}{split:<28}{'x'.join(map(str, shard))}"
-    if not blueprint.is_decoder:
-        from jaxtp.plans.plan import patterns_for
-
-        rows = {pattern: rows[name] for name, pattern in patterns_for(rows).items()}
-    width = max(33, *map(len, rows)) + 1
-    lines = [f"{name:<{width}}{row}" for name, row in rows.items()]
-    return [f"{'parameter':<{width}}{'shape':<20}{'split by':<28}per device", *lines]
 
 
 def _fitting(texts: Sequence[str], room: int) -> str:

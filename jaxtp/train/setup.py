@@ -39,7 +39,7 @@ from jaxtp.train.run_data import (
     describe_batches_in_rows,
     open_data,
 )
-from jaxtp.train.run_report import Report, sharding_table, summary
+from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import make_eval_step, make_train_step, on_leaves
 from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts, with_references
@@ -96,8 +96,6 @@ def make_run(
     exit_stack: ExitStack,
     startup_log: Sequence[str] = (),
     task: Task = Task(),
-    *,
-    verbose: bool = False,
 ) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
@@ -106,7 +104,6 @@ def make_run(
         handlers and the checkpoints.
       startup_log: lines on the configuration.
       task: parts that replace the settings in `config`.
-      verbose: also print the shape and the sharding of each parameter.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`,
@@ -132,8 +129,6 @@ def make_run(
     for line in (*lines, *map("default {}".format, startup_log)):
         report.line(line)
     report.line(summary(config, data, blueprint, _notes(setup), setup.before))
-    if verbose:
-        report.line("\n".join([*sharding_table(blueprint), ""]))
 
     checkpoints = exit_stack.enter_context(_open_checkpoints(config))
     restored = None
@@ -233,7 +228,7 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
     before = progress(config)
     config, _ = with_steps(config, data.num_rows, before)
     traits = check_loss_on(config, task, data.train)
-    notes = [*_note_on_items(config, task, data.train), *_check_validation(config, task, data)]
+    notes = _check_validation(config, task, data)
     if config.model.dropout and not traits.is_random:
         raise ConfigError(
             f"model.dropout={config.model.dropout:g} has no effect: "
@@ -282,15 +277,6 @@ def _takes_items(config: TrainConfig, task: Task, batches: Batches) -> bool:
     return True
 
 
-def _note_on_items(config: TrainConfig, task: Task, batches: Batches) -> list[str]:
-    # A loss may take items as well as batches of items, without an error; for one of the two, its
-    # numbers are wrong.
-    may_have_batches = isinstance(batches, SampleBatches) and batches.may_have_batches
-    if may_have_batches and _takes_items(config, task, batches):
-        return [f"note    {describe_batches_in_rows(batches, may_be=True)}"]
-    return []
-
-
 def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[str]:
     # Returns lines if the columns of validation and training batches differ. The loss has to take
     # both.
@@ -303,7 +289,7 @@ def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[st
         raise BatchError(f"{changed}, and the loss does not take them: {error}") from error
     except BatchError as error:
         raise BatchError(f"validation batches: {error}") from error
-    return [f"note    {changed}", *_note_on_items(config, task, data.validation)]
+    return [f"note    {changed}"]
 
 
 def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:
@@ -336,7 +322,7 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
         from jaxtp.train.known_versions import version_warnings
 
         lines += version_warnings()
-    if is_multiprocess() or config.launch.preflight_bandwidth:
+    if is_multiprocess():
         from jaxtp.train.preflight import preflight
 
         lines += preflight(config, mesh, data.description)

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
@@ -108,7 +107,6 @@ class Trainer:
       steps: number of updates in the whole run (`train.steps`).
       settings: other settings by dotted name, as on the command line: `{"checkpoint.every": 100}`;
         or a `TrainConfig`.
-      verbose: also print the shape and the sharding of each parameter.
 
     Raises:
       ConfigError: a setting is unknown, invalid, or without effect. The start of the `with` block
@@ -123,7 +121,6 @@ class Trainer:
         folder: str | Path | None = None,
         steps: int | None = None,
         settings: Mapping[str, object] | TrainConfig | None = None,
-        verbose: bool = False,
     ):
         if not isinstance(task, Task):
             raise ConfigError(_no_task(task))
@@ -139,7 +136,6 @@ class Trainer:
             settings = {**(settings or {}), **values}
         self._task = task
         self._settings = settings
-        self._verbose = verbose
         self._startup_log: Sequence[str] = ()
         self._exit_stack = ExitStack()
         self._has_ended = False
@@ -169,11 +165,9 @@ class Trainer:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
-    def of(
-        cls, config: TrainConfig, startup_log: Sequence[str], *, verbose: bool = False
-    ) -> "Trainer":
+    def of(cls, config: TrainConfig, startup_log: Sequence[str]) -> "Trainer":
         """Returns a trainer for resolved settings; `startup_log` says how they were chosen."""
-        trainer = cls(settings=config, verbose=verbose)
+        trainer = cls(settings=config)
         trainer._startup_log = startup_log
         return trainer
 
@@ -189,9 +183,7 @@ class Trainer:
         self.config: TrainConfig = settings
         """All settings of the run."""
         with ExitStack() as exit_stack, self._reporting():
-            run = make_run(
-                settings, exit_stack, self._startup_log, self._task, verbose=self._verbose
-            )
+            run = make_run(settings, exit_stack, self._startup_log, self._task)
             self._start(run, exit_stack)
             self._exit_stack = exit_stack.pop_all()
         return self
@@ -490,12 +482,14 @@ class Trainer:
     def _evaluate_during(self, block: ExitStack) -> None:
         # Evaluates in a thread during the block, and reports the result even if the block fails. On
         # GPUs the evaluation comes first, because XLA times kernels while it compiles the step.
-        begin = self._announce_evaluation()
+        if self._run.data.validation is None:
+            return
+        self._report.line("evaluating at step 0")
         if is_multiprocess() or self._platform != "cpu":
-            self._evaluate(lambda: in_thread(begin()).result())
+            self._evaluate(lambda: in_thread(self._begin_evaluation()).result())
             return
         with self._phase("the evaluation at step 0", "evaluate"):
-            evaluation = in_thread(begin())
+            evaluation = in_thread(self._begin_evaluation())
 
         def finish(kind: type[BaseException] | None, *_: object) -> None:
             # A second Ctrl-C does not wait for the evaluation.
@@ -503,24 +497,6 @@ class Trainer:
                 self._evaluate(evaluation.result)
 
         block.push(finish)
-
-    def _announce_evaluation(self) -> Callable[[], Evaluation]:
-        # Announces the first evaluation, because it takes as long as a compilation and some steps.
-        # Returns a function that begins it.
-        total = self._run.data.validation_count(self.config.eval.batches)
-        if total == 0:
-            return self._begin_evaluation
-        if total is None:
-            self._report.line("evaluating at step 0")
-            return self._begin_evaluation
-        self._report.line(f"evaluating at step 0: {total} batches")
-
-        def show(finished: int) -> None:
-            if finished == 0:
-                self._report.begin(0, total, "evaluation {done}/{total}")
-            self._report.move(finished, "")
-
-        return partial(self._begin_evaluation, show)
 
     def _compile(self) -> TrainStep:
         run = self._run
@@ -697,9 +673,8 @@ class Trainer:
         with self._phase(f"the evaluation at step {self._run.step}", "evaluate"):
             return (evaluation or self._begin_evaluation())()
 
-    def _begin_evaluation(self, show: Callable[[int], object] | None = None) -> Evaluation:
-        # Traces in the calling thread, because JAX's context is local to a thread. `show` gets the
-        # number of finished batches.
+    def _begin_evaluation(self) -> Evaluation:
+        # Traces in the calling thread, because JAX's context is local to a thread.
         run = self._run
         state = run.state
         batches = run.data.validation_batches(self.mesh, self.config.eval.batches)
@@ -710,13 +685,9 @@ class Trainer:
 
         def evaluate() -> dict[str, float]:
             step = lowered.compile()
-            results: list[Terms] = []
-            for number, batch in enumerate(chain([first], batches)):
-                results.append(step(state, batch, number))
-                if show is not None:
-                    # One batch stays in flight.
-                    jax.block_until_ready(results[:-1])
-                    show(number)
+            results = [
+                step(state, batch, number) for number, batch in enumerate(chain([first], batches))
+            ]
             return evaluation_metrics(jax.device_get(results), run.objective)
 
         return evaluate
@@ -726,8 +697,6 @@ class Trainer:
         values = self._evaluated(evaluation)
         if not values:
             return
-        if run.step < self._first:
-            self._report.clear()
         if self._last[0] == run.step:
             self._last = run.step, self._last[1] | values
         if log:

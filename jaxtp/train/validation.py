@@ -5,12 +5,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
+from jaxtp.config.hints import (
+    Problem,
+    Switch,
+    explained,
+    mesh_product,
+    mesh_settings,
+    not_divisible,
+    without_effect,
+)
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers import remat
@@ -41,9 +48,6 @@ from jaxtp.mesh import (
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import TrainConfig
-
-_Switch = tuple[str, bool, str]
-"""A setting, whether it has an effect, and the setting that gives it one."""
 
 
 def check(
@@ -224,7 +228,8 @@ def problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
         yield Problem(
             f"data.sequence_length={length} is more than model.learned_positions={positions}"
         )
-    yield from map(Problem, (*_moment_problems(config), *_contradictions(config)))
+    unused = without_effect(config, _switches(config))
+    yield from map(Problem, (*_moment_problems(config), *unused, *_float16_problems(config)))
 
 
 def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
@@ -239,26 +244,17 @@ def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     has_project = not {"wandb", "aim"}.isdisjoint(config.metrics.trackers)
     is_wsd = config.optimizer.schedule == "wsd"
     switches = (
-        ("data.long_documents", config.data.packed, "data.packing=documents"),
-        ("optimizer.decay_fraction", is_wsd, "optimizer.schedule=wsd"),
-        ("profile.steps", config.profile.start > 0, "profile.start"),
-        ("metrics.project", has_project, "wandb or aim in metrics.trackers"),
+        ("data.packing=documents", config.data.packed, ["data.long_documents"]),
+        ("optimizer.schedule=wsd", is_wsd, ["optimizer.decay_fraction"]),
+        ("profile.start", config.profile.start, ["profile.steps"]),
+        ("wandb or aim in metrics.trackers", has_project, ["metrics.project"]),
     )
-    yield from map(Problem, _without_switch(config, switches))
+    yield from map(Problem, without_effect(config, switches))
     if config.profile.start > config.train.steps:
         yield Problem(
             f"profile.start={config.profile.start} is after the last step, "
             f"train.steps={config.train.steps}"
         )
-
-
-def _without_switch(config: TrainConfig, switches: Iterable[_Switch]) -> Iterator[str]:
-    # Yields settings that have no effect while another setting is off.
-    for name, is_used, switch in switches:
-        setting = attrgetter(name)
-        value = setting(config)
-        if not is_used and value != setting(TrainConfig()):
-            yield f"{name}={value} has no effect without {switch}: set that, or leave {name} out"
 
 
 def batch_problems(
@@ -315,28 +311,33 @@ def context_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
             yield Problem(text, among={f"mesh.{CP}": queries})
 
 
-def _contradictions(config: TrainConfig) -> Iterator[str]:
-    if config.model.overlap == "ring" and config.model.sequence_parallel is False:
-        yield (
-            "model.overlap=ring overlaps the communication of sequence parallelism, but "
-            "model.sequence_parallel is false: leave model.sequence_parallel out, or set "
-            "model.overlap=none"
-        )
-    if config.optimizer.name == "adafactor" and config.optimizer.first_moment != "param":
-        yield (
-            f"optimizer.first_moment={config.optimizer.first_moment} has no effect on adafactor, "
-            "which has no first moment; leave optimizer.first_moment out, or set optimizer.name to "
-            "adamw, lion or muon"
-        )
-    yield from _experts_without_effect(config)
-    has_experts = config.model.most_experts > 0
-    has_bias = any(block.selection_bias for block in config.model.block_kinds())
-    switches = (
-        ("train.balance_loss", has_experts, "model.num_experts"),
-        ("train.router_z_loss", has_experts, "model.num_experts"),
-        ("train.selection_bias_rate", has_bias, "model.selection_bias"),
-    )
-    yield from _without_switch(config, switches)
+def _switches(config: TrainConfig) -> Iterator[Switch]:
+    model = config.model
+    yield "model.sequence_parallel", model.sequence_parallel is not False, ["model.overlap"]
+    has_moment = config.optimizer.name != "adafactor"
+    yield "optimizer.name=adamw, lion or muon", has_moment, ["optimizer.first_moment"]
+    experts = ["train.balance_loss", "train.router_z_loss"]
+    # The settings of an existing model may name experts although it has none.
+    if model.from_hf is None and config.run.init_from is None:
+        experts += _EXPERTS_SETTINGS
+    yield "model.num_experts", model.most_experts, experts
+    has_bias = any(block.selection_bias for block in model.block_kinds())
+    yield "model.selection_bias", has_bias, ["train.selection_bias_rate"]
+
+
+_EXPERTS_SETTINGS = (
+    "model.experts_per_token",
+    "model.normalize_experts",
+    "model.normalize_floor",
+    "model.experts_scale",
+    "model.router_scores",
+    "model.expert_groups",
+    "model.groups_per_token",
+    "model.group_score",
+)
+
+
+def _float16_problems(config: TrainConfig) -> Iterator[str]:
     dtypes = {
         f"model.precision.{name}": dtype for name, dtype in vars(config.model.precision).items()
     }
@@ -350,30 +351,6 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             f"cannot train in float16 ({', '.join(halves)}): jaxtp has no loss scaling, and "
             "gradients below 6e-8 would vanish; use bfloat16, or float32 on GPUs without bfloat16"
         )
-
-
-_EXPERTS_SETTINGS = (
-    "experts_per_token",
-    "normalize_experts",
-    "normalize_floor",
-    "experts_scale",
-    "router_scores",
-    "expert_groups",
-    "groups_per_token",
-    "group_score",
-)
-
-
-def _experts_without_effect(config: TrainConfig) -> Iterator[str]:
-    # The settings of an existing model may name experts although it has none.
-    is_new = config.model.from_hf is None and config.run.init_from is None
-    if config.model.most_experts or not is_new:
-        return
-    for name in _EXPERTS_SETTINGS:
-        value = getattr(config.model, name)
-        if value != getattr(ModelConfig, name):
-            shown = str(value).lower() if isinstance(value, bool) else value
-            yield f"model.{name}={shown} needs experts; add --model.num-experts, or leave it out"
 
 
 def _moment_problems(config: TrainConfig) -> Iterator[str]:

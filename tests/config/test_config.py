@@ -37,6 +37,11 @@ def test_every_recipe_loads_and_fits_its_mesh_and_begins_with_its_command():
         assert f"configs/{path.name}" in first, path
 
 
+def test_a_run_of_before_may_have_a_setting_at_its_default_that_is_gone(tmp_path):
+    (tmp_path / "config.yaml").write_text("launch: {preflight_bandwidth: false}")
+    assert from_yaml(TrainConfig, tmp_path / "config.yaml") == TrainConfig()
+
+
 def test_tiny_is_the_default():
     assert from_yaml(TrainConfig, CONFIGS[0].parent / "tiny.yaml") == TrainConfig()
 
@@ -223,7 +228,7 @@ SINGLE_VIOLATIONS = [
     },
     {
         "change": {"model.overlap": "ring", "model.sequence_parallel": False},
-        "says": "model.overlap=ring overlaps the communication",
+        "says": "model.overlap=ring has no effect without model.sequence_parallel",
     },
     {
         "change": {"profile.start": 500},
@@ -261,8 +266,6 @@ def test_a_setting_whose_switch_is_off_is_refused():
     for row in read_table(__file__, "switches"):
         *_, name = row["settings"]
         without = replace_nested(TrainConfig(), with_tuples(row["settings"]))
-        with pytest.raises(
-            ConfigError, match=rf"{name}=\S+ (is for adapters|needs experts|has no effect without)"
-        ):
+        with pytest.raises(ConfigError, match=rf"{name}=.* has no effect without"):
             check(without, ONE)
         check(replace_nested(without, with_tuples(row["switch"])), ONE)

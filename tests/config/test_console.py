@@ -169,22 +169,6 @@ def test_a_terminal_of_any_size_that_is_closed():
     assert (process.returncode, errors) == (0, b"")
 
 
-def test_a_bar_with_a_label_of_its_own_leaves_nothing():
-    stream = Failing()
-    display = Display("step {done}/{total}", stream=stream)
-    display.begin(0, 2, "evaluation {done}/{total}")
-    display.move(2, "")
-    display.clear()
-    display.line("evaluated")
-    display.begin(0, 3)
-    text = stream.getvalue()
-    assert "evaluation 0/2 [" in text
-    assert "evaluation 2/2 [" in text
-    assert text.index("\r\x1b[2Kevaluated\n") < text.index("step 0/3 ["), (
-        "the bar's line is cleared for the next"
-    )
-
-
 SIZES = {
     0: "0 B, 0 B",
     999: "999 B, 999 B",

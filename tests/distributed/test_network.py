@@ -109,7 +109,7 @@ def start(tmp_path, cable):
 
 
 def test_hosts_are_distinguished_and_the_coordinator_may_start_late(start, tmp_path):
-    flags = [*mesh(1, 2, 2), "--train.steps=3", "--launch.preflight-bandwidth"]
+    flags = [*mesh(1, 2, 2), "--train.steps=3"]
     first = start(0, *flags)
     wait_until(lambda: "still waiting for all to start" in start.said(0))
     first.send_signal(signal.SIGKILL)
@@ -119,7 +119,6 @@ def test_hosts_are_distinguished_and_the_coordinator_may_start_late(start, tmp_p
     assert [start(0, *flags).wait(180), other.wait(180)] == [0, 0]
     said = start.said(0)
     assert "axes    between hosts: fsdp\n" in said
-    assert said.count("GB/s of an all-gather") == 2
     assert len(records(tmp_path / "run")) == 3
 
 

@@ -156,7 +156,7 @@ def test_a_step_gathers_8_bits_and_never_has_all_kernels_in_more(name):
 
 
 def test_a_base_in_8_bits_is_refused_without_adapters_and_they_are_not_merged_into_it():
-    with pytest.raises(ConfigError, match=r"model.lora.base=float8 is for adapters"):
+    with pytest.raises(ConfigError, match=r"model.lora.base=float8 has no effect without"):
         nnx.eval_shape(decoder(replace(CONFIG, lora=LoraConfig(base="float8"))))
     with pytest.raises(ConfigError, match="merged into the original kernels"):
         nnx.eval_shape(lambda: jaxtp.merge_adapters(jaxtp.add_adapters(decoder(CONFIG)(), LORA)))

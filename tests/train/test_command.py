@@ -40,7 +40,7 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert "dp 1 x fsdp 1 x cp 1 x tp 2 = 2 virtual CPU devices" in out
     announced = [
         "making the initial state: ",
-        "evaluating at step 0: 2 batches\n",
+        "evaluating at step 0\n",
         "compiling the",
         "step 1/24",
     ]
@@ -99,10 +99,8 @@ def test_the_written_config_repeats_the_run_bit_for_bit(finished):
 
 @pytest.mark.journey
 def test_the_same_command_on_a_finished_run_says_so(finished, capsys):
-    assert "blocks.mlp.down.kernel" not in finished
-    assert main([*FINISHED, "--verbose"]) == 0
+    assert main(FINISHED) == 0
     out = capsys.readouterr().out
-    assert "blocks.mlp.down.kernel" in out
     assert "already at step 3" in out
     assert list(records("run", "eval_loss")) == [0, 3], (
         "a run that resumes does not repeat the first"

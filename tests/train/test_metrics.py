@@ -26,7 +26,7 @@ from jaxtp.config.schema import from_yaml
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, RunConfig, TrainConfig
-from jaxtp.train.metrics import TRACKERS, Timing, Trackers, draw, read_metrics, tracker_id
+from jaxtp.train.metrics import TRACKERS, Timing, Trackers, read_metrics, tracker_id
 from jaxtp.train.performance import (
     Profiler,
     describe_peak,
@@ -344,45 +344,6 @@ def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(tmp_
         profiler.after(2, None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
     )
     profiler.close()
-
-
-def picture(folder, records, **options):
-    """The panels of a picture of some records, by title."""
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    draw([folder], figure, **options)
-    return {panel.get_title(): panel for panel in figure.axes}
-
-
-OWN_METRICS = {"loss": 0.6, "rewards/margins": 0.1, "temperature": 1.0, "rows_per_second": 5.0}
-OTHERS = {"lost_to_start": 0.1, "step_seconds": 0.2, "grad_norm/blocks": 1.0, "nothing": None}
-OWN = [
-    {"step": 0, "eval_loss": 0.7, "eval_rewards/margins": 0.0},
-    *({"step": step, "rows": step} | OWN_METRICS | OTHERS for step in (10, 20)),
-    {"step": 20, "eval_loss": 0.5, "eval_rewards/margins": 0.3},
-]
-
-
-@pytest.mark.wide
-def test_a_picture_has_the_metrics_of_a_loss_and_validation_in_their_panels(tmp_path):
-    panels = picture(tmp_path, OWN)
-    (one_step,) = picture(tmp_path, [{"step": 1, "loss": 0.5}])["loss"].lines
-    assert one_step.get_marker() == ".", "a line of one point would not be seen"
-    assert list(panels) == ["loss", "rewards/margins", "temperature", "speed"]
-    assert panels["speed"].get_ylabel() == "rows per second"
-    assert not panels["loss"].get_ylabel(), "the unit of a user's loss is not known"
-    for name, validation in (("loss", [0.7, 0.5]), ("rewards/margins", [0.0, 0.3])):
-        training, evaluated = panels[name].lines
-        assert (training.get_label(), evaluated.get_label()) == ("training", "validation")
-        assert list(evaluated.get_xdata()) == [0, 20]
-        assert list(evaluated.get_ydata()) == validation
-    (over_rows,) = picture(tmp_path, OWN, x="rows", metrics=["loss"]).values()
-    assert list(over_rows.lines[1].get_xdata()) == [20]
-
-
-def test_the_loss_of_tokens_has_a_unit(tmp_path):
-    panels = picture(tmp_path, [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.4}])
-    assert panels["loss"].get_ylabel() == "nats per token"
 
 
 def test_a_step_shows_the_metrics_of_a_loss(capsys):

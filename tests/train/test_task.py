@@ -356,17 +356,11 @@ def in_16_bits(model, batch, key):
 
 
 NOTES = {
-    "a list": (
-        {"batches": IN_MEMORY, "loss": lambda m, b, k: (m(b["x"]).sum(), len(b["x"]))},
-        ["note", "list is read by rows", "x float32[32, 16], y int32[32]"],
-    ),
     "another column": (
         {"validation": lambda step: batches(step) | {"z": np.ones(ROWS)}},
         ["note", "with 'z'"],
     ),
     "rows": ({"batches": ROWS_IN_MEMORY}, []),
-    "a batched stream": ({"batches": BATCHED.to_iter_dataset()}, []),
-    "a function": ({"batches": lambda: iter(IN_MEMORY)}, []),
     "a sum in 16 bits": ({"loss": in_16_bits}, ["WARNING", "its sum in bfloat16, which"]),
 }
 
