@@ -146,22 +146,22 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
         yield setting
         if not setting.is_section:
             continue
-        for guest, host in guests.items():
+        for guest, (kind, host) in guests.items():
             if host == field.name:
-                yield from _walk(kinds[guest], replace(setting, path=(*section.path, guest)))
+                yield from _walk(kind, replace(setting, path=(*section.path, guest)))
         yield from _walk(setting.kind, setting)
 
 
 @cache
-def sections_within(schema: Any) -> Mapping[str, str]:
-    """Returns the fields that are marked by `WithinSection`, and the fields of their hosts."""
-    hints = get_type_hints(schema, include_extras=True)
-    return {
-        field.name: mark.name
-        for field in dataclasses.fields(schema)
-        for mark in _marks(hints[field.name])
-        if isinstance(mark, WithinSection)
-    }
+def sections_within(schema: Any) -> Mapping[str, tuple[type, str]]:
+    """Returns the fields that are marked by `WithinSection`: their types, and the fields of their
+    hosts."""
+    sections = {}
+    for name, hint in get_type_hints(schema, include_extras=True).items():
+        for mark in _marks(hint):
+            if isinstance(mark, WithinSection):
+                sections[name] = get_args(hint)[0], mark.name
+    return sections
 
 
 def _marks(hint: object) -> tuple[object, ...]:

@@ -215,8 +215,9 @@ def validate(
     except pydantic.ValidationError as error:
         hosts = sections_within(schema)
         for item in error.errors():
-            sections = [hosts.get(str(field), field) for field in item["loc"][:1]]
-            keys = (*sections, *item["loc"][1:])
+            keys = list(item["loc"])
+            if keys and keys[0] in hosts:
+                _, keys[0] = hosts[keys[0]]
             problems.append(f"{describe(keys, item['input'])}: {_complaint(item)}")
     if not problems:
         return config
@@ -226,18 +227,18 @@ def validate(
 def _by_field(schema: Any, values: Mapping[str, object]) -> dict[str, object]:
     """Moves the settings of a section `WithinSection` out of its host, in which files have them."""
     by_field = dict(values)
-    for guest, host in sections_within(schema).items():
+    for guest, (kind, host) in sections_within(schema).items():
         section = values.get(host)
         if isinstance(section, Mapping):
-            names = _section_of(schema, guest)
-            by_field[guest] = {key: section[key] for key in section if key in names}
-            by_field[host] = {key: section[key] for key in section if key not in names}
+            by_field[guest], by_field[host] = split_settings(section, kind)
     return by_field
 
 
-def _section_of(schema: object, field: str) -> set[str]:
-    settings = settings_of(schema).values()
-    return {setting.keys[1] for setting in settings if setting.path[0] == field}
+def split_settings(values: Mapping[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values of settings of a kind, and the other values."""
+    names = _kinds_by_key(kind, ())
+    settings = {key: value for key, value in values.items() if key in names}
+    return settings, {key: value for key, value in values.items() if key not in names}
 
 
 class Settings:
@@ -325,7 +326,7 @@ def to_plain(config: object) -> dict[str, Any]:
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
             plain[name] = to_plain(value)
-    for guest, host in sections_within(type(config)).items():
+    for guest, (_, host) in sections_within(type(config)).items():
         plain[host] = plain.pop(guest) | plain[host]
     return plain
 

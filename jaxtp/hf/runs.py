@@ -21,7 +21,7 @@ from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import StoredCheckpoint, newest_checkpoint, read_info_on_all
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
-from jaxtp.config.schema import expand, validate
+from jaxtp.config.schema import expand, split_settings, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.config_json import check_adaptable, family_of
@@ -31,7 +31,7 @@ from jaxtp.hf.peft import PeftFolder, with_peft
 from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
 from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
-from jaxtp.models.config import ModelConfig, OriginConfig, split_settings, upgrade_settings
+from jaxtp.models.config import ModelConfig, OriginConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.models.own_decoder import call_of_load, decoder_settings
 
@@ -173,7 +173,7 @@ def own_or_decoder(
         raise CheckpointError(
             f"{checkpoint} does not record its model; jaxtp train did not write it"
         )
-    model, stored_origin = split_settings(upgrade_settings(stored["model"]))
+    stored_origin, model = split_settings(upgrade_settings(stored["model"]), OriginConfig)
     source = f"{checkpoint}: its model"
     origin = validate(OriginConfig, stored_origin, source=source)
     if origin.build is None:

@@ -29,7 +29,6 @@ from jaxtp.config.affects import (
     Argument,
     ArgumentsOf,
     affects,
-    settings_of,
 )
 from jaxtp.config.hints import (
     Problem,
@@ -408,13 +407,6 @@ def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     if "kv_rank" not in plain and tuple(lora.get("targets", ())) == LLAMA_TARGETS:
         lora["targets"] = [*TARGETS]
     return {**plain, "lora": lora}
-
-
-def split_settings(plain: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Splits the section `model` of a file into a model's settings and those of its origin."""
-    origins = settings_of(OriginConfig)
-    origin = {name: value for name, value in plain.items() if name in origins}
-    return {name: value for name, value in plain.items() if name not in origins}, origin
 
 
 def violations(
