@@ -7,7 +7,7 @@ section. This file imports only the standard library, so any room can use it.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 from typing import Any, get_args, get_origin, get_type_hints
@@ -48,6 +48,13 @@ class Argument:
     # Replaces the key in the flag; empty for a section whose settings have no prefix
     name: str | None = None
     other_flag: str = ""  # Another spelling
+
+
+@dataclass(frozen=True)
+class WithinSection:
+    """Marks a section of a root schema: files and flags have its settings in another section."""
+
+    name: str  # Field of the other section
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,10 @@ def leaf_settings(schema: object) -> list[Setting]:
 def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
     hints = get_type_hints(schema, include_extras=True)
     kinds = get_type_hints(schema)
+    guests = sections_within(schema)
     for field in dataclasses.fields(schema):
+        if field.name in guests:
+            continue
         marks = _marks(hints[field.name])
         if any(getattr(mark, "exclude", None) for mark in marks):  # set by code, and in no file
             continue
@@ -134,8 +144,24 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
             argument=argument,
         )
         yield setting
-        if setting.is_section:
-            yield from _walk(setting.kind, setting)
+        if not setting.is_section:
+            continue
+        for guest, (kind, host) in guests.items():
+            if host == field.name:
+                yield from _walk(kind, replace(setting, path=(*section.path, guest)))
+        yield from _walk(setting.kind, setting)
+
+
+@cache
+def sections_within(schema: Any) -> Mapping[str, tuple[type, str]]:
+    """Returns the fields that are marked by `WithinSection`: their types, and the fields of their
+    hosts."""
+    sections = {}
+    for name, hint in get_type_hints(schema, include_extras=True).items():
+        for mark in _marks(hint):
+            if isinstance(mark, WithinSection):
+                sections[name] = get_args(hint)[0], mark.name
+    return sections
 
 
 def _marks(hint: object) -> tuple[object, ...]:

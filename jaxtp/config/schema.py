@@ -10,7 +10,7 @@ import datetime
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -23,6 +23,7 @@ from jaxtp.config.affects import (
     RUNS_CODE,
     Argument,
     leaf_settings,
+    sections_within,
     settings_of,
 )
 from jaxtp.config.entry import UserError
@@ -205,15 +206,39 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    problems = list(_unknown_keys(schema, values, "", schema))
+    names = [setting.name for setting in leaf_settings(schema)]
+    problems = list(_unknown_keys(schema, values, names))
     try:
-        config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
+        config: T = _adapter(schema).validate_python(
+            _by_field(schema, values), by_alias=True, by_name=True
+        )
     except pydantic.ValidationError as error:
+        hosts = sections_within(schema)
         for item in error.errors():
-            problems.append(f"{describe(item['loc'], item['input'])}: {_complaint(item)}")
+            keys = list(item["loc"])
+            if keys and keys[0] in hosts:
+                _, keys[0] = hosts[keys[0]]
+            problems.append(f"{describe(keys, item['input'])}: {_complaint(item)}")
     if not problems:
         return config
     raise ConfigError("\n  ".join([f"{source}:", *first_lines(problems, _MAX_PROBLEMS)]))
+
+
+def _by_field(schema: Any, values: Mapping[str, object]) -> dict[str, object]:
+    """Moves the settings of a section `WithinSection` out of its host, in which files have them."""
+    by_field = dict(values)
+    for guest, (kind, host) in sections_within(schema).items():
+        section = values.get(host)
+        if isinstance(section, Mapping):
+            by_field[guest], by_field[host] = split_settings(section, kind)
+    return by_field
+
+
+def split_settings(values: Mapping[str, Any], kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the values of settings of a kind, and the other values."""
+    names = _kinds_by_key(kind, ())
+    settings = {key: value for key, value in values.items() if key in names}
+    return settings, {key: value for key, value in values.items() if key not in names}
 
 
 class Settings:
@@ -234,7 +259,7 @@ def check_values(config: Settings) -> None:
     """Checks the values of settings and converts them in place; raises `ConfigError`."""
     kind: Any = type(config)
     unchecked_kind = _without_constructor(kind)
-    settings = _kinds_by_key(kind)
+    settings = _kinds_by_key(kind, ())
     values = {}
     for field in dataclasses.fields(kind):
         value = getattr(config, field.name)
@@ -255,11 +280,12 @@ def _without_constructor(kind: Any) -> type:
     The defaults of `kind` are checked.
     """
     hints = get_type_hints(kind, include_extras=True)
+    settings = _kinds_by_key(kind, ())
     fields = []
     defaults = {}
     for field in dataclasses.fields(kind):
         fields.append((field.name, hints[field.name], None))
-        if field.default is not dataclasses.MISSING and field.name in _kinds_by_key(kind):
+        if field.default is not dataclasses.MISSING and field.name in settings:
             defaults[field.name] = field.default
     namespace = {"__pydantic_config__": Settings.__pydantic_config__}
     unchecked_kind = dataclasses.make_dataclass(kind.__name__, fields, namespace=namespace)
@@ -278,13 +304,20 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
     if not values:
         return config
     sections: dict[str, Any] = {}
+    settings = settings_of(type(config))
     for name, value in values.items():
-        section, _, inner_name = name.partition(".")
+        path = ".".join(settings[name].path) if name in settings else name
+        section, _, inner_name = path.partition(".")
         if inner_name:
             inner = sections.get(section, getattr(config, section))
             value = replace_nested(inner, {inner_name: value})
         sections[section] = value
     return dataclasses.replace(config, **sections)  # type: ignore[type-var]
+
+
+def value_of(config: object, name: str) -> Any:
+    """Returns the value of a setting by its dotted name."""
+    return reduce(getattr, settings_of(type(config))[name].path, config)
 
 
 def to_plain(config: object) -> dict[str, Any]:
@@ -293,6 +326,8 @@ def to_plain(config: object) -> dict[str, Any]:
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
             plain[name] = to_plain(value)
+    for guest, (_, host) in sections_within(type(config)).items():
+        plain[host] = plain.pop(guest) | plain[host]
     return plain
 
 
@@ -398,9 +433,22 @@ _GONE = {"launch.preflight_bandwidth": False}
 
 
 def _unknown_keys(
-    schema: object, values: Mapping[str, object], prefix: str, root: object
+    schema: object,
+    values: Mapping[str, object],
+    names: Sequence[str],
+    section: tuple[str, ...] = (),
+    prefix: str = "",
 ) -> Iterator[str]:
-    kinds = _kinds_by_key(schema)
+    """Yields problems of the keys of a section.
+
+    Args:
+      schema: the schema of the file, or of an item in a mapping of the file.
+      values: the values of the section.
+      names: dotted names of settings, for hints.
+      section: the keys of the section in the schema.
+      prefix: the keys of the section in the file.
+    """
+    kinds = _kinds_by_key(schema, section)
     for key, value in values.items():
         kind = kinds.get(key)
         if key not in kinds:
@@ -410,27 +458,27 @@ def _unknown_keys(
             hint = f"known keys: {', '.join(kinds)}"
             if close := closest(truncate(key), kinds):
                 hint = f"did you mean {prefix}{close}?"
-            names = [] if root is None else [setting.name for setting in leaf_settings(root)]
             yield f"{name}: unknown key; {hint_for(name, names, str) or hint}"
         elif isinstance(value, bool) and _is_number(kind):
             # YAML reads yes and on as true, which pydantic would take for 1.
             yield f"{prefix}{key} = {value}: should be a number"
         elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-            yield from _unknown_keys(kind, value, f"{prefix}{key}.", root)
+            inner = (*section, key)
+            yield from _unknown_keys(schema, value, names, inner, f"{prefix}{key}.")
         elif get_origin(kind) is dict and isinstance(value, Mapping):
-            section = get_args(kind)[1]
+            item_kind = get_args(kind)[1]
             for name, item in value.items():
-                if dataclasses.is_dataclass(section) and isinstance(item, Mapping):
-                    inner = f"{prefix}{key}.{truncate(name)}."
-                    yield from _unknown_keys(section, item, inner, None)
+                if dataclasses.is_dataclass(item_kind) and isinstance(item, Mapping):
+                    place = f"{prefix}{key}.{truncate(name)}."
+                    yield from _unknown_keys(item_kind, item, names=(), prefix=place)
 
 
 @cache
-def _kinds_by_key(schema: object) -> Mapping[str, object]:
+def _kinds_by_key(schema: object, section: tuple[str, ...]) -> Mapping[str, object]:
     kinds: dict[str, object] = {}
     for setting in settings_of(schema).values():
-        if len(setting.keys) == 1:
-            kinds |= dict.fromkeys((*setting.keys, *setting.path), setting.kind)
+        if setting.keys[:-1] == section:
+            kinds |= dict.fromkeys((setting.keys[-1], setting.path[-1]), setting.kind)
     return kinds
 
 

@@ -293,7 +293,7 @@ def _open_run(path: Path, options: SourceConfig, *, has_build: bool) -> StoredMo
     info = checkpoint.info
     build = None if options.build is None else load_object(options.build, "--build")
     remedy = remedy_of_command(folder, info, has_build=has_build)
-    config = run_model_config(folder, info, build, remedy)
+    config = run_model_config(folder, info, build, remedy).config
     family = family_of_run(folder)
     return StoredModel(folder, config, config.precision.param, family, info, options.base)
 

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import StoredCheckpoint, newest_checkpoint, read_info_on_all
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
-from jaxtp.config.schema import expand, validate
+from jaxtp.config.schema import expand, split_settings, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.config_json import check_adaptable, family_of
@@ -43,6 +43,14 @@ BASE = "base"
 HF_FILES = "hf"
 ORIGIN = "origin.json"
 """File in `HF_FILES` that names the folder of a model with tensors outside of the text model."""
+
+
+class RecordedModel(NamedTuple):
+    """The model that a checkpoint records."""
+
+    config: ModelConfig  # Of a user's Flax model only the precision has an effect
+    origin: OriginConfig
+    is_decoder: bool
 
 
 def load_decoder(
@@ -97,7 +105,7 @@ def load_adapted(checkpoint: Path, info: Info, mesh: Mesh, base: Path | None = N
     """Returns an adapter checkpoint's model with its base weights; see `load_merged`."""
     if BASE not in info:
         raise CheckpointError(f"{checkpoint} does not name the base model of its adapters")
-    config = run_model_config(checkpoint, info)
+    config = run_model_config(checkpoint, info).config
     path = Path(info[BASE]["from"]) if base is None else base
     if not path.is_dir():
         where = f"--base {path}" if base is not None else f"{path}, the base model of {checkpoint}"
@@ -120,7 +128,7 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
 
 def run_model_config(
     checkpoint: Path, info: Info, build: object = None, remedy: str | None = None
-) -> ModelConfig:
+) -> RecordedModel:
     """Returns the configuration of the decoder that a checkpoint records.
 
     Args:
@@ -132,20 +140,20 @@ def run_model_config(
     Raises:
       CheckpointError: as `own_or_decoder`, or the model is no decoder.
     """
-    config, is_decoder = own_or_decoder(checkpoint, info, build, remedy)
-    if is_decoder:
-        return config
+    model = own_or_decoder(checkpoint, info, build, remedy)
+    if model.is_decoder:
+        return model
     raise CheckpointError(
-        f"{checkpoint} has a model of {config.build}, which is not a jaxtp.Decoder, and "
+        f"{checkpoint} has a model of {model.origin.build}, which is not a jaxtp.Decoder, and "
         "commands that generate, evaluate, score or export take only decoders; in Python, "
-        f"{call_of_load(checkpoint, config.build)} returns it"
+        f"{call_of_load(checkpoint, model.origin.build)} returns it"
     )
 
 
 def own_or_decoder(
     checkpoint: Path, info: Info, build: object = None, remedy: str | None = None
-) -> tuple[ModelConfig, bool]:
-    """Returns the model configuration in a checkpoint, and whether it describes a decoder.
+) -> RecordedModel:
+    """Returns the model that a checkpoint records.
 
     A checkpoint may come from anyone, so no code that it names is imported: the caller gives the
     code of a user's own model as `build`.
@@ -165,31 +173,31 @@ def own_or_decoder(
         raise CheckpointError(
             f"{checkpoint} does not record its model; jaxtp train did not write it"
         )
-    model = upgrade_settings(stored["model"])
+    stored_origin, model = split_settings(upgrade_settings(stored["model"]), OriginConfig)
     source = f"{checkpoint}: its model"
-    name = model.get("build")
-    if name is None:
+    origin = validate(OriginConfig, stored_origin, source=source)
+    if origin.build is None:
         if build is not None:
             raise CheckpointError(
                 f"{checkpoint} has jaxtp's own decoder, which needs no code: leave build out"
             )
-        return validate(ModelConfig, model, source=source), True
+        return RecordedModel(validate(ModelConfig, model, source=source), origin, is_decoder=True)
     if build is None:
-        described = truncate(name, 300)
-        if arguments := model.get("arguments"):
-            described += f" with the arguments {truncate(arguments, 300)}"
+        described = truncate(origin.build, 300)
+        if origin.arguments:
+            described += f" with the arguments {truncate(origin.arguments, 300)}"
         if remedy is None:
-            call = call_of_load(checkpoint, str(name))
+            call = call_of_load(checkpoint, origin.build)
             remedy = f"if you trust that code, name it: {call}"
         raise CheckpointError(
             f"{checkpoint} has a model of {described}, and jaxtp runs no code that a folder names; "
             f"{remedy}"
         )
-    settings = decoder_settings(build, OriginConfig(build=name, arguments=model["arguments"]))
+    settings = decoder_settings(build, origin)
     if settings is None:
-        return validate(ModelConfig, model, source=source), False
+        return RecordedModel(validate(ModelConfig, model, source=source), origin, is_decoder=False)
     decoder = validate(type(settings), model, source=source)
-    return replace(decoder, decoder=settings.decoder), True
+    return RecordedModel(replace(decoder, decoder=settings.decoder), origin, is_decoder=True)
 
 
 def remedy_of_command(checkpoint: Path, info: Info, *, has_build: bool) -> str:

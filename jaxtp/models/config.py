@@ -173,7 +173,7 @@ class DecoderSizes(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
+class ModelConfig(BlockConfig, DecoderSizes):
     """A decoder, by default like Llama.
 
     `first_blocks` and `pattern` change the settings of single blocks.
@@ -238,20 +238,6 @@ class ModelConfig(BlockConfig, DecoderSizes, OriginConfig):
 
     lora: LoraConfig = LoraConfig()
     """Adapters to train instead of the model's own parameters."""
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether `build` names a model that the other settings do not describe.
-
-        Also true for a user's Decoder that is not imported yet.
-        """
-        return self.build is not None and self.decoder is None
-
-    def for_file(self) -> ModelConfig:
-        """Returns the settings without those that `build` makes."""
-        if self.build is None or self.is_foreign:
-            return self
-        return ModelConfig(build=self.build, arguments=self.arguments)
 
     def stacks(self) -> tuple[Stack, ...]:
         """Returns the stacks; layers after the last whole turn form further stacks."""
@@ -428,14 +414,14 @@ def violations(
 ) -> Iterator[str]:
     """Yields every reason why the model cannot run on the mesh, with the nearest values that work.
 
-    `fixed`, implied by `from_hf`: weights exist, so only other meshes are suggested.
+    `fixed`: weights exist, so only other meshes are suggested.
     """
 
     def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
         model = replace_nested(config, dict(_in_section("model", changes)))
         return model_problems(model, {**mesh, **dict(_in_section("mesh", changes))})
 
-    return explained(problems, fixed=fixed or config.from_hf is not None)
+    return explained(problems, fixed=fixed)
 
 
 def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:

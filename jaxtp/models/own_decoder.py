@@ -31,13 +31,13 @@ from jaxtp.models.decoder import Decoder
 Builder = Callable[[nnx.Rngs], nnx.Module]
 
 
-def builder(function: Callable[..., Any], source: OriginConfig) -> Builder:
-    """Returns a function that builds a model with the source's arguments.
+def builder(function: Callable[..., Any], origin: OriginConfig) -> Builder:
+    """Returns a function that builds a model with the origin's arguments.
 
     Raises `ConfigError` if it takes others.
     """
-    name = source.build or describe_value(function)
-    arguments = dict(source.arguments)
+    name = origin.build or describe_value(function)
+    arguments = dict(origin.arguments)
     if isinstance(function, nnx.Module):
         raise ConfigError(f"{name} is a model; give its class, or a function that returns it")
     if not callable(function):
@@ -64,33 +64,28 @@ def builder(function: Callable[..., Any], source: OriginConfig) -> Builder:
     return build
 
 
-def decoder_settings(model: Any, source: OriginConfig) -> ModelConfig | None:
+def decoder_settings(model: Any, origin: OriginConfig) -> ModelConfig | None:
     """Returns the settings of a Decoder, or None if the model is another.
 
     Args:
       model: a function that builds the model, or a subclass of `ModelConfig` or its instance.
-      source: has the name of `model`, and its arguments.
+      origin: has the name of `model`, and its arguments.
 
     Raises:
       ConfigError: `model` does not take the arguments, fails, or returns a Decoder that its class
         does not make from settings.
     """
     if isinstance(model, type) and issubclass(model, ModelConfig):
-        model = validate(model, source.arguments, source="model.arguments")
-    elif isinstance(model, ModelConfig) and source.arguments:
-        raise ConfigError(f"{source.build} are settings, which take no model.arguments")
+        model = validate(model, origin.arguments, source="model.arguments")
+    elif isinstance(model, ModelConfig) and origin.arguments:
+        raise ConfigError(f"{origin.build} are settings, which take no model.arguments")
     if isinstance(model, ModelConfig):
-        settings: ModelConfig | None = replace(
-            model,
-            decoder=model.decoder or Decoder,
-            build=source.build,
-            arguments=source.arguments,
-        )
+        settings: ModelConfig | None = replace(model, decoder=model.decoder or Decoder)
     else:
-        settings = _settings_of_built(builder(model, source), source)
-    if settings is not None and (settings.lora.rank or settings.from_hf is not None):
+        settings = _settings_of_built(builder(model, origin), origin)
+    if origin.from_hf is not None or (settings is not None and settings.lora.rank):
         raise ConfigError(
-            f"{source.build}: a Decoder of your own takes weights by --run.init-from, and has no "
+            f"{origin.build}: a Decoder of your own takes weights by --run.init-from, and has no "
             "adapters"
         )
     return settings
@@ -110,7 +105,7 @@ def call_of_load(path: Path, build: str | None) -> str:
     return f"jaxtp.load_run({str(path)!r}, build={reference})"
 
 
-def _settings_of_built(build: Builder, source: OriginConfig) -> ModelConfig | None:
+def _settings_of_built(build: Builder, origin: OriginConfig) -> ModelConfig | None:
     model = _abstract(build)
     if not isinstance(model, Decoder):
         return None
@@ -122,7 +117,7 @@ def _settings_of_built(build: Builder, source: OriginConfig) -> ModelConfig | No
             return build(rngs)
         return kind(config, rngs=rngs)
 
-    settings = replace(model.config, decoder=make, build=source.build, arguments=source.arguments)
+    settings = replace(model.config, decoder=make)
     call = f"{kind.__name__}(config, rngs=rngs)"
     rule = (
         "jaxtp makes the model with other settings too, to check it and to generate: its __init__ "
@@ -131,25 +126,26 @@ def _settings_of_built(build: Builder, source: OriginConfig) -> ModelConfig | No
     try:
         other = _shapes(_abstract(lambda rngs: kind(model.config, rngs=rngs)))
     except TypeError as error:
-        raise ConfigError(f"{source.build}: {call} fails: {error}. {rule}") from error
+        raise ConfigError(f"{origin.build}: {call} fails: {error}. {rule}") from error
     differing = sorted({path for path, _ in _shapes(model).items() ^ other.items()})
     if differing:
-        raise ConfigError(f"{source.build} and {call} differ in {', '.join(differing[:3])}. {rule}")
+        raise ConfigError(f"{origin.build} and {call} differ in {', '.join(differing[:3])}. {rule}")
     return settings
 
 
-def recorded(config: ModelConfig) -> ModelConfig:
-    """Returns the settings of a subclass with its name and arguments, to read from a file."""
+def recorded(config: ModelConfig) -> dict[str, object]:
+    """Returns the settings of a run for a subclass of ModelConfig: it, its name and arguments."""
     kind: Any = type(config)
-    if config.build is not None:
-        return config
     plain = to_plain(config)
     arguments = {}
     for setting in settings_of(kind).values():
         if len(setting.path) == 1 and getattr(config, setting.path[0]) != setting.default:
             arguments[setting.name] = plain[setting.name]
-    decoder = config.decoder or Decoder
-    return replace(config, decoder=decoder, build=reference_to(kind), arguments=arguments)
+    return {
+        "model": replace(config, decoder=config.decoder or Decoder),
+        "model.build": reference_to(kind),
+        "model.arguments": arguments,
+    }
 
 
 def _abstract(build: Builder) -> nnx.Module:

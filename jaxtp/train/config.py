@@ -20,6 +20,7 @@ from jaxtp.config.affects import (
     STEP,
     Affects,
     ArgumentsOf,
+    WithinSection,
     settings,
 )
 from jaxtp.config.schema import (
@@ -40,7 +41,7 @@ from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
 from jaxtp.layers.sequence_parallel import Context
 from jaxtp.mesh import AXES, Sizes
-from jaxtp.models.config import BlockChanges, Changes, ModelConfig
+from jaxtp.models.config import BlockChanges, Changes, ModelConfig, OriginConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -409,6 +410,7 @@ class TrainConfig:
 
     run: RunConfig = RunConfig()
     mesh: Annotated[MeshConfig, COST] = MeshConfig()
+    origin: Annotated[OriginConfig, WithinSection("model")] = OriginConfig()
     model: Annotated[ModelConfig, ARCHITECTURE] = ModelConfig()
     data: DataConfig = DataConfig()
     optimizer: Annotated[OptimizerConfig, NUMBERS] = OptimizerConfig()
@@ -418,6 +420,14 @@ class TrainConfig:
     metrics: Annotated[MetricsConfig, NOTHING] = MetricsConfig()
     profile: Annotated[ProfileConfig, NOTHING] = ProfileConfig()
     launch: Annotated[LaunchConfig, NOTHING] = LaunchConfig()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether `model.build` names a model that the section `model` does not describe.
+
+        Also true for a user's Decoder that is not imported yet.
+        """
+        return self.origin.build is not None and self.model.decoder is None
 
 
 IGNORED_BY_STEP = tuple(settings(TrainConfig, lambda mark: not (mark.numbers or mark.cost)))

@@ -95,7 +95,7 @@ def default_settings(config: TrainConfig) -> set[str]:
     A file has to state these settings.
     """
     names = {*(f"mesh.{axis}" for axis in AXES), COMPUTE, "data.sequence_length", BATCH_SIZE}
-    if config.model.from_hf is not None or config.run.init_from is not None:
+    if config.origin.from_hf is not None or config.run.init_from is not None:
         names |= {RUN_DIR, "optimizer.learning_rate", "optimizer.warmup_steps"}
     if config.model.lora.rank:
         names |= {"model.precision.param", "model.lora.dtype"}
@@ -121,8 +121,8 @@ def resolve_defaults(
     check_sizes(config.mesh.sizes)
     config, source = resolve(config, explicit)
     defaults = _Defaults(config, explicit)
-    if config.model.is_foreign:
-        defaults.choose_for_own_model(str(config.model.build), devices)
+    if config.is_foreign:
+        defaults.choose_for_own_model(str(config.origin.build), devices)
         return defaults.config, defaults.lines
     if source.path is None:
         defaults.choose_vocabulary()

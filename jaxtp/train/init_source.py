@@ -119,18 +119,18 @@ def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyCon
       ConfigError: settings contradict each other.
     """
     run = config.run.init_from
-    folder = config.model.from_hf
+    folder = config.origin.from_hf
     adapters = config.model.lora.from_peft
     if run is not None and folder is not None:
         raise ConfigError(
             "--run.init-from and --model.from-hf are conflicting weight sources; leave one of "
             "them out"
         )
-    if folder is None and config.model.ignore_config:
+    if folder is None and config.origin.ignore_config:
         raise ConfigError(
             "--ignore-config applies to the model of --model.from-hf, and there is none"
         )
-    if config.model.build is not None:
+    if config.origin.build is not None:
         return config, OwnModelRun(run) if run is not None else InitSource()
     if run is not None or folder is not None:
         from jaxtp.train.pretrained import resolve_pretrained

@@ -18,10 +18,10 @@ from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
 from jaxtp.config.python_object import describe_value, load_object
 from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, expand
-from jaxtp.hf.runs import load_decoder, own_or_decoder
+from jaxtp.hf.runs import RecordedModel, load_decoder, own_or_decoder
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import ModelConfig, OriginConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.own_decoder import Builder, builder
 from jaxtp.plans.module_wrappers import find_modules
@@ -93,13 +93,13 @@ def load_run(
         raise ConfigError(
             f"plan must be a dict of styles, or FILE.py:NAME, not {describe_value(styles)}"
         )
-    config, is_decoder = own_or_decoder(checkpoint.folder, checkpoint.info, source)
-    if is_decoder:
+    recorded = own_or_decoder(checkpoint.folder, checkpoint.info, source)
+    if recorded.is_decoder:
         if styles is not None:
             raise ConfigError(
                 "a plan splits a model of your own; the decoder has its own PartitionSpecs"
             )
-        return load_decoder(checkpoint, config, mesh, base)
+        return load_decoder(checkpoint, recorded.config, mesh, base)
     if base is not None:
         raise ConfigError(
             "base is for the base model of a decoder's adapters, but the run's model is not a "
@@ -108,12 +108,13 @@ def load_run(
     assert callable(source), "settings are a decoder's"
     # Without a mesh and a plan the model stays plain Flax.
     is_split = has_mesh or styles is not None
-    return _load_own(checkpoint, config, builder(source, config), styles, mesh, is_split=is_split)
+    build = builder(source, recorded.origin)
+    return _load_own(checkpoint, recorded, build, styles, mesh, is_split=is_split)
 
 
 def _load_own(
     checkpoint: StoredCheckpoint,
-    config: ModelConfig,
+    recorded: RecordedModel,
     make: Builder,
     plan: Plan | None,
     mesh: Mesh,
@@ -125,15 +126,15 @@ def _load_own(
 
     def create(rngs: nnx.Rngs) -> nnx.Module:
         model = make(rngs)
-        set_precision(model, config.precision)
+        set_precision(model, recorded.config.precision)
         by_build = plan is None and any(role_of(info.module) for info in find_modules(model))
         if by_build or not is_split:
             return model
         return parallelize(model, plan or {}, mesh=mesh)
 
     # Plans the model like the state of a run, so that it has the run's constants and random keys.
-    blueprint = plan_state(config, optax.identity(), mesh, create)
-    _require_fit(checkpoint, config, blueprint)
+    blueprint = plan_state(recorded.config, optax.identity(), mesh, create)
+    _require_fit(checkpoint, recorded.origin, blueprint)
     blueprint, changed = blueprint.with_constants_of(checkpoint.info)
     for line in changed:
         warnings.warn(f"{checkpoint.folder}: {line}", stacklevel=3)
@@ -141,7 +142,7 @@ def _load_own(
     return blueprint.model_of(weights)
 
 
-def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: Blueprint) -> None:
+def _require_fit(checkpoint: StoredCheckpoint, origin: OriginConfig, blueprint: Blueprint) -> None:
     built = abstract_logical(blueprint.abstract["model"], blueprint.mesh)
     stored = {
         name.removeprefix("model."): array
@@ -161,7 +162,7 @@ def _require_fit(checkpoint: StoredCheckpoint, config: ModelConfig, blueprint: B
             )
     if problems:
         raise CheckpointError(
-            f"{checkpoint.folder} was trained with {config.build}, and build makes another model: "
+            f"{checkpoint.folder} was trained with {origin.build}, and build makes another model: "
             f"{'; '.join(first_lines(problems, _MAX_SHOWN))}"
         )
 
@@ -176,7 +177,7 @@ def split_model(
       PlanError: the plan does not fit.
     """
     assert callable(task.model)
-    build = builder(task.model, config.model)
+    build = builder(task.model, config.origin)
     plan = task.plan
     lines: list[str] = []
     if plan is None:

@@ -20,6 +20,7 @@ from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
 from jaxtp.hf.runs import (
+    RecordedModel,
     check_base,
     copy_hf_files,
     hf_files_of,
@@ -106,7 +107,8 @@ class Pretrained(InitSource):
     def _resumed_defaults(self, config: TrainConfig, resumed: Info) -> Iterator[Default]:
         reason = f"as the run in {config.run.dir} has it"
         if config.model.lora.rank:
-            model = run_model_config(config.run.dir, resumed, remedy=remedy_of_train(resumed))
+            remedy = remedy_of_train(resumed)
+            model = run_model_config(config.run.dir, resumed, remedy=remedy).config
             yield _dtype_default("model.precision.param", model.precision.param, reason)
             yield _dtype_default("model.lora.dtype", model.lora.dtype, reason)
         for name in (
@@ -142,9 +144,6 @@ class Pretrained(InitSource):
 
     def changes(self, config: TrainConfig) -> list[str]:
         """Returns the model settings that differ from the source's."""
-        # The settings of a source with its own code are unknown without this code.
-        if config.model.build:
-            return []
         before = architecture(self.model or config.model)
         now = architecture(config.model)
         return differences(before | {"lora": now["lora"]}, now, "model.")
@@ -290,30 +289,30 @@ class HFSource(Pretrained):
 def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig, Pretrained]:
     """Does the work of `init_source.resolve` for a run that names a trained model."""
     run = config.run.init_from
-    folder = config.model.from_hf
+    folder = config.origin.from_hf
     lora = config.model.lora
     source: Pretrained
     if run is not None:
         checkpoint = newest_checkpoint(run)
         info = read_info(checkpoint)
-        model = config.model
-        if not model.build:
-            model = run_model_config(checkpoint, info, remedy=remedy_of_train(info))
+        model = run_model_config(checkpoint, info, remedy=remedy_of_train(info)).config
         source = RunSource(
             path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info
         )
     else:
         assert folder is not None
         # A resumed run has the weights and the sizes, so the folder may be gone.
-        if folder.exists() or lora.rank or _resumed_model(config) != config.model:
-            config = _with_sizes(config, folder, read_config(folder, config.model.ignore_config))
+        if folder.exists() or lora.rank or not _is_resumed(config):
+            config = _with_sizes(config, folder, read_config(folder, config.origin.ignore_config))
         source = HFSource(path=folder, files=folder)
     if lora.from_peft is None:
         return config, source
     # A run that was initialised with these adapters no longer needs their folder.
     resumed = _resumed_model(config)
-    if resumed is not None and resumed.lora.rank and resumed.lora.from_peft == lora.from_peft:
-        return _with_adapters(config, resumed.lora, explicit), source
+    if resumed is not None:
+        old = resumed.config.lora
+        if old.rank and old.from_peft == lora.from_peft:
+            return _with_adapters(config, old, explicit), source
     adapters = source.open_adapters(config)
     source = dataclasses.replace(source, adapters=adapters)
     return _with_adapters(config, adapters.lora, explicit), source
@@ -327,11 +326,16 @@ def _arrangement(model: ModelConfig) -> list[tuple[str, list[int]]]:
     return [(path, list(numbers)) for path, numbers, _ in model.kinds()]
 
 
-def _resumed_model(config: TrainConfig) -> ModelConfig | None:
+def _resumed_model(config: TrainConfig) -> RecordedModel | None:
     info = newest_info(config.run.dir)
     if info is None:
         return None
     return run_model_config(config.run.dir, info, remedy=remedy_of_train(info))
+
+
+def _is_resumed(config: TrainConfig) -> bool:
+    resumed = _resumed_model(config)
+    return resumed is not None and resumed[:2] == (config.model, config.origin)
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = Non
     """Opens jaxtp's token data and plans its rows; raises a `UserError` for a mistake."""
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
-    if not config.model.is_foreign:
+    if not config.is_foreign:
         check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
     source.check_tokenizer(corpus.tokenizer)
     settings = _row_settings(config)
@@ -139,7 +139,7 @@ def _score_command(config: TrainConfig, loss: Loss | None, record: "Record | Non
     data = config.data
     is_reference = attribute(loss, "reads_reference", False)
     temperature = attribute(loss, "scores_temperature", None)
-    model = (config.run.init_from or config.model.from_hf) if is_reference else None
+    model = (config.run.init_from or config.origin.from_hf) if is_reference else None
     out = "FOLDER" if data.path is None else f"{data.path}-scores"
     flags: list[object] = []
     if record is not None:

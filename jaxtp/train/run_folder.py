@@ -22,6 +22,7 @@ from jaxtp.config.files import mark_as_own, open_directly, write_atomically
 from jaxtp.config.python_object import named_code
 from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.mesh import Sizes
+from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 
 CONFIG = "config.yaml"
@@ -148,7 +149,10 @@ def write_config(config: TrainConfig) -> None:
     if jax.process_index() == 0:
         path = config.run.dir / CONFIG
         with writing(path):
-            recorded = replace(config, model=config.model.for_file())
+            recorded = config
+            if config.origin.build is not None and not config.is_foreign:
+                # The code of the user's Decoder makes its settings.
+                recorded = replace(config, model=ModelConfig())
             write_atomically(path, configuration.to_yaml(recorded).encode())
             # The user consented to the code when this run started.
             if named_code(recorded):

@@ -97,14 +97,14 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) 
     if not decoder:
         from jaxtp.models.own_decoder import call_of_load
 
-        load = call_of_load(config.run.dir, config.model.build)
+        load = call_of_load(config.run.dir, config.origin.build)
         return [f"saved in {saved}; next, in Python:", f"  model = {load}"]
     from jaxtp.data.tokenizer_files import TEMPLATE
 
     run = shlex.quote(str(config.run.dir))
     model = f"--model {run}"
-    if config.model.build:
-        model += f" --build {shlex.quote(config.model.build)}"
+    if config.origin.build:
+        model += f" --build {shlex.quote(config.origin.build)}"
     trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
     data = config.data.validation or trained_on
     lines = [f"saved in {saved}; next:"]
@@ -113,7 +113,7 @@ def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) 
         lines.append(f"  jaxtp evaluate {model} {kind} {shlex.quote(str(data))}")
     prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
     generate = f"  jaxtp generate {model} {prompt}"
-    if not config.model.build:
+    if not config.origin.build:
         export = f"{config.run.dir}-{'peft' if config.model.lora.rank else 'hf'}"
         generate += f"; jaxtp convert export {run} {shlex.quote(export)}"
     return [*lines, generate]
@@ -150,7 +150,7 @@ def summary(
     rows: dict[str, object] = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {python}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
-        "model": _describe_model(blueprint, model),
+        "model": _describe_model(blueprint, config),
         "state": f"{per_device} of parameters and optimizer on each device, of {total} in all",
         "context": is_decoder and describe_context(config, sizes),
         "experts": is_decoder and describe_experts(model, sizes[TP]),
@@ -184,16 +184,18 @@ def _arguments(values: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-def _describe_model(blueprint: Blueprint, model: ModelConfig) -> str:
+def _describe_model(blueprint: Blueprint, config: TrainConfig) -> str:
+    model = config.model
+    origin = config.origin
     count = parameter_count(blueprint)
     parameters = f"{count:,} parameters"
     if not blueprint.is_decoder:
-        return f"{parameters}: {model.build}({_arguments(model.arguments)})"
+        return f"{parameters}: {origin.build}({_arguments(origin.arguments)})"
     if model.most_experts:
         from jaxtp.analysis.step_costs import describe_active
 
         parameters += describe_active(model, count)
-    builder = f", by {model.build}" if model.build else ""
+    builder = f", by {origin.build}" if origin.build else ""
     return (
         f"{parameters}{_describe_trained(blueprint)}: {model.num_layers} layers, "
         f"{describe_block(model)}, vocabulary {model.vocab_size}; "

@@ -7,7 +7,6 @@ A part is a plain function or value. `load_task` reads the parts that settings n
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, cast
 
 import optax
@@ -23,9 +22,16 @@ from jaxtp.config.python_object import (
     signature_of,
     user_code,
 )
-from jaxtp.config.schema import ConfigError, leaves, replace_nested, to_plain, validate
+from jaxtp.config.schema import (
+    ConfigError,
+    leaves,
+    replace_nested,
+    to_plain,
+    validate,
+    value_of,
+)
 from jaxtp.models.config import ModelConfig
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 
 Shapes = Mapping[str, ShapeDtypeStruct]
 """A global batch of abstract arrays."""
@@ -89,10 +95,9 @@ class Task:
         """Whether the model is not a Decoder; known once `load_task` has built it."""
         return self.model is not None and not isinstance(self.model, ModelConfig)
 
-    def settings(self) -> dict[str, object]:
+    def settings(self) -> dict[str, ModelConfig | OptimizerConfig]:
         """Returns the parts that are settings, by section."""
-        model = _recorded(self.model) if isinstance(self.model, ModelConfig) else None
-        parts = {"model": model, "optimizer": self.optimizer}
+        parts = {"model": self.model, "optimizer": self.optimizer}
         return {
             name: part
             for name, part in parts.items()
@@ -100,9 +105,9 @@ class Task:
         }
 
 
-def _recorded(config: ModelConfig) -> ModelConfig:
+def _recorded(config: ModelConfig) -> dict[str, object]:
     if type(config) is ModelConfig:
-        return config
+        return {"model": config}
     from jaxtp.models.own_decoder import recorded
 
     return recorded(config)
@@ -119,17 +124,12 @@ _REFERENCES = {
 }
 """The setting that names each part."""
 _WEIGHTS_OF_LOSS = {"z_loss", "balance_loss", "router_z_loss", "selection_bias_rate"}
-_REPLACED: dict[str, tuple[str, object, set[str]]] = {
-    "optimizer": ("optimizer", OptimizerConfig(), {"build"}),
-    "batches": ("data", DataConfig(), {"batches", "validation_batches", "global_batch_size"}),
-    "loss": (
-        "train",
-        LoopConfig(),
-        {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS,
-    ),
+_REPLACED: dict[str, tuple[str, set[str]]] = {
+    "optimizer": ("optimizer", {"build"}),
+    "batches": ("data", {"batches", "validation_batches", "global_batch_size"}),
+    "loss": ("train", {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS),
 }
-"""For each part, the section whose settings it replaces, the section's defaults, and the settings
-that keep an effect."""
+"""For each part, the section whose settings it replaces, and the settings that keep an effect."""
 
 
 def with_references(
@@ -140,7 +140,11 @@ def with_references(
     Raises:
       ConfigError: an explicit setting names a part that the task has too.
     """
-    names: dict[str, object] = {"model": _recorded(config.model)} | task.settings()
+    names: dict[str, object] = dict(task.settings())
+    if isinstance(task.model, ModelConfig):
+        names |= _recorded(task.model)
+    elif config.origin.build is None:
+        names |= _recorded(config.model)
     functions = [part for part in (task.model, task.loss, task.batches) if callable(part)]
     for part, setting in _REFERENCES.items():
         value = getattr(task, part)
@@ -169,17 +173,17 @@ def load_task(config: TrainConfig, task: Task = Task()) -> Task:
     """
     parts: dict[str, Any] = {}
     for part, setting in _REFERENCES.items():
-        reference = attrgetter(setting)(config)
-        is_settings = part == "model" and not config.model.is_foreign
+        reference = value_of(config, setting)
+        is_settings = part == "model" and not config.is_foreign
         if reference is not None and getattr(task, part) is None and not is_settings:
             parts[part] = load_object(reference, f"--{setting}".replace("_", "-"))
     loss = parts.get("loss", task.loss)
     if isinstance(loss, type) or (callable(loss) and config.train.loss_arguments):
         parts["loss"] = _with_arguments(loss, config.train)
-    if config.model.is_foreign:
+    if config.is_foreign:
         from jaxtp.models.own_decoder import decoder_settings
 
-        settings = decoder_settings(parts.get("model", task.model), config.model)
+        settings = decoder_settings(parts.get("model", task.model), config.origin)
         if settings is not None:
             parts["model"] = settings
     parts["callbacks"] = (
@@ -229,7 +233,7 @@ def with_parts(config: TrainConfig, task: Task) -> TrainConfig:
     arguments = recordable_arguments(task.loss)
     if arguments is not None:
         config = replace_nested(config, {LOSS_ARGUMENTS: arguments})
-    has_decoder = config.model.is_foreign and isinstance(task.model, ModelConfig)
+    has_decoder = config.is_foreign and isinstance(task.model, ModelConfig)
     return replace_nested(config, task.settings()) if has_decoder else config
 
 
@@ -294,24 +298,24 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
             f"model.precision.matmul={matmul}: it applies to projections of jaxtp's decoder, and "
             "the model is your own"
         )
-    if config.model.is_foreign:
+    if config.is_foreign:
         used = {"build", "arguments"}
         if task.has_own_model:
             used |= {"plan", "precision"}
         reason = "the model is your own; its function takes model.arguments"
-        for setting in _changed(config, "model", ModelConfig(), used):
+        for setting in _changed(config, "model", used):
             yield f"{setting}: {reason}"
-    for part, (section, defaults, used) in _REPLACED.items():
+    for part, (section, used) in _REPLACED.items():
         if getattr(task, part) is not None and part not in task.settings():
             reason = f"the {part} {'are' if part == 'batches' else 'is'} your own"
-            for setting in _changed(config, section, defaults, used):
+            for setting in _changed(config, section, used):
                 yield f"{setting}: {reason}"
 
 
-def _changed(config: TrainConfig, section: str, defaults: object, used: Set[str]) -> Iterator[str]:
+def _changed(config: TrainConfig, section: str, used: Set[str]) -> Iterator[str]:
     # Yields the settings of a section that are not at their default, except the `used` ones.
-    before = dict(leaves(to_plain(defaults)))
-    for keys, value in leaves(to_plain(getattr(config, section))):
+    before = dict(leaves(to_plain(TrainConfig())[section]))
+    for keys, value in leaves(to_plain(config)[section]):
         if keys[0] not in used and value != before.get(keys):
             yield f"{section}.{'.'.join(keys)}={value}"
 
@@ -319,9 +323,9 @@ def _changed(config: TrainConfig, section: str, defaults: object, used: Set[str]
 def is_replaced(config: TrainConfig, name: str) -> bool:
     """Returns whether a part that the configuration names replaces a setting."""
     section, _, key = name.partition(".")
-    for part, (replaced_section, _, used) in _REPLACED.items():
+    for part, (replaced_section, used) in _REPLACED.items():
         if section == replaced_section and key not in used:
-            return bool(attrgetter(_REFERENCES[part])(config))
+            return bool(value_of(config, _REFERENCES[part]))
     return False
 
 

@@ -87,7 +87,7 @@ def on_one_device(config: TrainConfig, task: Task) -> nnx.Module:
     def build() -> nnx.Module:
         rngs = nnx.Rngs(config.run.seed)
         if callable(task.model):
-            return builder(task.model, config.model)(rngs)
+            return builder(task.model, config.origin)(rngs)
         return create_decoder(config.model, rngs=rngs)
 
     return abstract_model(build)

@@ -77,7 +77,7 @@ def open_mesh(config: TrainConfig) -> Mesh:
     """
     sizes = config.mesh.sizes
     check_sizes(sizes)
-    decoder = not config.model.is_foreign
+    decoder = not config.is_foreign
     if decoder and -1 not in sizes.values():
         check(config, sizes)
         request_virtual_devices(math.prod(sizes.values()))
@@ -206,14 +206,14 @@ def _explained(
                 among={f"mesh.{axis}": size for axis, size in sizes.items()},
             )
 
-    is_new = config.model.from_hf is None and config.run.init_from is None
+    is_new = config.origin.from_hf is None and config.run.init_from is None
     return explained(problems_after, fixed=not is_new)
 
 
 def problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields each conflict of settings and mesh; ignores `config.mesh`."""
     # With a user's model, the decoder's settings have no effect.
-    if config.model.is_foreign:
+    if config.is_foreign:
         yield from _general_problems(config, mesh)
         return
     size_problems = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
@@ -318,7 +318,7 @@ def _switches(config: TrainConfig) -> Iterator[Switch]:
     yield "optimizer.name=adamw, lion or muon", has_moment, ["optimizer.first_moment"]
     experts = ["train.balance_loss", "train.router_z_loss"]
     # The settings of an existing model may name experts although it has none.
-    if model.from_hf is None and config.run.init_from is None:
+    if config.origin.from_hf is None and config.run.init_from is None:
         experts += _EXPERTS_SETTINGS
     yield "model.num_experts", model.most_experts, experts
     has_bias = any(block.selection_bias for block in model.block_kinds())

@@ -259,7 +259,7 @@ def test_a_key_of_a_mapping_is_a_flag(tmp_path):
     ]
     config, _ = TRAIN.load([f"--config={file}", *flags, "--model.arguments.text", "a: b: c"])
     assert config.train.loss_arguments == {"beta": 0.1, "kind": "x", "on": True}
-    assert config.model.arguments == {"sizes": [1, 2], "text": "a: b: c"}
+    assert config.origin.arguments == {"sizes": [1, 2], "text": "a: b: c"}
     with pytest.raises(ConfigError, match=r"--data\.mixture"):
         TRAIN.load(["--data.mixture.code", "1"])
 

@@ -18,7 +18,7 @@ from jaxtp.config.schema import (
     to_short_yaml,
 )
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import ModelConfig, violations
+from jaxtp.models.config import ModelConfig, OriginConfig, violations
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import MeshConfig, TrainConfig
 from jaxtp.train.run_report import describe_overlap
@@ -204,8 +204,8 @@ def problems_of(config, mesh):
 
 
 def test_a_model_that_is_there_keeps_its_sizes():
-    model = replace(SMOL, from_hf=Path("a"))
-    strict = TrainConfig(model=model, mesh=MeshConfig(allow_padding=False))
+    origin = OriginConfig(from_hf=Path("a"))
+    strict = TrainConfig(origin=origin, model=SMOL, mesh=MeshConfig(allow_padding=False))
     heads, kv_heads = violations_on(strict, mesh_shape(fsdp=2, tp=4), devices=8)
     assert (
         heads

@@ -16,7 +16,7 @@ from jaxtp.checkpoint import storage
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.mesh import MeshError, fitting_meshes, mesh_shape, mesh_sizes
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import ModelConfig, OriginConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train import defaults, pretrained
 from jaxtp.train.__main__ import COMMAND as TRAIN
@@ -49,9 +49,9 @@ def ask(tmp_path, model):
 
     def resolved(*flags, place=gpus(8), begins=(f"--model.from-hf={model}",)):
         if not flags:  # parsing takes longer than all the rest
-            begun = ModelConfig(from_hf=model) if begins else ModelConfig()
+            origin = OriginConfig(from_hf=model if begins else None)
             return resolve_defaults(
-                TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place
+                TrainConfig(run=RunConfig(dir=tmp_path / "run"), origin=origin), {"run.dir"}, place
             )
         argv = [f"--run.dir={tmp_path}/run", *begins, *flags]
         return TRAIN.load(argv, partial(resolve_defaults, devices=place))
@@ -89,7 +89,7 @@ def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, 
     flags = [f"--config={file}", f"--model.from-hf={tmp_path}"]
     config, notes = TRAIN.load(flags, partial(resolve_defaults, devices=gpus(8)))
     assert notes == []
-    assert training_of(config) == replace(alone, model=replace(alone.model, from_hf=tmp_path))
+    assert training_of(config) == replace(alone, origin=OriginConfig(from_hf=tmp_path))
 
 
 @swept("memory", [20e9, 44.5e9])
@@ -242,7 +242,7 @@ def test_a_run_that_begins_with_a_model_has_a_folder_of_its_own(tmp_path):
     }
     for where, run in folders.items():
         (tmp_path / where).parent.mkdir(parents=True)
-        config = TrainConfig(model=ModelConfig(from_hf=smol_lm(tmp_path / where)))
+        config = TrainConfig(origin=OriginConfig(from_hf=smol_lm(tmp_path / where)))
         assert resolve_defaults(config, set(), gpus(8))[0].run.dir == Path(run)
         assert resolve_defaults(config, {"run.dir"}, gpus(8))[0].run.dir == TrainConfig().run.dir
 

@@ -39,6 +39,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.request import GenerationError
 from jaxtp.mesh import make_mesh, mesh_shape
+from jaxtp.models.config import OriginConfig
 from jaxtp.models.decoder import create_decoder
 from jaxtp.models.own_decoder import builder, decoder_settings
 from jaxtp.tools.check.__main__ import verdicts
@@ -272,7 +273,7 @@ def test_a_run_of_settings_records_them_and_is_loaded_by_their_class(tmp_path):
 
 def test_a_whole_configuration_takes_its_settings():
     config = with_references(TrainConfig(model=example.GatedConfig(**SIZES)), jaxtp.Task())
-    assert config.model.build == f"{FILE}:GatedConfig"
+    assert config.origin.build == f"{FILE}:GatedConfig"
     assert load_task(config).model is None, "the settings are there already"
 
 
@@ -284,7 +285,7 @@ def test_the_weights_are_those_of_the_function():
         model.probe.bias[...] = jnp.full(3, 7.0)
         return model
 
-    settings = decoder_settings(build, jaxtp.ModelConfig(build="mine.py:build"))
+    settings = decoder_settings(build, OriginConfig(build="mine.py:build"))
     with use_mesh():
         made = create_decoder(settings, rngs=nnx.Rngs(0))
     assert type(made) is Probed
@@ -294,12 +295,12 @@ def test_the_weights_are_those_of_the_function():
 def test_a_class_with_some_arguments_gets_the_others_and_random_numbers():
     with_input = partial(nnx.Linear, 4)
     sizes = {"out_features": 3}
-    model = builder(with_input, jaxtp.ModelConfig(arguments=sizes))(nnx.Rngs(0))
+    model = builder(with_input, OriginConfig(arguments=sizes))(nnx.Rngs(0))
     assert model.kernel.shape == (4, 3)
     with pytest.raises(
         ConfigError, match=r"'depth'; model\.arguments can give out_features, use_bias"
     ):
-        builder(with_input, jaxtp.ModelConfig(arguments=sizes | {"depth": 1}))
+        builder(with_input, OriginConfig(arguments=sizes | {"depth": 1}))
 
 
 def with_more(rngs):
@@ -427,9 +428,7 @@ def test_settings_without_effect_on_a_model_of_ones_own_are_refused(tmp_path):
 @pytest.mark.wide
 def test_the_check_and_the_budget_take_it():
     """The check makes it with other sizes, and its own layers send what their trace does."""
-    model = decoder_settings(
-        example.build, jaxtp.ModelConfig(build="mine.py:build", arguments=SIZES)
-    )
+    model = decoder_settings(example.build, OriginConfig(build="mine.py:build", arguments=SIZES))
     data = DataConfig(sequence_length=16, global_batch_size=16)
     cases = [Case(mesh_shape(cp=2, tp=2), False, "gather")]
     small = shrink(TrainConfig(model=replace(model, d_model=64), data=data), cases)

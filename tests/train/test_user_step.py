@@ -14,6 +14,7 @@ import jaxtp
 from jaxtp.checkpoint.__main__ import main as inspect_checkpoint
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import abstract_mesh, mesh_of, mesh_shape
+from jaxtp.models.config import OriginConfig
 from jaxtp.train import memory_check, performance, setup
 from jaxtp.train import trainer as trainer_module
 from jaxtp.train.config import LoopConfig, TrainConfig
@@ -51,7 +52,7 @@ TASK = jaxtp.Task(
     plan={"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()},
 )
 REMAT = replace(TASK, model=lambda rngs: Mlp(rngs, remat=True))
-CONFIG = TrainConfig(model=jaxtp.ModelConfig(build="mine:Mlp"))
+CONFIG = TrainConfig(origin=OriginConfig(build="mine:Mlp"))
 
 
 def traced(task, sizes, accumulation=1):

@@ -206,6 +206,7 @@ def methods_of(config: TrainConfig, sizes: Sizes) -> list[Context]:
 def unfit(config: TrainConfig, case: Case, *, fixed: bool = False) -> Iterator[str]:
     """Yields reasons why a run does not fit a case; `fixed` as in `models.config.violations`."""
     run = on_case(config, case)
+    fixed = fixed or config.origin.from_hf is not None
     problems = list(violations(run.model, case.sizes, fixed=fixed))
     if not problems:
         further = chain(context_problems(run, case.sizes), padding_problems(run, case.sizes))

@@ -138,7 +138,7 @@ def _with_length(config: TrainConfig, batches: Batches) -> TrainConfig:
     # The length of the batches' sequences decides how a decoder splits them.
     shapes = batches.shapes
     inputs = shapes.get("inputs", max(shapes.values(), key=lambda column: column.size))
-    if config.model.is_foreign or inputs.ndim != 2:
+    if config.is_foreign or inputs.ndim != 2:
         return config
     return replace_nested(config, {"data.sequence_length": inputs.shape[1]})
 

@@ -311,7 +311,8 @@ def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: 
         model = load_adapters(checkpoint, config, mesh)
     else:
         model = load_adapted(checkpoint, source.info, mesh, base)
-    recorded = source.info[BASE]["from"] if config.from_hf is not None else None
+    from_hf = source.info["config"]["model"].get("from_hf")
+    recorded = source.info[BASE]["from"] if from_hf is not None else None
     with _progress("written") as options["progress"]:
         save_peft(model, command.out, base=base or recorded, **options)
     return f"the adapters of {checkpoint} are in {command.out}"

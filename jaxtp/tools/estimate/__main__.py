@@ -139,7 +139,7 @@ def _estimate(argv: Sequence[str]) -> int:
     _check_overwrite(options)
     require_picture("--plot", options.plot)
     config = training_of(options)
-    if config.model.build or config.data.batches or config.optimizer.build:
+    if config.origin.build or config.data.batches or config.optimizer.build:
         _refuse_for_own_parts(options)
         return foreign.rank(options, *open_task(config))
     load_task(config)  # refuses settings without effect
@@ -163,7 +163,7 @@ def _estimate(argv: Sequence[str]) -> int:
             options.write.write_text(
                 as_configuration(best, replace_nested(options, {"train.epochs": epochs}))
             )
-        needs_model = options.model.lora.rank and options.model.from_hf is None
+        needs_model = options.model.lora.rank and options.origin.from_hf is None
         needed_flags = " --model.from-hf DIR" if needs_model else ""
         print(f"\n{options.write}: for jaxtp train --config {options.write}{needed_flags}")
     if failure is not None:
@@ -301,7 +301,7 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
     missing = []
     if config.data.path is None and not config.data.mixture:
         missing.append("#   data.path: a dataset of jaxtp prepare")
-    if config.model.from_hf is None and config.run.init_from is None:
+    if config.origin.from_hf is None and config.run.init_from is None:
         missing.append(
             "#   model.from_hf: the model to fine-tune; without it the weights are random"
         )

@@ -234,7 +234,7 @@ def rank(flags: OnHardware, config: TrainConfig, task: Task, batch: Shapes) -> i
     for note in notes:
         print(f"note: {note}")
     numbers = {
-        "model": config.model.build,
+        "model": config.origin.build,
         "hardware": dataclasses.asdict(hardware),
         "devices": count,
         "refused": refused,

@@ -120,7 +120,7 @@ def _explain_run(options: ExplainRun) -> None:
     count = config.train.accumulation
     if count > 1:
         print(f"\nnote: numbers are for one of the {count} micro-batches of a step")
-    write_json("--json", options.json, {"model": config.model.build, **explanation.record()})
+    write_json("--json", options.json, {"model": config.origin.build, **explanation.record()})
 
 
 def _explain_model(command: Explain) -> None:

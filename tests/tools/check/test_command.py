@@ -19,6 +19,7 @@ from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.layers import context, linear, products, transport
 from jaxtp.mesh import AXES, batch_parts, mesh_shape
 from jaxtp.models import config as models
+from jaxtp.models.config import OriginConfig
 from jaxtp.tools.check.__main__ import VIRTUAL, CheckConfig, dtypes, main
 from jaxtp.tools.check.shrink import Case, default_cases, plan
 from jaxtp.train.config import MeshConfig
@@ -265,7 +266,7 @@ def numbers(text):
 
 def fitted(model, *meshes):
     """What a command with nothing but `--model.from-hf` and `--mesh` checks."""
-    config = CheckConfig(model=jaxtp.ModelConfig(from_hf=model))
+    config = CheckConfig(origin=OriginConfig(from_hf=model))
     return plan(resolve_defaults(config, set(), VIRTUAL)[0], meshes)
 
 
