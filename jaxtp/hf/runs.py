@@ -3,7 +3,6 @@
 A run that starts from a Hugging Face model also stores its config.json and tokenizer files.
 """
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -118,21 +117,18 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
     return nnx.merge(graph, nnx.merge_state(abstract, factors))
 
 
-def run_model_config(
-    checkpoint: Path, info: Info, build: object = None, remedy: str | None = None
-) -> ModelConfig:
+def run_model_config(checkpoint: Path, info: Info, build: object = None) -> ModelConfig:
     """Returns the configuration of the decoder that a checkpoint records.
 
     Args:
       checkpoint: for messages.
       info: the checkpoint's info.
       build: as in `own_or_decoder`.
-      remedy: as in `own_or_decoder`.
 
     Raises:
       CheckpointError: as `own_or_decoder`, or the model is no decoder.
     """
-    config, is_decoder = own_or_decoder(checkpoint, info, build, remedy)
+    config, is_decoder = own_or_decoder(checkpoint, info, build)
     if is_decoder:
         return config
     raise CheckpointError(
@@ -142,9 +138,7 @@ def run_model_config(
     )
 
 
-def own_or_decoder(
-    checkpoint: Path, info: Info, build: object = None, remedy: str | None = None
-) -> tuple[ModelConfig, bool]:
+def own_or_decoder(checkpoint: Path, info: Info, build: object = None) -> tuple[ModelConfig, bool]:
     """Returns the model configuration in a checkpoint, and whether it describes a decoder.
 
     A checkpoint may come from anyone, so no code that it names is imported: the caller gives the
@@ -154,7 +148,6 @@ def own_or_decoder(
       checkpoint: for messages.
       info: the checkpoint's info.
       build: a function, a class or settings.
-      remedy: how the caller takes the code, for the message; by default as `jaxtp.load_run` does.
 
     Raises:
       CheckpointError: no configuration, a model that needs `build`, or one that has no use for it.
@@ -178,68 +171,17 @@ def own_or_decoder(
         described = truncate(name, 300)
         if arguments := model.get("arguments"):
             described += f" with the arguments {truncate(arguments, 300)}"
-        if remedy is None:
-            call = call_of_load(checkpoint, str(name))
-            remedy = f"if you trust that code, name it: {call}"
         raise CheckpointError(
             f"{checkpoint} has a model of {described}, and jaxtp runs no code that a folder names; "
-            f"{remedy}"
+            "if you trust that code, name it: by --model.build of jaxtp train, by --build of other "
+            "commands that have this flag, which take a jaxtp.Decoder, or in Python by "
+            f"{call_of_load(checkpoint, truncate(name, 300))}"
         )
     settings = decoder_settings(build, OriginConfig(build=name, arguments=model["arguments"]))
     if settings is None:
         return validate(ModelConfig, model, source=source), False
     decoder = validate(type(settings), model, source=source)
     return replace(decoder, decoder=settings.decoder), True
-
-
-def remedy_of_command(checkpoint: Path, info: Info, *, has_build: bool) -> str:
-    """Returns how a command that takes only decoders may take the code of a run.
-
-    Args:
-      checkpoint: for messages.
-      info: the checkpoint's info.
-      has_build: whether the command has the flag `--build`.
-    """
-    name = _recorded(info, "model", "build")
-    call = call_of_load(checkpoint, name)
-    if not has_build:
-        return f"this command takes only jaxtp's own decoder. In Python, {call} returns the model"
-    return (
-        "this command takes only a jaxtp.Decoder. If it is one, and you trust that code, give "
-        f"--build {_word_of(name)}; in Python, {call} returns any model"
-    )
-
-
-def remedy_of_train(info: Info) -> str:
-    """Returns the flags of `jaxtp train` that name the code of a run, for messages."""
-    flags = []
-    for section, key in (
-        ("model", "build"),
-        ("train", "loss"),
-        ("data", "batches"),
-        ("optimizer", "build"),
-    ):
-        name = _recorded(info, section, key)
-        if name is not None:
-            flags.append(f"--{section}.{key} {_word_of(name)}")
-    return f"if you trust that code, name it: {' '.join(flags)}"
-
-
-def _recorded(info: Info, section: str, key: str) -> str | None:
-    value: object = info
-    for name in ("config", section, key):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value if isinstance(value, str) else None
-
-
-def _word_of(name: str | None) -> str:
-    # A command cannot import code from a notebook or a function; it must be in a file.
-    module, _, attribute = (name or "").rpartition(":")
-    if module == "__main__":
-        return f"FILE.py:{attribute}"
-    if not module or module.startswith("<"):
-        return "FILE.py:NAME"
-    return shlex.quote(truncate(name, 300))
 
 
 def _has_adapters(info: Info) -> bool:

@@ -25,7 +25,6 @@ from jaxtp.hf.runs import (
     hf_files_of,
     load_base,
     load_frozen,
-    remedy_of_train,
     run_model_config,
 )
 from jaxtp.hf.wrapper import text_attributes
@@ -106,7 +105,7 @@ class Pretrained(InitSource):
     def _resumed_defaults(self, config: TrainConfig, resumed: Info) -> Iterator[Default]:
         reason = f"as the run in {config.run.dir} has it"
         if config.model.lora.rank:
-            model = run_model_config(config.run.dir, resumed, remedy=remedy_of_train(resumed))
+            model = run_model_config(config.run.dir, resumed)
             yield _dtype_default("model.precision.param", model.precision.param, reason)
             yield _dtype_default("model.lora.dtype", model.lora.dtype, reason)
         for name in (
@@ -298,7 +297,7 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
         info = read_info(checkpoint)
         model = config.model
         if not model.build:
-            model = run_model_config(checkpoint, info, remedy=remedy_of_train(info))
+            model = run_model_config(checkpoint, info)
         source = RunSource(
             path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info
         )
@@ -331,7 +330,7 @@ def _resumed_model(config: TrainConfig) -> ModelConfig | None:
     info = newest_info(config.run.dir)
     if info is None:
         return None
-    return run_model_config(config.run.dir, info, remedy=remedy_of_train(info))
+    return run_model_config(config.run.dir, info)
 
 
 def _sizes(model: ModelConfig) -> dict[str, Any]:
