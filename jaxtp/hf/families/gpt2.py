@@ -10,7 +10,6 @@ from jaxtp.hf.families.family import (
     Family,
     Tensor,
     block_tensors,
-    required,
     tensors,
     with_biases,
 )
@@ -67,8 +66,10 @@ GPT2 = Family(
         "attention_out_bias": True,
         "mlp_bias": True,
     },
-    required=required(without=("hidden_act", "attention_dropout")),
+    # transformers reads activation_function and attn_pdrop instead of the first two.
     ignored_attributes={
+        "hidden_act",
+        "attention_dropout",
         "resid_pdrop",
         "embd_pdrop",
         "attn_pdrop",

@@ -15,7 +15,6 @@ from jaxtp.hf.families.family import (
     Family,
     block_tensors,
     replace_all,
-    required,
     tensors,
     with_biases,
 )
@@ -84,7 +83,6 @@ GPT_NEOX = Family(
     ),
     rope_theta_name="rotary_emb_base",
     always={"norm": "layer", "mlp": "plain", "mlp_bias": True},
-    required=required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
     ignored_attributes={
         "hidden_dropout",
         "attention_dropout",
@@ -140,11 +138,9 @@ GPT_NEO = replace(
     layer_attributes={"attention_types", "window_size"},
     default_window=256,
     always={**GPT2.always, "attention_bias": False, "query_scale": 1.0},
-    required=required(without=("hidden_act", "attention_dropout")),
     ignored_attributes=GPT2.ignored_attributes
     | {
         "attention_layers",
-        "attention_dropout",
         "resid_dropout",
         "embed_dropout",
         "classifier_dropout",

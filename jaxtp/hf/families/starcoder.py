@@ -17,7 +17,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     block_tensors,
-    required,
     sizes,
     with_biases,
     with_defaults,
@@ -56,12 +55,7 @@ STARCODER2 = Family(
     layer_attributes=COMMON | WINDOW,
     default_window=None,
     always={"norm": "layer", "mlp": "plain"},
-    required=required(
-        without=("hidden_act", "attention_dropout"),
-        mlp_type="default",
-        norm_type="layer_norm",
-        scale_attn_weights=True,
-    ),
+    required={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     ignored_attributes=_FP32
     | {
         "attention_dropout",
