@@ -211,7 +211,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> Mutable
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **write_fields(family.attributes, vars(_common_settings(config))),
+        **write_fields(family.attributes, _common_settings(config)),
         **{name: value for name, value in fixed.items() if name in _ALWAYS_WRITTEN},
         **family.written,
         **write_layers(config, family),
@@ -229,15 +229,15 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> Mutable
     return written
 
 
-def _common_settings(config: ModelConfig) -> ModelConfig:
+def _common_settings(config: ModelConfig) -> Settings:
     """Returns the configuration with the fields that all blocks share, and fields of experts."""
     blocks = config.block_kinds()
     sparse = next((block for block in blocks if block.num_experts), blocks[0])
-    values = {name: getattr(sparse, name) for name in _EXPERT_DEFAULTS}
+    values = vars(config) | {name: getattr(sparse, name) for name in _EXPERT_DEFAULTS}
     for name, value in vars(sparse).items():
         if all(repr(getattr(block, name)) == repr(value) for block in blocks):
             values[name] = value
-    return replace(config, **values)
+    return values
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
@@ -119,18 +119,18 @@ def import_config(
     return dataclasses.replace(config, precision=precision, **overrides)
 
 
-def print_notes(folder: Folder) -> None:
+def print_notes(path: Path, notes: Iterable[str]) -> None:
     """Prints an open folder's notes on stderr, in the first process only."""
     if jax.process_index() == 0:
-        for note in folder.notes:
-            say(f"{folder.path}: {note}")
+        for note in notes:
+            say(f"{path}: {note}")
 
 
 def load_folder(
     folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None
 ) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
-    print_notes(folder)
+    print_notes(folder.path, folder.notes)
     return nnx.merge(*load_state(folder, config, mesh, progress=progress))
 
 

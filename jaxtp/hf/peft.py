@@ -35,7 +35,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import check_adaptable, choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_PREFIXES, Family, Layout
-from jaxtp.hf.load import load_tensors
+from jaxtp.hf.load import load_tensors, print_notes
 from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
@@ -72,8 +72,7 @@ from jaxtp.models.decoder import Decoder, abstract_decoder
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-MODULES = "model.language_model."
-"""Beginnings of every tensor's name, and of the text modules of a multimodal model."""
+"""Beginning of every tensor's name."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _ATTRIBUTES = """
     peft_type r lora_alpha use_rslora lora_dropout bias target_modules exclude_modules
@@ -123,7 +122,7 @@ def _by_kernel(config: ModelConfig) -> _Adapters:
 def _in_memory(module: str, family: Family) -> str:
     # The name in transformers' memory. Multimodal models and files have other names, and so did
     # older versions.
-    in_memory = family.prefix if family.wrapper is None else MODULES
+    in_memory = family.prefix if family.wrapper is None else TEXT_PREFIXES[1][0]
     for prefix, _ in (*TEXT_PREFIXES, (family.prefix, "")):
         if module.startswith(prefix):
             return in_memory + module.removeprefix(prefix)
@@ -378,6 +377,7 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
 
 def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
     """Returns a copy of a model with an open folder's adapters; see `load_peft`."""
+    print_notes(folder.path, folder.notes)
     graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
     return nnx.merge(
         graph, nnx.merge_state(freeze_state(nnx.state(model)), read_peft(folder, abstract, mesh))

@@ -228,7 +228,7 @@ def load_base(
         with jax.set_mesh(mesh), raise_everywhere():
             hf_folder = open_folder(path)
             if has_notes:
-                print_notes(hf_folder)
+                print_notes(hf_folder.path, hf_folder.notes)
             if config.lora.rank:
                 check_adaptable(hf_folder.attributes)
             return load_state(hf_folder, whole, mesh, only=only)[1], path

@@ -459,7 +459,7 @@ def test_a_and_b_that_peft_exchanged_before_0_19_are_refused(width, tmp_path):
         open_peft(folder, replace(MIXTRAL, d_ff=width), "mixtral")
 
 
-def test_some_experts_have_adapters(tmp_path):
+def test_some_experts_have_adapters(tmp_path, capsys):
     """By an expression; the others have zeros, and a note says how many have one."""
     arrays, _ = of_experts("separate")
     arrays = {
@@ -471,6 +471,7 @@ def test_some_experts_have_adapters(tmp_path):
     found = open_peft(folder, MIXTRAL, "mixtral")
     assert found.notes == ("3 of 18 modules have an adapter; the others are not trained",)
     model = with_peft(random_model(MIXTRAL), found, None)
+    assert found.notes[0] in capsys.readouterr().err
     a = np.asarray(model.blocks.mlp.down_lora.a[...])
     assert a[1, 2].any()
     assert not a[0].any()
