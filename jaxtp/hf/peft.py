@@ -688,12 +688,9 @@ def _is_block_diagonal(b: StoredTensor, parts: Sequence[TensorPart]) -> bool:
     owners = np.zeros(b.shape[0], np.int64)
     for i, part in enumerate(parts):
         owners[slice(part.first, None) if part.columns is None else part.columns] = i
-    for row, block in b.blocks():
-        by_part = block.reshape(len(block), len(parts), -1)
-        by_part[np.arange(len(block)), owners[row : row + len(block)]] = 0
-        if (by_part != 0).any():
-            return False
-    return True
+    by_part = b.read().reshape(len(owners), len(parts), -1)
+    by_part[np.arange(len(owners)), owners] = 0
+    return not (by_part != 0).any()
 
 
 def _names(name: str, attributes: Attributes) -> set[str]:
