@@ -158,7 +158,7 @@ NO_ROPE_LAYERS = {"no_rope_layers", "no_rope_layer_interval"}
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
 COMMON = ROPE | {"head_dim"}
-ONE_VALUE: Values = {
+ONE_VALUE: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
     "mlp_bias": False,

@@ -3,6 +3,8 @@
 The file stores kernels as `[in, out]`, like jaxtp, and fuses q, k and v.
 """
 
+from dataclasses import replace
+
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
     SCALE_BY_LAYER,
@@ -86,3 +88,8 @@ GPT2 = Family(
         "summary_last_dropout",
     },
 )
+TRANSPOSED = tuple(
+    replace(tensor, transposed=".h." in tensor.name and ".kernel" in tensor.path)
+    for tensor in GPT2.tensors
+)
+"""The tensors of models like GPT-2 whose files have kernels as `[out, in]`."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
+    ATTENTION_BIAS,
     QKV,
     ROPE,
     Attribute,
@@ -18,7 +19,7 @@ from jaxtp.hf.families.family import (
     tensors,
     with_biases,
 )
-from jaxtp.hf.families.gpt2 import GPT2
+from jaxtp.hf.families.gpt2 import GPT2, TRANSPOSED
 
 _LAYER = "gpt_neox.layers.{layer}."
 
@@ -63,7 +64,7 @@ GPT_NEOX = Family(
         Attribute("layer_norm_eps", "norm_eps", float, 1e-5),
         Attribute("tie_word_embeddings", "tie_embeddings", bool, False),
         Attribute("hidden_act", "activation", ACTIVATIONS, "gelu"),
-        Attribute("attention_bias", "attention_bias", bool, True, also=("attention_out_bias",)),
+        replace(ATTENTION_BIAS, default=True),
         Attribute(
             "use_parallel_residual",
             "norm_placement",
@@ -100,12 +101,8 @@ GPT_NEO = replace(
     architecture="GPTNeoForCausalLM",
     tensors=(
         *(
-            replace(
-                tensor,
-                name=tensor.name.replace("attn.c_proj", "attn.attention.out_proj"),
-                transposed=".h." in tensor.name and ".kernel" in tensor.path,
-            )
-            for tensor in GPT2.tensors
+            replace(tensor, name=tensor.name.replace("attn.c_proj", "attn.attention.out_proj"))
+            for tensor in TRANSPOSED
             if ".c_attn." not in tensor.name
         ),
         *block_tensors(

@@ -21,7 +21,7 @@ from jaxtp.hf.families.family import (
     with_biases,
     with_defaults,
 )
-from jaxtp.hf.families.gpt2 import GPT2
+from jaxtp.hf.families.gpt2 import GPT2, TRANSPOSED
 
 _FP32 = {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"}
 
@@ -73,10 +73,7 @@ GPT_BIGCODE = replace(
     GPT2,
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
-    tensors=tuple(
-        replace(tensor, transposed=".h." in tensor.name and ".kernel" in tensor.path)
-        for tensor in GPT2.tensors
-    ),
+    tensors=TRANSPOSED,
     attributes=with_defaults(_ATTRIBUTES, activation_function="gelu_pytorch_tanh"),
     always={**GPT2.always, "num_kv_heads": 1},
     required={**GPT2.required, "multi_query": True},
