@@ -60,6 +60,7 @@ from jaxtp.hf.tensor_map import (
     TensorParts,
     dims,
     group_by_tensor,
+    layout_of,
     tensor_parts,
 )
 from jaxtp.layers.experts import EXPERT_TARGETS
@@ -85,7 +86,6 @@ _ATTRIBUTES = """
 or only with another attribute, which is refused."""
 # PEFT's first version with these A and B of stacked experts; older ones exchanged them
 _VERSION = "0.19.0"
-_EXPERT = re.compile(r"\.experts\.\d")
 _CHOICES = ("exclude_modules", "layers_to_transform", "layers_pattern")
 """Attributes that choose among the modules that `target_modules` names."""
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -456,8 +456,7 @@ def _match_model(
     path: Path, stored: StoredTensors, attributes: Attributes, config: ModelConfig, family: Family
 ) -> PeftFolder:
     parameters = _names("target_parameters", attributes)
-    has_stacked = bool(parameters) and not any(map(_EXPERT.search, stored))
-    modules = _modules(config, family, "stacked" if has_stacked else "separate")
+    modules = _modules(config, family, layout_of(stored) if parameters else "separate")
     possible = {
         name: kernels
         for name, kernels in modules.items()
