@@ -60,7 +60,6 @@ from jaxtp.hf.runs import (
     hf_files_of,
     load_merged,
     merge_peft,
-    remedy_of_command,
     run_model_config,
 )
 from jaxtp.layers.lora import LoraConfig
@@ -242,7 +241,7 @@ class StoredModel:
         return model if self.adapters is None else merge_peft(model, self.adapters, config, mesh)
 
 
-def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) -> StoredModel:
+def open_stored(path: Path, options: SourceConfig) -> StoredModel:
     """Opens a Hugging Face folder, a checkpoint, or the newest of a run.
 
     Also opens `options.adapters`.
@@ -250,16 +249,12 @@ def open_stored(path: Path, options: SourceConfig, *, has_build: bool = True) ->
     Args:
       path: the model's folder.
       options: settings that override its files.
-      has_build: whether the command has the flag `--build`, for messages.
 
     Raises:
       ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`,
         `HFError`).
     """
-    if (path / CONFIG).is_file():
-        stored = _open_hf(path, options)
-    else:
-        stored = _open_run(path, options, has_build=has_build)
+    stored = _open_hf(path, options) if (path / CONFIG).is_file() else _open_run(path, options)
     if options.adapters is None:
         return stored
     if stored.config.lora.rank:
@@ -283,7 +278,7 @@ def _open_hf(path: Path, options: SourceConfig) -> StoredModel:
     return StoredModel(path, config, dtype_of(opened), family, opened=opened)
 
 
-def _open_run(path: Path, options: SourceConfig, *, has_build: bool) -> StoredModel:
+def _open_run(path: Path, options: SourceConfig) -> StoredModel:
     if options.ignore_config:
         raise SourceError(
             f"--ignore-config is for models in Hugging Face's format, and {path} is a run"
@@ -292,8 +287,7 @@ def _open_run(path: Path, options: SourceConfig, *, has_build: bool) -> StoredMo
     folder = checkpoint.folder
     info = checkpoint.info
     build = None if options.build is None else load_object(options.build, "--build")
-    remedy = remedy_of_command(folder, info, has_build=has_build)
-    config = run_model_config(folder, info, build, remedy).config
+    config = run_model_config(folder, info, build)
     family = family_of_run(folder)
     return StoredModel(folder, config, config.precision.param, family, info, options.base)
 

@@ -28,20 +28,19 @@ class Adapter:
     lora: str
     """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`; of experts `[L, E, in, rank]` and `[L, E,
     rank, out]`."""
-    layers: range
 
 
 def adapters(config: ModelConfig) -> Iterator[Adapter]:
     """Yields the adapters of a model."""
     counts: Counter[str] = Counter()
     for target in filter(config.lora.adapted, TARGETS):
-        for stack, layers, block in config.kinds():
+        for stack, _, block in config.kinds():
             for name, kernel in adapter_kernels(block):
                 if name == target:
                     path = f"{stack}.{kernel}"
                     module, is_linear, _ = path.partition(".kernel")
                     lora = f"{module}.loras.{counts[module]}" if is_linear else f"{module}_lora"
-                    yield Adapter(target, path, lora, layers)
+                    yield Adapter(target, path, lora)
                     counts[module] += 1
 
 

@@ -13,6 +13,7 @@ from itertools import chain, filterfalse, groupby, islice, repeat
 from typing import Any, NamedTuple
 
 from jaxtp.config.reading import truncate
+from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.families.family import (
     NO_ROPE,
     SCALE_BY_LAYER,
@@ -38,7 +39,6 @@ from jaxtp.models.block_rules import rope_problems
 from jaxtp.models.config import ModelConfig
 
 _ORIGINAL = "original_max_position_embeddings"
-_MAX_POSITIONS = "max_position_embeddings"
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _LINEAR = "linear_attention"
@@ -64,7 +64,7 @@ _ATTENTION_SCALES = ("mscale", _ALL_DIM)
 """Parameters of YaRN that an export writes only if they scale the scores; others follow
 attention_factor."""
 _PARTIAL = "partial_rotary_factor"
-_COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", _PARTIAL, _MAX_POSITIONS}
+_COMMON_PARAMETERS = {"rope_theta", "rope_type", "type", _PARTIAL, MAX_POSITIONS}
 # Default of rope_local_base_freq
 _LOCAL_THETA = 10_000.0
 _NO_ROPE_PERIOD = "no_rope_layer_interval"
@@ -780,7 +780,7 @@ def _rope_parameters(attributes: Attributes) -> Attributes:
 
 def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> RopeScaling:
     names = _SCALINGS[kind]
-    max_positions = attributes.get(_MAX_POSITIONS)
+    max_positions = attributes.get(MAX_POSITIONS)
     settings: MutableSettings = {"kind": "none" if kind == "default" else kind}
     defaults = {"beta_fast": UNSCALED.beta_fast, "beta_slow": UNSCALED.beta_slow}
     if kind == "proportional":
@@ -795,7 +795,7 @@ def _read_scaling(kind: str, parameters: Attributes, attributes: Attributes) -> 
             raise HFError(f"{_ORIGINAL} of the rotary embedding is missing")
         settings["original_length"] = whole(_ORIGINAL, length)
         if "attention_factor" in names and max_positions is not None:
-            defaults["factor"] = whole(_MAX_POSITIONS, max_positions) / settings["original_length"]
+            defaults["factor"] = whole(MAX_POSITIONS, max_positions) / settings["original_length"]
     for name in names:
         if name in _NUMBERS:
             value = parameters.get(name)
@@ -855,7 +855,7 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> MutableAttrib
     max_positions = {}
     if _ORIGINAL in parameters:
         # transformers requires both attributes.
-        max_positions = {_MAX_POSITIONS: math.ceil(scaling.original_length * scaling.factor)}
+        max_positions = {MAX_POSITIONS: math.ceil(scaling.original_length * scaling.factor)}
     if scaling.kind == "longrope":
         # Before transformers 5, the factor was max / original positions.
         written[_ORIGINAL] = scaling.original_length

@@ -207,11 +207,12 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> Mutable
 
     Raises if the family lacks such models.
     """
+    fixed = family.fixed_attributes()
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **write_fields(family.attributes, vars(_common_settings(config))),
-        **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
+        **write_fields(family.attributes, _common_settings(config)),
+        **{name: value for name, value in fixed.items() if name in _ALWAYS_WRITTEN},
         **family.written,
         **write_layers(config, family),
         "torch_dtype": dtype,
@@ -228,15 +229,15 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> Mutable
     return written
 
 
-def _common_settings(config: ModelConfig) -> ModelConfig:
+def _common_settings(config: ModelConfig) -> Settings:
     """Returns the configuration with the fields that all blocks share, and fields of experts."""
     blocks = config.block_kinds()
     sparse = next((block for block in blocks if block.num_experts), blocks[0])
-    values = {name: getattr(sparse, name) for name in _EXPERT_DEFAULTS}
+    values = vars(config) | {name: getattr(sparse, name) for name in _EXPERT_DEFAULTS}
     for name, value in vars(sparse).items():
         if all(repr(getattr(block, name)) == repr(value) for block in blocks):
             values[name] = value
-    return replace(config, **values)
+    return values
 
 
 def _comparable(config: ModelConfig) -> dict[str, Any]:
@@ -287,8 +288,9 @@ def _first_that_fits(config: ModelConfig, families: Iterable[Family]) -> Family:
 
 
 def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
+    fixed = family.fixed_attributes()
     for name in ignored:
-        if name in family.known_attributes() | family.required.keys() | {"architectures"}:
+        if name in family.known_attributes() | fixed.keys() | {"architectures"}:
             yield (
                 f"--ignore-config {truncate(name)}: it is known to change the model, so it "
                 "cannot be ignored"
@@ -310,6 +312,7 @@ def _misfits(
 ) -> Iterator[tuple[str, str]]:
     """Yields attributes that the family does not have, each with a message."""
     allowed = family.known_attributes() | set(ignored)
+    fixed = family.fixed_attributes()
     for name, value in attributes.items():
         # Empty if the weights are not quantised
         if name == "quantization_config" and value == {}:
@@ -318,8 +321,8 @@ def _misfits(
             method = str(value["quant_method"])
             if method not in family.quantization:
                 yield name, _quantization_problem(method, family)
-        elif name in family.required:
-            only = family.required[name]
+        elif name in fixed:
+            only = fixed[name]
             if value != only and not (value is None and only is False):
                 yield (
                     name,

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, starmap
 from pathlib import Path
@@ -25,7 +25,6 @@ from jaxtp.checkpoint.logical import (
     select_paths,
 )
 from jaxtp.config.entry import say
-from jaxtp.config.hints import closest
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, Shape, StoredTensor, StoredTensors
@@ -99,38 +98,31 @@ def import_config(
 ) -> ModelConfig:
     """Returns a folder's model configuration; raises as `load_hf`."""
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
-    unknown = [name for name in overrides if not hasattr(config, name)]
+    settings = sorted(vars(config).keys() - architecture(config).keys())
+    unknown = [name for name in overrides if name not in settings]
     if unknown:
-        close = closest(unknown[0], vars(config))
-        hint = f"; did you mean {close}?" if close else ""
-        raise HFError(f"{', '.join(unknown)}: not a field of ModelConfig{hint}")
-    if "lora" in overrides:
         raise HFError(
-            "lora: load the model, then give it adapters: jaxtp.add_adapters(model, "
-            "LoraConfig(rank=8))"
-        )
-    fixed = list(filter(architecture(config).__contains__, overrides))
-    if fixed:
-        raise HFError(
-            f"{', '.join(fixed)}: {folder.path / CONFIG} determines the architecture; leave it out"
+            f"{', '.join(unknown)}: {folder.path / CONFIG} determines the architecture, and "
+            "jaxtp.add_adapters(model, LoraConfig(rank=8)) adds adapters to a loaded model; other "
+            f"settings are {', '.join(settings)}"
         )
     if precision is None:
         precision = Precision(param="bfloat16" if dtype_of(folder) == "bfloat16" else "float32")
     return dataclasses.replace(config, precision=precision, **overrides)
 
 
-def print_notes(folder: Folder) -> None:
+def print_notes(path: Path, notes: Iterable[str]) -> None:
     """Prints an open folder's notes on stderr, in the first process only."""
     if jax.process_index() == 0:
-        for note in folder.notes:
-            say(f"{folder.path}: {note}")
+        for note in notes:
+            say(f"{path}: {note}")
 
 
 def load_folder(
     folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None
 ) -> Decoder:
     """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
-    print_notes(folder)
+    print_notes(folder.path, folder.notes)
     return nnx.merge(*load_state(folder, config, mesh, progress=progress))
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxtp.config import reading
-from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
+from jaxtp.config.reading import MAX_JSON, first_lines, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError, missing_model
 from jaxtp.hf.safetensors import HFError as HFError
 from jaxtp.hf.safetensors import StoredTensor, StoredTensors, read_header, with_scales
@@ -85,16 +85,12 @@ def prefix_errors(source: Path | str) -> Iterator[None]:
 
 def join_problems(problems: list[str]) -> str:
     """Returns the first problems in one message."""
-    listed = problems[:_MAX_LISTED]
-    if len(problems) > _MAX_LISTED:
-        listed.append(f"and {len(problems) - _MAX_LISTED} more")
-    return "; ".join(listed)
+    return "; ".join(first_lines(problems, _MAX_LISTED))
 
 
 def join_names(names: Sequence[str], max_listed: int) -> str:
     """Returns the first names, and the number of other names."""
-    more = f" and {len(names) - max_listed} more" if len(names) > max_listed else ""
-    return ", ".join(truncate(name, 200) for name in names[:max_listed]) + more
+    return ", ".join(truncate(name, 200) for name in first_lines(names, max_listed))
 
 
 def read_attributes(
@@ -266,7 +262,7 @@ def _read_indexed(
             if weight_map[name] == shard:
                 tensors[name] = tensor
             else:
-                copies.append(f"{truncate(name)} in {shard}")
+                copies.append(f"{name} in {shard}")
     missing = [name for name in weight_map if name not in tensors]
     if missing:
         raise HFError(
@@ -275,8 +271,9 @@ def _read_indexed(
         )
     if not copies:
         return tensors, []
-    more = f" and {len(copies) - 1} more" if len(copies) > 1 else ""
-    return tensors, [f"{INDEX} lists another file for {copies[0]}{more}; this copy is not read"]
+    return tensors, [
+        f"{INDEX} lists another file for {join_names(copies, 1)}; this copy is not read"
+    ]
 
 
 def whole(name: str, value: object) -> int:

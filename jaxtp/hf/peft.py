@@ -1,7 +1,7 @@
 """Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensor names decide which
-modules have adapters. The lists in `target_modules` and `target_parameters` must agree; a regular
+modules have adapters. Plain lists in `target_modules` and `target_parameters` must agree; a regular
 expression is not evaluated, since a hostile one may never end. A layer or expert without an adapter
 gets zeros, which training does not change (`jaxtp/layers/lora.py`).
 
@@ -35,7 +35,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import check_adaptable, choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_PREFIXES, Family, Layout
-from jaxtp.hf.load import load_tensors
+from jaxtp.hf.load import load_tensors, print_notes
 from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
@@ -60,6 +60,7 @@ from jaxtp.hf.tensor_map import (
     TensorParts,
     dims,
     group_by_tensor,
+    layout_of,
     tensor_parts,
 )
 from jaxtp.layers.experts import EXPERT_TARGETS
@@ -72,8 +73,7 @@ from jaxtp.models.decoder import Decoder, abstract_decoder
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-MODULES = "model.language_model."
-"""Beginnings of every tensor's name, and of the text modules of a multimodal model."""
+"""Beginning of every tensor's name."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _ATTRIBUTES = """
     peft_type r lora_alpha use_rslora lora_dropout bias target_modules exclude_modules
@@ -84,9 +84,10 @@ _ATTRIBUTES = """
 """
 """Attributes that an import reads; those from base_model_name_or_path on have no effect on outputs,
 or only with another attribute, which is refused."""
-# PEFT's first version with these A and B of stacked experts; older ones exchange them
+# PEFT's first version with these A and B of stacked experts; older ones exchanged them
 _VERSION = "0.19.0"
-_EXPERT = re.compile(r"\.experts\.\d")
+_CHOICES = ("exclude_modules", "layers_to_transform", "layers_pattern")
+"""Attributes that choose among the modules that `target_modules` names."""
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
@@ -121,7 +122,7 @@ def _by_kernel(config: ModelConfig) -> _Adapters:
 def _in_memory(module: str, family: Family) -> str:
     # The name in transformers' memory. Multimodal models and files have other names, and so did
     # older versions.
-    in_memory = family.prefix if family.wrapper is None else MODULES
+    in_memory = family.prefix if family.wrapper is None else TEXT_PREFIXES[1][0]
     for prefix, _ in (*TEXT_PREFIXES, (family.prefix, "")):
         if module.startswith(prefix):
             return in_memory + module.removeprefix(prefix)
@@ -156,12 +157,10 @@ def _factors(
     variables: Parameters,
     *,
     diagonal: bool,
-    exchanged: Collection[str] = (),
 ) -> TensorParts:
     """Returns the parts of each A, then of each B, by the tensor's name.
 
     B is block-diagonal if `diagonal` and it has several parts. A part without an adapter has zeros.
-    `exchanged` tensors have A in place of B, as before `_VERSION`.
     """
     stems = _stems(adapted)
     parts = []
@@ -172,31 +171,30 @@ def _factors(
             lora = trained[kernel.path].lora
             *experts, inputs, rank = logical_shape(variables[f"{lora}.a"])[1:]
             stacked = experts if kernel.expert is None else []
-            side = inputs if factor == "A" else kernel.ordered_shape[-1]
             first = i * rank if diagonal else 0
             ranks = rank * len(kernels) if diagonal else rank
             joined = math.prod(stacked) * ranks
-            ranks_first = (factor == "A") != (name in exchanged)
-            if ranks_first:
-                shape = (*stacked, ranks, side)
-                stored = (joined, side)
-            else:
-                shape = (side, ranks, *stacked)
-                stored = (side, joined)
             part = TensorPart(
                 f"{lora}.{factor.lower()}",
-                _tensor_name(stems[name], "A" if ranks_first else "B"),
+                _tensor_name(stems[name], factor),
                 kernel.index,
-                transposed=name not in exchanged,
-                shape=shape,
+                transposed=True,
+                shape=(*stacked, ranks, inputs),
+                first=first,
                 expert=kernel.expert,
-                stored=stored,
-                experts_last=bool(stacked) and not ranks_first,
+                stored=(joined, inputs),
             )
-            if factor == "A":
-                part = replace(part, first=first)
-            else:
-                part = replace(part, first=kernel.first, inner=first, columns=kernel.columns)
+            if factor == "B":
+                outputs = kernel.ordered_shape[-1]
+                part = replace(
+                    part,
+                    shape=(outputs, ranks, *stacked),
+                    first=kernel.first,
+                    columns=kernel.columns,
+                    stored=(outputs, joined),
+                    inner=first,
+                    experts_last=bool(stacked),
+                )
             parts.append(part)
     return group_by_tensor(parts)
 
@@ -379,6 +377,7 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
 
 def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
     """Returns a copy of a model with an open folder's adapters; see `load_peft`."""
+    print_notes(folder.path, folder.notes)
     graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
     return nnx.merge(
         graph, nnx.merge_state(freeze_state(nnx.state(model)), read_peft(folder, abstract, mesh))
@@ -451,16 +450,13 @@ class _StoredModule(NamedTuple):
     kernels: Sequence[TensorPart]
     a: StoredTensor
     b: StoredTensor
-    exchanged: bool
-    """A and B of stacked experts `[E, out, in]` are of the transposed kernel."""
 
 
 def _match_model(
     path: Path, stored: StoredTensors, attributes: Attributes, config: ModelConfig, family: Family
 ) -> PeftFolder:
     parameters = _names("target_parameters", attributes)
-    has_stacked = bool(parameters) and not any(map(_EXPERT.search, stored))
-    modules = _modules(config, family, "stacked" if has_stacked else "separate")
+    modules = _modules(config, family, layout_of(stored) if parameters else "separate")
     possible = {
         name: kernels
         for name, kernels in modules.items()
@@ -477,8 +473,7 @@ def _match_model(
     trained = _by_kernel(config)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
     adapted_kernels = {name: module.kernels for name, module in adapted.items()}
-    exchanged = {name for name, module in adapted.items() if module.exchanged}
-    parts = _factors(adapted_kernels, trained, variables, diagonal=diagonal, exchanged=exchanged)
+    parts = _factors(adapted_kernels, trained, variables, diagonal=diagonal)
     tensors = {
         name: replace(stored[name], shape=kernels[0].shape) for name, kernels in parts.items()
     }
@@ -502,23 +497,24 @@ def _stored_modules(
     stored: StoredTensors,
     attributes: Attributes,
 ) -> dict[str, _StoredModule]:
-    version = re.match(r"(\d{1,4})\.(\d{1,4})", str(attributes.get("peft_version")))
-    is_old = version is None or (int(version[1]), int(version[2])) < (0, 19)
+    """Returns the modules with adapters; raises `HFError` for those of an old version of PEFT."""
+    numbers = re.findall(r"\d{1,4}", str(attributes.get("peft_version")))
+    is_old = [int(number) for number in numbers[:2]] < [0, 19]
     modules = {}
     for name, kernels in possible.items():
         a = stored.get(_tensor_name(stems[name], "A"))
         if a is None:
             continue
-        b = stored[_tensor_name(stems[name], "B")]
-        *_, inputs, outputs = kernels[0].ordered_shape
+        kernel = kernels[0]
+        outputs = kernel.ordered_shape[-1:]
         # For square kernels, only the version tells.
-        exchanged = (
-            _is_stacked(kernels[0])
-            and kernels[0].transposed
-            and (*b.shape[:1], *a.shape[1:]) == (inputs, outputs)
-            and (is_old or inputs != outputs)
-        )
-        modules[name] = _StoredModule(kernels, a, b, exchanged)
+        if is_old and _is_stacked(kernel) and kernel.transposed and a.shape[1:] == outputs:
+            raise HFError(
+                f"{truncate(a.name, 200)}: PEFT before {_VERSION} exchanged A and B of experts "
+                "that are stacked in one parameter; merge them into the model by that version: "
+                "merge_and_unload()"
+            )
+        modules[name] = _StoredModule(kernels, a, stored[_tensor_name(stems[name], "B")])
     return modules
 
 
@@ -620,7 +616,6 @@ def _lora_config(
     fused = {name: module for name, module in adapted.items() if len(module.kernels) > 1}
     diagonal = bool(fused) and all(
         configs[name].rank == len(module.kernels) * rank
-        and not module.exchanged
         and _is_block_diagonal(module.b, module.kernels)
         for name, module in fused.items()
     )
@@ -674,8 +669,6 @@ def _check_shapes(rank: int, module: _StoredModule) -> None:
     a = module.a
     b = module.b
     *_, inputs, outputs = module.kernels[0].ordered_shape
-    if module.exchanged:
-        inputs, outputs = outputs, inputs
     experts = _num_stacked(module.kernels[0])
     if a.shape[:1] != (rank * experts,):
         times = f" for each of {experts} experts" if experts > 1 else ""
@@ -694,12 +687,9 @@ def _is_block_diagonal(b: StoredTensor, parts: Sequence[TensorPart]) -> bool:
     owners = np.zeros(b.shape[0], np.int64)
     for i, part in enumerate(parts):
         owners[slice(part.first, None) if part.columns is None else part.columns] = i
-    for row, block in b.blocks():
-        by_part = block.reshape(len(block), len(parts), -1)
-        by_part[np.arange(len(block)), owners[row : row + len(block)]] = 0
-        if (by_part != 0).any():
-            return False
-    return True
+    by_part = b.read().reshape(len(owners), len(parts), -1)
+    by_part[np.arange(len(owners)), owners] = 0
+    return not (by_part != 0).any()
 
 
 def _names(name: str, attributes: Attributes) -> set[str]:
@@ -714,50 +704,26 @@ def _names(name: str, attributes: Attributes) -> set[str]:
 def _check_names(
     attributes: Attributes,
     stems: Mapping[str, str],
-    adapted: Collection[str],
+    adapted: Container[str],
 ) -> None:
-    """Compares the adapted modules with the configuration, unless it has regular expressions."""
+    """Compares the adapted modules with the lists of names in the configuration.
+
+    With anything else in it that chooses modules, the tensors alone decide.
+    """
+    chosen = [name for name in _CHOICES if attributes.get(name) not in (None, [])]
+    if chosen or isinstance(attributes.get("target_modules"), str):
+        return
+    included = _names("target_modules", attributes)
     parameters = _names("target_parameters", attributes)
-    unknown = sorted(parameters.difference(*map(_suffixes, stems)))
-    if unknown:
-        raise HFError(
-            f"target_parameters name {truncate(unknown[0], 200)}, which is no parameter that can "
-            "have adapters here"
-        )
-    expected = {name: "target_parameters" for name in stems if _suffixes(name) & parameters}
-    lists = ("target_modules", "exclude_modules")
-    has_expressions = any(isinstance(attributes.get(name), str) for name in lists)
-    is_open = has_expressions or bool(attributes.get("layers_pattern"))
-    if not is_open:
-        included = _names("target_modules", attributes)
-        excluded = _names("exclude_modules", attributes)
-        layers = _adapted_layers(attributes)
-        for name, module in stems.items():
-            suffixes = _suffixes(module)
-            number = re.search(r"\.(\d+)\.", module)
-            in_layers = not layers or (number is not None and int(number[1]) in layers)
-            is_included = suffixes & included and not suffixes & excluded
-            if is_included and in_layers and name.endswith(".weight"):
-                expected.setdefault(name, "target_modules")
-    for name, attribute in expected.items():
-        if name not in adapted:
-            tensor = _tensor_name(stems[name], "A")
-            raise HFError(f"missing: {tensor}, which {attribute} require")
-    unexpected = sorted(set(adapted) - set(expected))
-    if unexpected and not is_open:
-        tensor = _tensor_name(stems[unexpected[0]], "A")
-        raise HFError(f"unexpected: {tensor}, which target_modules do not name")
-
-
-def _adapted_layers(attributes: Attributes) -> list[object]:
-    layers = attributes.get("layers_to_transform")
-    if layers is None:
-        return []
-    if not isinstance(layers, list):
-        layers = [layers]
-    if not set(map(type, layers)) <= {int}:
-        raise HFError(f"layers_to_transform = {quote(layers)}: should be layer numbers")
-    return layers
+    for name, module in stems.items():
+        is_named = _suffixes(name) & parameters
+        if name.endswith(".weight"):
+            is_named |= _suffixes(module) & included
+        tensor = _tensor_name(module, "A")
+        if is_named and name not in adapted:
+            raise HFError(f"missing: {tensor}, which {CONFIG} requires")
+        if name in adapted and not is_named:
+            raise HFError(f"unexpected: {tensor}, which {CONFIG} does not name")
 
 
 def _suffixes(module: str) -> set[str]:

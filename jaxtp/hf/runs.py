@@ -3,7 +3,6 @@
 A run that starts from a Hugging Face model also stores its config.json and tokenizer files.
 """
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -105,7 +104,7 @@ def load_adapted(checkpoint: Path, info: Info, mesh: Mesh, base: Path | None = N
     """Returns an adapter checkpoint's model with its base weights; see `load_merged`."""
     if BASE not in info:
         raise CheckpointError(f"{checkpoint} does not name the base model of its adapters")
-    config = run_model_config(checkpoint, info).config
+    config = run_model_config(checkpoint, info)
     path = Path(info[BASE]["from"]) if base is None else base
     if not path.is_dir():
         where = f"--base {path}" if base is not None else f"{path}, the base model of {checkpoint}"
@@ -126,23 +125,20 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
     return nnx.merge(graph, nnx.merge_state(abstract, factors))
 
 
-def run_model_config(
-    checkpoint: Path, info: Info, build: object = None, remedy: str | None = None
-) -> RecordedModel:
+def run_model_config(checkpoint: Path, info: Info, build: object = None) -> ModelConfig:
     """Returns the configuration of the decoder that a checkpoint records.
 
     Args:
       checkpoint: for messages.
       info: the checkpoint's info.
       build: as in `own_or_decoder`.
-      remedy: as in `own_or_decoder`.
 
     Raises:
       CheckpointError: as `own_or_decoder`, or the model is no decoder.
     """
-    model = own_or_decoder(checkpoint, info, build, remedy)
+    model = own_or_decoder(checkpoint, info, build)
     if model.is_decoder:
-        return model
+        return model.config
     raise CheckpointError(
         f"{checkpoint} has a model of {model.origin.build}, which is not a jaxtp.Decoder, and "
         "commands that generate, evaluate, score or export take only decoders; in Python, "
@@ -150,9 +146,7 @@ def run_model_config(
     )
 
 
-def own_or_decoder(
-    checkpoint: Path, info: Info, build: object = None, remedy: str | None = None
-) -> RecordedModel:
+def own_or_decoder(checkpoint: Path, info: Info, build: object = None) -> RecordedModel:
     """Returns the model that a checkpoint records.
 
     A checkpoint may come from anyone, so no code that it names is imported: the caller gives the
@@ -162,7 +156,6 @@ def own_or_decoder(
       checkpoint: for messages.
       info: the checkpoint's info.
       build: a function, a class or settings.
-      remedy: how the caller takes the code, for the message; by default as `jaxtp.load_run` does.
 
     Raises:
       CheckpointError: no configuration, a model that needs `build`, or one that has no use for it.
@@ -186,68 +179,17 @@ def own_or_decoder(
         described = truncate(origin.build, 300)
         if origin.arguments:
             described += f" with the arguments {truncate(origin.arguments, 300)}"
-        if remedy is None:
-            call = call_of_load(checkpoint, origin.build)
-            remedy = f"if you trust that code, name it: {call}"
         raise CheckpointError(
             f"{checkpoint} has a model of {described}, and jaxtp runs no code that a folder names; "
-            f"{remedy}"
+            "if you trust that code, name it: by --model.build of jaxtp train, by --build of other "
+            "commands that have this flag, which take a jaxtp.Decoder, or in Python by "
+            f"{call_of_load(checkpoint, truncate(origin.build, 300))}"
         )
     settings = decoder_settings(build, origin)
     if settings is None:
         return RecordedModel(validate(ModelConfig, model, source=source), origin, is_decoder=False)
     decoder = validate(type(settings), model, source=source)
     return RecordedModel(replace(decoder, decoder=settings.decoder), origin, is_decoder=True)
-
-
-def remedy_of_command(checkpoint: Path, info: Info, *, has_build: bool) -> str:
-    """Returns how a command that takes only decoders may take the code of a run.
-
-    Args:
-      checkpoint: for messages.
-      info: the checkpoint's info.
-      has_build: whether the command has the flag `--build`.
-    """
-    name = _recorded(info, "model", "build")
-    call = call_of_load(checkpoint, name)
-    if not has_build:
-        return f"this command takes only jaxtp's own decoder. In Python, {call} returns the model"
-    return (
-        "this command takes only a jaxtp.Decoder. If it is one, and you trust that code, give "
-        f"--build {_word_of(name)}; in Python, {call} returns any model"
-    )
-
-
-def remedy_of_train(info: Info) -> str:
-    """Returns the flags of `jaxtp train` that name the code of a run, for messages."""
-    flags = []
-    for section, key in (
-        ("model", "build"),
-        ("train", "loss"),
-        ("data", "batches"),
-        ("optimizer", "build"),
-    ):
-        name = _recorded(info, section, key)
-        if name is not None:
-            flags.append(f"--{section}.{key} {_word_of(name)}")
-    return f"if you trust that code, name it: {' '.join(flags)}"
-
-
-def _recorded(info: Info, section: str, key: str) -> str | None:
-    value: object = info
-    for name in ("config", section, key):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value if isinstance(value, str) else None
-
-
-def _word_of(name: str | None) -> str:
-    # A command cannot import code from a notebook or a function; it must be in a file.
-    module, _, attribute = (name or "").rpartition(":")
-    if module == "__main__":
-        return f"FILE.py:{attribute}"
-    if not module or module.startswith("<"):
-        return "FILE.py:NAME"
-    return shlex.quote(truncate(name, 300))
 
 
 def _has_adapters(info: Info) -> bool:
@@ -294,7 +236,7 @@ def load_base(
         with jax.set_mesh(mesh), raise_everywhere():
             hf_folder = open_folder(path)
             if has_notes:
-                print_notes(hf_folder)
+                print_notes(hf_folder.path, hf_folder.notes)
             if config.lora.rank:
                 check_adaptable(hf_folder.attributes)
             return load_state(hf_folder, whole, mesh, only=only)[1], path

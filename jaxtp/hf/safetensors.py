@@ -63,10 +63,8 @@ class StoredTensor:
     offset: int
     num_bytes: int
 
-    def blocks(
-        self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK
-    ) -> Iterator[tuple[int, Block]]:
-        """Yields rows `[first, last)` in blocks of about `block_bytes`, after their first index.
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
+        """Yields rows `[first, last)` in blocks, after their first index.
 
         All blocks share one buffer: a block is valid until the next one. Raises `HFError` if the
         file is cut off.
@@ -74,7 +72,7 @@ class StoredTensor:
         rows = self.shape[0]
         last = rows if last is None else last
         row_bytes = self.num_bytes // rows
-        step = min(max(1, block_bytes // row_bytes), max(1, last - first))
+        step = min(max(1, _BLOCK // row_bytes), max(1, last - first))
         buffer = np.empty((step, *self.shape[1:]), _NUMPY[self.dtype])
         for row in range(first, last, step):
             block = buffer[: min(step, last - row)]
@@ -127,15 +125,13 @@ class ScaledTensor(StoredTensor):
     scale: StoredTensor
     block: tuple[int, int]
 
-    def blocks(
-        self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK
-    ) -> Iterator[tuple[int, Block]]:
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
         """Yields rows as `StoredTensor.blocks`; each block has its own buffer."""
         scale = replace(self.scale, shape=self.scale.shape or (1,)).read().astype(np.float32)
         height, width = self.block
         if scale.shape[-1] > 1:
             scale = scale.repeat(width, axis=-1)[..., : self.shape[-1]]
-        for row, block in self.stored.blocks(first, last, block_bytes):
+        for row, block in self.stored.blocks(first, last):
             rows = np.arange(row, row + len(block)) // (height if block.ndim == 2 else 1)
             factor = scale[rows] if scale.size > 1 else scale
             if factor.ndim == 3 and factor.shape[1] > 1:
@@ -156,11 +152,9 @@ class MXFP4Tensor(ScaledTensor):
     See OCP Microscaling Formats.
     """
 
-    def blocks(
-        self, first: int = 0, last: int | None = None, block_bytes: int = _BLOCK
-    ) -> Iterator[tuple[int, Block]]:
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
         """Yields rows as `ScaledTensor.blocks`."""
-        for row, block in self.stored.blocks(first, last, block_bytes):
+        for row, block in self.stored.blocks(first, last):
             _, scales = next(self.scale.blocks(row, row + len(block)))
             # [experts, outputs, blocks, bytes], two numbers each
             pairs = _mxfp4_pairs()[scales[..., None], block]

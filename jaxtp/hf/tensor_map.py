@@ -305,6 +305,11 @@ def _check_count(
     raise HFError(f"{attribute} = {count}, and the file has tensors of {len(numbers)} {kind}{last}")
 
 
+def layout_of(names: Iterable[str]) -> Layout:
+    """Returns the layout of experts that the names of tensors show."""
+    return "separate" if any(map(_EXPERT.search, names)) else "stacked"
+
+
 def general_names(stored: Iterable[str]) -> dict[str, str]:
     """Returns one name for each name with `EXPERT` in place of the expert number."""
     return {_EXPERT.sub(EXPERT, name): name for name in reversed(list(stored))}
@@ -333,8 +338,8 @@ def match_tensors(
     stored = full_names(tensors, family, config.num_layers)
     _check_counts(stored, config, family)
     by_general = general_names(stored)
-    layout: Layout = "separate" if any(EXPERT in name for name in by_general) else "stacked"
-    needed = group_by_tensor(tensor_parts(parameters, config, family, layout, by_general))
+    parts = tensor_parts(parameters, config, family, layout_of(stored), by_general)
+    needed = group_by_tensor(parts)
     problems = list(_mismatches(stored, needed, config, family))
     if problems:
         raise HFError("; ".join(problems))

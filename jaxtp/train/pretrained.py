@@ -26,7 +26,7 @@ from jaxtp.hf.runs import (
     hf_files_of,
     load_base,
     load_frozen,
-    remedy_of_train,
+    own_or_decoder,
     run_model_config,
 )
 from jaxtp.hf.wrapper import text_attributes
@@ -107,8 +107,7 @@ class Pretrained(InitSource):
     def _resumed_defaults(self, config: TrainConfig, resumed: Info) -> Iterator[Default]:
         reason = f"as the run in {config.run.dir} has it"
         if config.model.lora.rank:
-            remedy = remedy_of_train(resumed)
-            model = run_model_config(config.run.dir, resumed, remedy=remedy).config
+            model = run_model_config(config.run.dir, resumed)
             yield _dtype_default("model.precision.param", model.precision.param, reason)
             yield _dtype_default("model.lora.dtype", model.lora.dtype, reason)
         for name in (
@@ -295,7 +294,7 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
     if run is not None:
         checkpoint = newest_checkpoint(run)
         info = read_info(checkpoint)
-        model = run_model_config(checkpoint, info, remedy=remedy_of_train(info)).config
+        model = run_model_config(checkpoint, info)
         source = RunSource(
             path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info
         )
@@ -330,7 +329,7 @@ def _resumed_model(config: TrainConfig) -> RecordedModel | None:
     info = newest_info(config.run.dir)
     if info is None:
         return None
-    return run_model_config(config.run.dir, info, remedy=remedy_of_train(info))
+    return own_or_decoder(config.run.dir, info)
 
 
 def _is_resumed(config: TrainConfig) -> bool:

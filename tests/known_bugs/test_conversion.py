@@ -229,7 +229,7 @@ def test_transformers_34068_adapters_that_fit_nothing_are_an_error(tmp_path):
     with pytest.raises(jaxtp.HFError, match=r"transformer\.h"):
         jaxtp.load_peft(loaded(), adapters(tmp_path / "renamed", renamed))
     with pytest.raises(
-        jaxtp.HFError, match=r"missing: .*layers\.1\..*which target_modules require"
+        jaxtp.HFError, match=r"missing: .*layers\.1\..*which adapter_config.json requires"
     ):
         jaxtp.load_peft(loaded(), adapters(tmp_path / "layer", without_layer))
 
@@ -257,6 +257,6 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
     write_json(settings, read_json(settings) | {"target_modules": ["q_proj", *targets]})
     with pytest.raises(
         jaxtp.HFError,
-        match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which target_modules require",
+        match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which adapter_config.json requires",
     ):
         jaxtp.load_peft(model, tmp_path / "attention", family="qwen3_moe")

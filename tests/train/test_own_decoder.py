@@ -227,7 +227,8 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     assert_refused(
         generate,
         prompt,
-        f"If it is one, and you trust that code, give --build {FILE}:build",
+        f"a model of {FILE}:build, and jaxtp runs no code that a folder names; if you trust that "
+        "code, name it: by --model.build of jaxtp train, by --build of other commands",
         capsys,
     )
     assert generate([*prompt, "--build", f"{FILE}:build", "--json=-"]) == 0
@@ -384,7 +385,7 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
     assert "attention" not in out
     assert jaxtp.load_run(run, build=Bigram).table.shape == (256, 256)
     with pytest.raises(
-        CheckpointError, match=rf"name it: jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)$"
+        CheckpointError, match=rf"name it: .* jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)$"
     ):
         jaxtp.load_run(run)
     source = [f"--model={run}", "--build", f"{__file__}:Bigram"]
@@ -393,12 +394,12 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
         (
             convert,
             ["export", str(run), str(tmp_path / "hf")],
-            "takes only jaxtp's own decoder. In Python, jaxtp.load_run",
+            rf"name it: .* jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)$",
         ),
         (
             main,
             [f"--run.init-from={run}"],
-            r"name it: --model\.build \S+:Bigram --train\.loss \S+:loss_of_bigram$",
+            r"a model of \S+:Bigram, .* name it: by --model\.build of jaxtp train",
         ),
         (generate, [*source, "--prompt=a"], rf"is not a jaxtp\.Decoder.*; {here} returns it"),
         (evaluate, [*source, "--text", __file__], rf"is not a jaxtp\.Decoder.*; {here} returns it"),

@@ -12,7 +12,6 @@ from jaxtp.hf.families.family import (
     UP,
     Family,
     block_tensors,
-    required,
     sizes,
 )
 
@@ -48,6 +47,6 @@ APERTUS = Family(
         "original_max_position_embeddings": 8192,
     },
     always={"mlp": "plain", "activation": "xielu", "qk_norm": "head"},
-    required=required(hidden_act="xielu", mlp_bias=False, qk_norm=True, post_norm=False),
+    required={"hidden_act": "xielu", "qk_norm": True, "post_norm": False},
     ignored_attributes={"hidden_dropout"},
 )

@@ -19,7 +19,6 @@ from jaxtp.hf.families.family import (
     Family,
     Tensor,
     replace_all,
-    required,
     sizes,
 )
 
@@ -41,7 +40,6 @@ COHERE = Family(
     rope_theta=500_000.0,
     interleaved_rope=True,
     always={"norm": "layer_no_bias", "norm_placement": "parallel"},
-    required=required(mlp_bias=False),
 )
 
 COHERE2 = replace(

@@ -15,7 +15,6 @@ from jaxtp.hf.families.family import (
     OUT,
     OUTER,
     ROPE,
-    ROUTER_LOSS,
     SELECTION_BIAS,
     SHARED_EXPERTS,
     Attribute,
@@ -25,7 +24,6 @@ from jaxtp.hf.families.family import (
     first_dense,
     grouped_experts,
     only,
-    required,
     sizes,
     with_defaults,
 )
@@ -74,7 +72,7 @@ def _remote_code(version: str) -> tuple[str, ...]:
     return tuple(f"modeling_deepseek.Deepseek{version}{kind}" for kind in ("Model", "ForCausalLM"))
 
 
-_WITHOUT_BIASES = required(attention_bias=False, mlp_bias=False)
+_WITHOUT_BIASES = {"attention_bias": False}
 _ROUTER_V2 = {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}
 _ROUTER_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 """Attributes that other programs than transformers read."""
@@ -117,7 +115,7 @@ DEEPSEEK_V2 = Family(
     always={"normalize_experts": False},
     required=_WITHOUT_BIASES | _ROUTER_V2,
     written=_ROUTER_V2,
-    ignored_attributes=ROUTER_LOSS | IGNORED,
+    ignored_attributes=IGNORED,
 )
 
 DEEPSEEK_V3 = replace(

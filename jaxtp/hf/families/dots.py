@@ -11,14 +11,12 @@ from jaxtp.hf.families.family import (
     OUT_BIAS,
     QK_NORMS,
     QKV_BIASES,
-    ROUTER_LOSS,
     SELECTION_BIAS,
     SHARED_EXPERTS,
     WINDOW,
     Family,
     first_dense,
     grouped_experts,
-    required,
     sizes,
 )
 
@@ -46,8 +44,6 @@ DOTS1 = Family(
     window_can_be_null=True,
     default_full_layers=62,
     always={"qk_norm": "head", "router_scores": "sigmoid", "selection_bias": True},
-    required=required(
-        mlp_bias=False, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1
-    ),
-    ignored_attributes=ROUTER_LOSS | {"aux_loss_alpha", "seq_aux", "ep_size", "use_sliding_window"},
+    required={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    ignored_attributes={"aux_loss_alpha", "seq_aux", "ep_size", "use_sliding_window"},
 )

@@ -14,13 +14,11 @@ from jaxtp.hf.families.family import (
     MLP_BIASES,
     OUT_BIAS,
     QKV_BIASES,
-    ROUTER_LOSS,
     SELECTION_BIAS,
     SHARED_EXPERTS,
     Attribute,
     Family,
     Tensor,
-    required,
     sizes,
     with_biases,
 )
@@ -45,7 +43,7 @@ ERNIE4_5 = Family(
     interleaved_rope=True,
     rope_theta=500_000.0,
     default_head_dim=128,
-    required=required(compression_ratio=1.0),
+    required={"compression_ratio": 1.0},
 )
 
 ERNIE4_5_MOE = Family(
@@ -95,6 +93,6 @@ ERNIE4_5_MOE = Family(
     rope_theta=500_000.0,
     other_tensors=("model.mtp_",),
     always={"selection_bias": True},
-    required=required(moe_gate="topk", moe_use_aux_free=True),
-    ignored_attributes=ROUTER_LOSS | {"moe_capacity", "num_nextn_predict_layers", "num_mtp_layers"},
+    required={"moe_gate": "topk", "moe_use_aux_free": True},
+    ignored_attributes={"moe_capacity", "num_nextn_predict_layers", "num_mtp_layers"},
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jaxtp.hf.families.family import COMMON, NO_ROPE, WINDOW, required, sizes
+from jaxtp.hf.families.family import COMMON, NO_ROPE, WINDOW, sizes
 from jaxtp.hf.families.olmo import OLMO2
 
 EXAONE4 = replace(
@@ -16,5 +16,5 @@ EXAONE4 = replace(
     pattern_is_default=True,
     window_can_be_null=True,
     always={"norm_placement": "after", "qk_norm": "head"},
-    required=required(attention_bias=False, mlp_bias=False),
+    required={"attention_bias": False},
 )

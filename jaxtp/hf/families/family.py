@@ -158,6 +158,20 @@ NO_ROPE_LAYERS = {"no_rope_layers", "no_rope_layer_interval"}
 SCALE_BY_LAYER = "scale_attn_by_inverse_layer_idx"
 """Attribute that, if true, divides the attention scores of layer i (from 1) by i."""
 COMMON = ROPE | {"head_dim"}
+ONE_VALUE: Mapping[str, object] = {
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "pruned_heads": {},
+    "per_layer_config": None,
+    "quantization_config": None,
+}
+"""Attributes with one supported value, in the families that neither read nor ignore them."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +262,7 @@ class Family:
     always: Values = field(default_factory=dict)
     """Fields of `ModelConfig` with a fixed value."""
     required: Mapping[str, object] = field(default_factory=dict)
-    """Attributes with one supported value; others would change the model."""
+    """Further attributes with one supported value; others would change the model."""
     written: Mapping[str, object] = field(default_factory=dict)
     """Attributes that an export adds, without effect on the model."""
     ignored_attributes: Set[str] = frozenset()
@@ -266,6 +280,12 @@ class Family:
         """Returns the attributes that an import reads."""
         attributes = chain(self.attributes, self.rope_attributes, *self.by_type.values())
         return names_of(attributes) | self.layer_attributes | {"model_type", self.rope_theta_name}
+
+    def fixed_attributes(self) -> dict[str, object]:
+        """Returns the attributes with one supported value, and this value."""
+        names = self.known_attributes() | self.ignored_attributes
+        common = {name: value for name, value in ONE_VALUE.items() if name not in names}
+        return common | dict(self.required)
 
 
 def names_of(attributes: Iterable[Attribute]) -> set[str]:
@@ -524,27 +544,6 @@ def sizes(
     )
 
 
-_REQUIRED: Mapping[str, object] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
-    "rope_interleaved": False,
-    "use_mrope": False,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
-    "pruned_heads": {},
-    "per_layer_config": None,
-    "quantization_config": None,
-}
-
-
-def required(without: Collection[str] = (), **more: object) -> dict[str, object]:
-    """Returns `_REQUIRED`, except `without`, and `more`: attributes with one supported value."""
-    return {name: value for name, value in _REQUIRED.items() if name not in without} | more
-
-
-ROUTER_LOSS = {"output_router_logits", "router_aux_loss_coef"}
-"""Training attributes without effect on the model's output."""
 # Generation settings, which older versions of transformers stored in config.json
 _GENERATION_ATTRIBUTES = """
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
@@ -561,7 +560,7 @@ _MODEL_ATTRIBUTES = """
     label2id num_labels problem_type finetuning_task task_specific_params prefix torchscript
     tf_legacy_loss use_bfloat16 tie_encoder_decoder chunk_size_feed_forward
     cross_attention_hidden_size gradient_checkpointing transformers.js_config
-    cache_implementation
+    cache_implementation output_router_logits router_aux_loss_coef
 """
 IGNORED_ATTRIBUTES = frozenset((_MODEL_ATTRIBUTES + _GENERATION_ATTRIBUTES).split())
 """Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no

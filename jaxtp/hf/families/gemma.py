@@ -20,7 +20,6 @@ from jaxtp.hf.families.family import (
     Family,
     Wrapper,
     block_tensors,
-    required,
     sizes,
     tensors_without,
     with_defaults,
@@ -47,7 +46,7 @@ GEMMA = Family(
     ),
     default_head_dim=256,
     always={"norm": "rms_plus_one"},
-    required=required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),
+    required={"use_bidirectional_attention": False},
     # transformers reads hidden_act instead.
     ignored_attributes={"hidden_activation"},
 )
@@ -79,7 +78,7 @@ GEMMA2 = Family(
     layer_attributes=COMMON | WINDOW | {"layer_types"},
     default_head_dim=256,
     always={"norm": "rms_plus_one", "norm_placement": "both"},
-    required=required(without=("hidden_act",), mlp_bias=False, use_bidirectional_attention=False),
+    required={"use_bidirectional_attention": False},
     # transformers reads hidden_activation and sliding_window instead.
     ignored_attributes={"hidden_act", "sliding_window_size"},
 )

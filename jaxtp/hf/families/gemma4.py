@@ -10,7 +10,6 @@ from jaxtp.hf.families.family import (
     Wrapper,
     block_tensors,
     only,
-    required,
     with_defaults,
     without,
 )
@@ -109,10 +108,9 @@ GEMMA4 = replace(
         "query_scale": 1.0,
         "layer_scale": True,
     },
-    required=required(
-        without=("hidden_act", "partial_rotary_factor", "per_layer_config"), mlp_bias=False
-    ),
-    ignored_attributes={"vocab_size_per_layer_input"},
+    required={},
+    # transformers reads hidden_activation instead of the first.
+    ignored_attributes={"hidden_act", "vocab_size_per_layer_input"},
 )
 
 GEMMA4_UNIFIED = replace(

@@ -20,7 +20,6 @@ from jaxtp.hf.families.family import (
     QKV,
     QKV_BIASES,
     ROPE,
-    ROUTER_LOSS,
     SELECTION_BIAS,
     SHARED_EXPERTS,
     Attribute,
@@ -29,7 +28,6 @@ from jaxtp.hf.families.family import (
     first_dense,
     grouped_experts,
     replace_all,
-    required,
     sizes,
     tensors_without,
     with_defaults,
@@ -61,7 +59,6 @@ GLM4 = Family(
     interleaved_rope=True,
     default_head_dim=128,
     always={"norm_placement": "both"},
-    required=required(without=("partial_rotary_factor",), mlp_bias=False),
 )
 
 GLM = replace(
@@ -95,8 +92,7 @@ GLM4_MOE = Family(
     rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
     later_layers=True,
     always={"router_scores": "sigmoid", "selection_bias": True},
-    required=required(without=("partial_rotary_factor",), mlp_bias=False),
-    ignored_attributes=ROUTER_LOSS | {"num_nextn_predict_layers", "num_mtp_layers"},
+    ignored_attributes={"num_nextn_predict_layers", "num_mtp_layers"},
 )
 
 GLM4_MOE_LITE = replace(

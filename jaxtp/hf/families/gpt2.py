@@ -3,6 +3,8 @@
 The file stores kernels as `[in, out]`, like jaxtp, and fuses q, k and v.
 """
 
+from dataclasses import replace
+
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
     SCALE_BY_LAYER,
@@ -10,7 +12,6 @@ from jaxtp.hf.families.family import (
     Family,
     Tensor,
     block_tensors,
-    required,
     tensors,
     with_biases,
 )
@@ -67,8 +68,10 @@ GPT2 = Family(
         "attention_out_bias": True,
         "mlp_bias": True,
     },
-    required=required(without=("hidden_act", "attention_dropout")),
+    # transformers reads activation_function and attn_pdrop instead of the first two.
     ignored_attributes={
+        "hidden_act",
+        "attention_dropout",
         "resid_pdrop",
         "embd_pdrop",
         "attn_pdrop",
@@ -85,3 +88,8 @@ GPT2 = Family(
         "summary_last_dropout",
     },
 )
+TRANSPOSED = tuple(
+    replace(tensor, transposed=".h." in tensor.name and ".kernel" in tensor.path)
+    for tensor in GPT2.tensors
+)
+"""The tensors of models like GPT-2 whose files have kernels as `[out, in]`."""

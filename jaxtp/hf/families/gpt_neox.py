@@ -9,17 +9,17 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
+    ATTENTION_BIAS,
     QKV,
     ROPE,
     Attribute,
     Family,
     block_tensors,
     replace_all,
-    required,
     tensors,
     with_biases,
 )
-from jaxtp.hf.families.gpt2 import GPT2
+from jaxtp.hf.families.gpt2 import GPT2, TRANSPOSED
 
 _LAYER = "gpt_neox.layers.{layer}."
 
@@ -64,7 +64,7 @@ GPT_NEOX = Family(
         Attribute("layer_norm_eps", "norm_eps", float, 1e-5),
         Attribute("tie_word_embeddings", "tie_embeddings", bool, False),
         Attribute("hidden_act", "activation", ACTIVATIONS, "gelu"),
-        Attribute("attention_bias", "attention_bias", bool, True, also=("attention_out_bias",)),
+        replace(ATTENTION_BIAS, default=True),
         Attribute(
             "use_parallel_residual",
             "norm_placement",
@@ -84,7 +84,6 @@ GPT_NEOX = Family(
     ),
     rope_theta_name="rotary_emb_base",
     always={"norm": "layer", "mlp": "plain", "mlp_bias": True},
-    required=required(without=("hidden_act", "partial_rotary_factor", "attention_dropout")),
     ignored_attributes={
         "hidden_dropout",
         "attention_dropout",
@@ -102,12 +101,8 @@ GPT_NEO = replace(
     architecture="GPTNeoForCausalLM",
     tensors=(
         *(
-            replace(
-                tensor,
-                name=tensor.name.replace("attn.c_proj", "attn.attention.out_proj"),
-                transposed=".h." in tensor.name and ".kernel" in tensor.path,
-            )
-            for tensor in GPT2.tensors
+            replace(tensor, name=tensor.name.replace("attn.c_proj", "attn.attention.out_proj"))
+            for tensor in TRANSPOSED
             if ".c_attn." not in tensor.name
         ),
         *block_tensors(
@@ -140,11 +135,9 @@ GPT_NEO = replace(
     layer_attributes={"attention_types", "window_size"},
     default_window=256,
     always={**GPT2.always, "attention_bias": False, "query_scale": 1.0},
-    required=required(without=("hidden_act", "attention_dropout")),
     ignored_attributes=GPT2.ignored_attributes
     | {
         "attention_layers",
-        "attention_dropout",
         "resid_dropout",
         "embed_dropout",
         "classifier_dropout",

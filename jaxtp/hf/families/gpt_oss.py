@@ -11,12 +11,10 @@ from jaxtp.hf.families.family import (
     COMMON,
     NORMS,
     OUTER,
-    ROUTER_LOSS,
     WINDOW,
     Attribute,
     Family,
     block_tensors,
-    required,
     sizes,
     with_defaults,
 )
@@ -85,8 +83,8 @@ GPT_OSS = Family(
         "router_bias": True,
         "experts_bias": True,
     },
-    required=required(swiglu_alpha=1.702),
+    required={"swiglu_alpha": 1.702},
     # Only OpenAI's code reads it; its value is also in rope_scaling.
-    ignored_attributes=ROUTER_LOSS | {"initial_context_length"},
+    ignored_attributes={"initial_context_length"},
     quantization={"fp8", "mxfp4"},
 )

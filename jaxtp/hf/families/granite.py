@@ -19,11 +19,9 @@ from jaxtp.hf.families.family import (
     OUT_BIAS,
     OUTER,
     QKV_BIASES,
-    ROUTER_LOSS,
     Attribute,
     Family,
     block_tensors,
-    required,
     sizes,
 )
 
@@ -69,7 +67,6 @@ GRANITE = Family(
     architecture="GraniteForCausalLM",
     tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
     attributes=(*_COMMON, MLP_BIAS),
-    required=required(without=_DROPOUT),
     ignored_attributes=_DROPOUT,
 )
 
@@ -86,8 +83,7 @@ GRANITEMOE = Family(
         Attribute("num_local_experts", "num_experts", int, 8),
         Attribute("num_experts_per_tok", "experts_per_token", int, 2),
     ),
-    required=required(without=_DROPOUT, mlp_bias=False),
-    ignored_attributes=_DROPOUT | ROUTER_LOSS,
+    ignored_attributes=_DROPOUT,
 )
 
 GRANITEMOEHYBRID = replace(
@@ -109,7 +105,7 @@ GRANITEMOEHYBRID = replace(
         "dense": (Attribute("shared_intermediate_size", "d_ff", int, 1024),),
     },
     only_layer_type="attention",
-    required=required(without=_DROPOUT, mlp_bias=False, normalization_function="rmsnorm"),
+    required={"normalization_function": "rmsnorm"},
     # transformers checks it.
     written={"mamba_n_heads": 1},
     ignored_attributes=GRANITEMOE.ignored_attributes

@@ -7,7 +7,6 @@ from jaxtp.hf.families.family import (
     QKV_BIASES,
     Family,
     block_tensors,
-    required,
     sizes,
 )
 
@@ -28,15 +27,14 @@ HUNYUAN = Family(
     attributes=(*sizes(1e-5), ATTENTION_BIAS),
     rope_kinds={"default", "linear", "llama3", "yarn", "longrope", "dynamic"},
     always={"qk_norm": "head", "qk_norm_after_rope": True},
-    required=required(
-        mlp_bias=False,
-        use_qk_norm=True,
-        use_cla=False,
-        norm_type="rms",
-        use_rotary_pos_emb=True,
-        position_embedding_xdrope=False,
-        add_classification_head=False,
-    ),
+    required={
+        "use_qk_norm": True,
+        "use_cla": False,
+        "norm_type": "rms",
+        "use_rotary_pos_emb": True,
+        "position_embedding_xdrope": False,
+        "add_classification_head": False,
+    },
     # Attributes of other models in the authors' code: image and text tokens, classes, layers that
     # share keys
     ignored_attributes={

@@ -23,7 +23,6 @@ from jaxtp.hf.families.family import (
     WINDOW,
     Attribute,
     Family,
-    required,
     sizes,
     with_biases,
 )
@@ -33,7 +32,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
     attributes=(*sizes(), ATTENTION_BIAS, MLP_BIAS),
-    required=required(sliding_window=None),
+    required={"sliding_window": None},
 )
 
 SEED_OSS = replace(
@@ -47,7 +46,6 @@ SEED_OSS = replace(
         MLP_BIAS,
     ),
     default_head_dim=128,
-    required=required(without=("attention_dropout",), sliding_window=None),
     # 0.1 by default.
     ignored_attributes={"attention_dropout", "residual_dropout"},
 )
@@ -64,7 +62,6 @@ ARCEE = replace(
         Attribute("hidden_act", "activation", ACTIVATIONS, "relu2"),
     ),
     always={"mlp": "plain"},
-    required=required(without=("hidden_act",), sliding_window=None),
 )
 
 SMOLLM3 = replace(
@@ -76,7 +73,7 @@ SMOLLM3 = replace(
     default_window=None,
     window_period=0,
     rope_theta=2_000_000.0,
-    required=required(),
+    required={},
     # transformers does not read it.
     ignored_attributes={"max_window_layers"},
 )

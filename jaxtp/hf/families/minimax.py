@@ -9,11 +9,9 @@ from jaxtp.hf.families.family import (
     PARTIAL_ROPE,
     QK_NORMS,
     QKV,
-    ROUTER_LOSS,
     SELECTION_BIAS,
     Attribute,
     Family,
-    required,
     sizes,
 )
 from jaxtp.hf.families.mistral import SPARSE_EXPERTS
@@ -47,21 +45,19 @@ MINIMAX_M2 = Family(
     ),
     default_head_dim=128,
     always={"qk_norm": "projection", "router_scores": "sigmoid", "selection_bias": True},
-    required=required(
-        without=("partial_rotary_factor",),
-        router_jitter_noise=0.0,
-        attention_bias=False,
-        sliding_window=None,
-        use_qk_norm=True,
-        qk_norm_type="per_layer",
-        scoring_func="sigmoid",
-        use_routing_bias=True,
-        shared_intermediate_size=0,
-    ),
+    required={
+        "router_jitter_noise": 0.0,
+        "attention_bias": False,
+        "sliding_window": None,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "shared_intermediate_size": 0,
+    },
     # Attributes of linear attention and of prediction heads in the authors' code, which these
     # models do not have
-    ignored_attributes=ROUTER_LOSS
-    | {
+    ignored_attributes={
         "attn_type_list",
         "layernorm_full_attention_beta",
         "layernorm_linear_attention_beta",

@@ -20,7 +20,6 @@ from jaxtp.hf.families.family import (
     OUTER,
     QKV,
     ROUTER,
-    ROUTER_LOSS,
     SHARED_EXPERTS,
     STACKED_EXPERTS,
     WINDOW,
@@ -30,7 +29,6 @@ from jaxtp.hf.families.family import (
     first_dense,
     grouped_experts,
     replace_all,
-    required,
     separate_experts,
     sizes,
     with_defaults,
@@ -50,7 +48,7 @@ MISTRAL = Family(
     tensors=BODY,
     attributes=sizes(kv_heads=8),
     layer_attributes=COMMON | WINDOW,
-    required=required(attention_bias=False, mlp_bias=False),
+    required={"attention_bias": False},
 )
 
 
@@ -69,8 +67,7 @@ MIXTRAL = Family(
     layer_attributes=COMMON | WINDOW,
     default_window=None,
     rope_theta=1e6,
-    required=required(attention_bias=False, mlp_bias=False, router_jitter_noise=0.0),
-    ignored_attributes=ROUTER_LOSS,
+    required={"attention_bias": False, "router_jitter_noise": 0.0},
 )
 
 MINISTRAL = replace(
@@ -141,7 +138,7 @@ MISTRAL4 = replace(
     default_dense_layers=0,
     later_layers=False,
     always={},
-    required=required(attention_bias=False, mlp_bias=False, sliding_window=None),
+    required={"attention_bias": False, "sliding_window": None},
     written={},
     ignored_attributes=deepseek.DEEPSEEK_V2.ignored_attributes,
     remote_code=(),

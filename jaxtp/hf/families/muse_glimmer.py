@@ -11,7 +11,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Wrapper,
     block_tensors,
-    required,
     sizes,
     with_defaults,
 )
@@ -52,7 +51,7 @@ MUSE_GLIMMER = replace(
         "qk_norm": "head_plain",
         "attention_gate": True,
     },
-    required=required(without=("hidden_act",), mlp_bias=False, attention_bias=False),
+    required={"attention_bias": False},
 )
 
 MUSE_GLIMMER_WRAPPER = Wrapper(

@@ -18,7 +18,6 @@ from jaxtp.hf.families.family import (
     UP,
     Attribute,
     Family,
-    required,
     sizes,
     with_biases,
 )
@@ -38,5 +37,4 @@ NEMOTRON = Family(
     ),
     rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
     always={"norm": "layer_plus_one", "mlp": "plain"},
-    required=required(without=("hidden_act", "partial_rotary_factor")),
 )

@@ -22,12 +22,10 @@ from jaxtp.hf.families.family import (
     QK_NORMS,
     QKV_BIASES,
     ROPE,
-    ROUTER_LOSS,
     WINDOW,
     Attribute,
     Family,
     block_tensors,
-    required,
     sizes,
     some_experts,
     tensors_without,
@@ -48,7 +46,6 @@ OLMO = Family(
         _CLIP,
     ),
     always={"norm": "layer_plain", "norm_eps": 1e-5},
-    required=required(mlp_bias=False),
 )
 
 OLMO2 = Family(
@@ -66,7 +63,7 @@ OLMO2 = Family(
     ),
     attributes=(*sizes(1e-5), ATTENTION_BIAS),
     always={"norm_placement": "after", "qk_norm": "projection"},
-    required=required(mlp_bias=False, clip_qkv=None),
+    required={"clip_qkv": None},
 )
 
 OLMO3 = replace(
@@ -92,8 +89,7 @@ OLMOE = Family(
     # Its norms need a head_dim of hidden_size / num_attention_heads.
     layer_attributes=ROPE,
     always={"qk_norm": "projection"},
-    required=required(mlp_bias=False, sliding_window=None),
-    ignored_attributes=ROUTER_LOSS,
+    required={"sliding_window": None},
 )
 
 FLEX_OLMO = replace(
@@ -103,5 +99,4 @@ FLEX_OLMO = replace(
     tensors=tensors_without(".mlp.", OLMO2.tensors) + EXPERTS,
     attributes=(*sizes(), ATTENTION_BIAS, *some_experts(7, 5)),
     rope_theta=500_000.0,
-    ignored_attributes=ROUTER_LOSS,
 )

@@ -15,7 +15,6 @@ from jaxtp.hf.families.family import (
     Family,
     Tensor,
     block_tensors,
-    required,
     sizes,
     tensors,
     with_biases,
@@ -63,6 +62,5 @@ PHI = Family(
         "attention_out_bias": True,
         "mlp_bias": True,
     },
-    required=required(without=("hidden_act", "partial_rotary_factor")),
     ignored_attributes={"resid_pdrop", "embd_pdrop"},
 )

@@ -15,7 +15,6 @@ from jaxtp.hf.families.family import (
     WINDOW,
     Family,
     replace_all,
-    required,
     sizes,
 )
 
@@ -37,13 +36,11 @@ PHI3 = Family(
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     original_length=4096,
     rope_attributes=(PARTIAL_ROPE,),
-    required=required(
-        without=("partial_rotary_factor",),
-        attention_bias=False,
-        mlp_bias=False,
-        lm_head_bias=False,
-        full_attn_mod=1,
-        interpolate_factor=1,
-    ),
+    required={
+        "attention_bias": False,
+        "lm_head_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+    },
     ignored_attributes={"resid_pdrop", "embd_pdrop"},
 )

@@ -12,12 +12,10 @@ from jaxtp.hf.families.family import (
     OUT_BIAS,
     QK_NORMS,
     QKV_BIASES,
-    ROUTER_LOSS,
     SWITCHED_WINDOW,
     Attribute,
     Family,
     block_tensors,
-    required,
     sizes,
     some_experts,
 )
@@ -30,7 +28,6 @@ QWEN2 = Family(
     layer_attributes=COMMON | SWITCHED_WINDOW | {"layer_types"},
     # Of q, k and v; config.json has no attribute for it.
     always={"attention_bias": True},
-    required=required(mlp_bias=False),
 )
 
 
@@ -42,7 +39,6 @@ QWEN3 = Family(
     layer_attributes=COMMON | SWITCHED_WINDOW | {"layer_types"},
     default_head_dim=128,
     always={"qk_norm": "head"},
-    required=required(mlp_bias=False),
 )
 
 
@@ -57,8 +53,6 @@ QWEN3_MOE = Family(
         "dense": DENSE_WIDTH,
     },
     always={"qk_norm": "head"},
-    required=required(mlp_bias=False),
-    ignored_attributes=ROUTER_LOSS,
 )
 
 SHARED_EXPERT = block_tensors(

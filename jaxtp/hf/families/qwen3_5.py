@@ -22,7 +22,6 @@ from jaxtp.hf.families.family import (
     QK_NORMS,
     QKV,
     QKV_BIASES,
-    ROUTER_LOSS,
     Attribute,
     AttributesByType,
     Family,
@@ -31,7 +30,6 @@ from jaxtp.hf.families.family import (
     block_tensors,
     only,
     replace_all,
-    required,
     sizes,
     with_defaults,
     without,
@@ -91,7 +89,7 @@ _EXPERTS: AttributesByType = {
         Attribute("shared_expert_intermediate_size", "shared_experts", int, 512, can_be_zero=True),
     )
 }
-_REQUIRED = required(without=("partial_rotary_factor",), mlp_bias=False, attn_output_gate=True)
+_REQUIRED = {"attn_output_gate": True}
 
 
 QWEN3_5 = Family(
@@ -140,7 +138,6 @@ QWEN3_5_MOE = replace(
     required=_REQUIRED | {"norm_topk_prob": True},
     # Without effect in transformers: all layers have experts.
     ignored_attributes=QWEN3_5.ignored_attributes
-    | ROUTER_LOSS
     | {"intermediate_size", "mlp_only_layers", "decoder_sparse_step"},
 )
 
@@ -164,7 +161,7 @@ QWEN3_NEXT = replace(
     layer_attributes=QWEN3_5.layer_attributes | DENSE_LAYERS,
     by_type=_LINEAR | _EXPERTS | {"dense": DENSE_WIDTH},
     required=_REQUIRED | {"use_sliding_window": False},
-    ignored_attributes=QWEN3_5.ignored_attributes | ROUTER_LOSS,
+    ignored_attributes=QWEN3_5.ignored_attributes,
 )
 
 QWEN3_5_WRAPPER = Wrapper(

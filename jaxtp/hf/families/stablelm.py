@@ -15,7 +15,6 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     block_tensors,
-    required,
     sizes,
     with_biases,
 )
@@ -46,6 +45,5 @@ STABLELM = Family(
     layer_attributes=ROPE,
     rope_attributes=(replace(PARTIAL_ROPE, default=0.25),),
     always={"norm": "layer"},
-    required=required(without=("partial_rotary_factor",)),
     ignored_attributes={"hidden_dropout"},
 )

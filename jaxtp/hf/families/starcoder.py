@@ -17,12 +17,11 @@ from jaxtp.hf.families.family import (
     Attribute,
     Family,
     block_tensors,
-    required,
     sizes,
     with_biases,
     with_defaults,
 )
-from jaxtp.hf.families.gpt2 import GPT2
+from jaxtp.hf.families.gpt2 import GPT2, TRANSPOSED
 
 _FP32 = {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"}
 
@@ -56,12 +55,7 @@ STARCODER2 = Family(
     layer_attributes=COMMON | WINDOW,
     default_window=None,
     always={"norm": "layer", "mlp": "plain"},
-    required=required(
-        without=("hidden_act", "attention_dropout"),
-        mlp_type="default",
-        norm_type="layer_norm",
-        scale_attn_weights=True,
-    ),
+    required={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     ignored_attributes=_FP32
     | {
         "attention_dropout",
@@ -79,10 +73,7 @@ GPT_BIGCODE = replace(
     GPT2,
     model_type="gpt_bigcode",
     architecture="GPTBigCodeForCausalLM",
-    tensors=tuple(
-        replace(tensor, transposed=".h." in tensor.name and ".kernel" in tensor.path)
-        for tensor in GPT2.tensors
-    ),
+    tensors=TRANSPOSED,
     attributes=with_defaults(_ATTRIBUTES, activation_function="gelu_pytorch_tanh"),
     always={**GPT2.always, "num_kv_heads": 1},
     required={**GPT2.required, "multi_query": True},

@@ -225,7 +225,7 @@ def export_run(command: Export) -> str:
     settings = SourceConfig(
         adapters=command.adapters, base=command.base, ignore_config=command.ignore_config
     )
-    source = open_stored(command.run, settings, has_build=False)
+    source = open_stored(command.run, settings)
     stored = source.config
     _check_export(command, source)
     tokenizer: Path | None = command.run
