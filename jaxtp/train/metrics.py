@@ -204,8 +204,8 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
 }
-"""Trackers by name: a `TrackerName`, a package, and an extra of jaxtp. The
-second argument is the first step that is logged."""
+"""Trackers by name: a `TrackerName`, a package, and an extra of jaxtp. The second argument is the
+first step that is logged."""
 
 
 def check_installed(names: Sequence[str]) -> None:
