@@ -3,27 +3,19 @@
 import errno
 import fcntl
 import hashlib
-import hmac
 import json
 import os
-import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from jaxtp.config.reading import open_regular, read_bytes
+from jaxtp.config.reading import open_regular
 from jaxtp.config.schema import ConfigError
 
 PARTIAL = ".partial"  # Suffix of a file that is being written
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NOT_REGULAR = "not a regular file"
-_MAX_MARK = 100  # Maximum bytes of a mark of `mark_as_own`
-_KEY_BYTES = 32
-_OPEN_TO_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_NO_MARK = (OSError, RuntimeError)  # RuntimeError: no home folder
 
 
 def sha256(path: Path) -> str:
@@ -95,85 +87,6 @@ def write_atomically(path: Path, content: bytes) -> None:
             partial.unlink()
         raise
     sync_folder(path.parent)
-
-
-def mark_as_own(path: Path) -> None:
-    """Records that this user wrote a file at this place, for `is_own`.
-
-    Does nothing without a home folder, or if the disk refuses.
-    """
-    with suppress(*_NO_MARK):
-        key = _new_key()
-        mark = _mark_of(path)
-        _keep_others_from_writing(path)
-        write_atomically(mark, _signature(path, key))
-        _keep_others_from_writing(mark)
-
-
-def is_own(path: Path) -> bool:
-    """Returns whether `mark_as_own` marked a file, and it was not changed, moved or copied
-    since."""
-    mark = _mark_of(path)
-    try:
-        if not (_only_user_writes(path) and _only_user_writes(mark)):
-            return False
-        signature = _signature(path, _read_key(_key_file()))
-        return hmac.compare_digest(read_bytes(mark, _MAX_MARK), signature)
-    except _NO_MARK:
-        return False
-
-
-def _key_file() -> Path:
-    return Path.home() / ".local/state/jaxtp/key"
-
-
-def _new_key() -> bytes:
-    """Returns this user's secret key, and creates it if there is none."""
-    path = _key_file()
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not path.exists():
-        # Links to a complete file: of several processes that begin at once, one wins, and none
-        # reads an incomplete key.
-        with tempfile.NamedTemporaryFile(dir=path.parent) as file:  # only its user can read it
-            file.write(secrets.token_bytes(_KEY_BYTES))
-            sync_file(file)
-            with suppress(FileExistsError):
-                path.hardlink_to(file.name)
-    return _read_key(path)
-
-
-def _read_key(path: Path) -> bytes:
-    status = path.lstat()
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & _OPEN_TO_OTHERS:
-        raise PermissionError(errno.EPERM, "others can read or write it", str(path))
-    key = read_bytes(path, _KEY_BYTES)
-    if len(key) != _KEY_BYTES:
-        raise OSError(errno.EINVAL, "not a key", str(path))
-    return key
-
-
-def _mark_of(path: Path) -> Path:
-    return path.with_name(f".{path.name}.own")
-
-
-def _signature(path: Path, key: bytes) -> bytes:
-    # The owner of a file proves nothing, because a file from an archive belongs to the user who
-    # unpacks it. But an unpacked file gets another inode, and the kernel sets the time of its last
-    # change. The author of a file system image can choose both, but does not have the key.
-    status = path.lstat()
-    place = path.parent.resolve() / path.name
-    identity = f"{status.st_ino} {status.st_ctime_ns} {sha256(path)} {place}"
-    return hmac.digest(key, os.fsencode(identity), "sha256").hex().encode()
-
-
-def _keep_others_from_writing(path: Path) -> None:
-    path.chmod(stat.S_IMODE(path.lstat().st_mode) & ~_WRITABLE_BY_OTHERS)
-
-
-def _only_user_writes(path: Path) -> bool:
-    status = path.lstat()
-    is_of_user = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    return is_of_user and not status.st_mode & _WRITABLE_BY_OTHERS
 
 
 def require_writable(flag: str, path: Path | None) -> None:

@@ -24,7 +24,6 @@ from typing import Any
 import jaxtp
 from jaxtp.config.affects import RUNS_CODE, ArgumentsOf, settings_of
 from jaxtp.config.entry import say
-from jaxtp.config.files import is_own
 from jaxtp.config.hints import closest
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, nearest_file
@@ -95,9 +94,7 @@ def is_public(reference: str) -> bool:
     return is_settings and place in ("jaxtp", value.__module__)
 
 
-def named_code(
-    config: Hashable, ignored: Set[tuple[str, ...]] = frozenset()
-) -> list[tuple[str, str]]:
+def _named_code(config: Hashable, ignored: Set[tuple[str, ...]]) -> list[tuple[str, str]]:
     """Returns the flags and values of the settings that name code, except for jaxtp's own.
 
     Args:
@@ -137,10 +134,9 @@ def require_consent(
       is_allowed: whether the user gave `ALLOW_CODE`.
 
     Raises:
-      ConfigError: the user did not consent: there is no such flag, and the file was not written by
-        a run of this user.
+      ConfigError: the user did not consent.
     """
-    references = named_code(config, flags.keys())
+    references = _named_code(config, flags.keys())
     shown = [f"{flag} {truncate(value, 300)}" for flag, value in references]
     # If the user chose other code than the file, the file's arguments were not written for it.
     is_mixed = False
@@ -159,7 +155,7 @@ def require_consent(
                 shown.append(truncate(_as_flag(f"{setting.flag}.{name}", value), 300))
     if not shown:
         return
-    if (references or is_mixed) and not (is_allowed or is_own(file)):
+    if (references or is_mixed) and not is_allowed:
         problem = "names code, and jaxtp runs no code that a file names"
         if not references:
             problem = "has arguments of other code than the code that runs"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxtp.config.affects import (
     ARCHITECTURE,
@@ -53,6 +53,18 @@ def _not_here(path: Path) -> Path:
 
 
 Folder = Annotated[UserPath, AfterValidator(_not_here)]
+
+
+def _not_aim(name: object) -> object:
+    if name == "aim":
+        raise ValueError(
+            "is a tracker no more; tensorboard and wandb are, and a callback may be any other "
+            "(--train.callbacks FILE.py:NAME)"
+        )
+    return name
+
+
+TrackerName = Annotated[Literal["tensorboard", "wandb"], BeforeValidator(_not_aim)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,13 +343,13 @@ class LoopConfig(Settings):
 class MetricsConfig(Settings):
     """Trackers besides metrics.jsonl, and norms to log."""
 
-    trackers: tuple[Literal["tensorboard", "wandb", "aim"], ...] = ("tensorboard",)
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Trackers that get the metrics: tensorboard writes event files into the run's folder; wandb
-    and aim need jaxtp's extras of these names. The flag takes several (--metrics.trackers
-    tensorboard wandb); an empty list in a YAML file turns all off."""
+    needs jaxtp's extra of this name. The flag takes several (--metrics.trackers tensorboard wandb);
+    an empty list in a YAML file turns all off. A callback may be another tracker."""
 
     project: str = "jaxtp"
-    """W&B project, or Aim experiment, of the run."""
+    """W&B project of the run."""
 
     norm_groups: tuple[str, ...] = ()
     """Patterns of parameter paths, such as "blocks.mlp.*": the norms of the matching gradients and

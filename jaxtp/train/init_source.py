@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from flax import nnx
 
-from jaxtp.checkpoint.storage import Info, read_info
+from jaxtp.checkpoint.storage import Info
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.train.config import TrainConfig
@@ -35,8 +35,6 @@ class InitialState:
     # Identity of the frozen model under the adapters, if there are any
     base: dict[str, str] | None = None
     description: str = ""
-    # Info of the checkpoint of a user's model that has the weights
-    info: Info | None = None
 
 
 @dataclass(frozen=True)
@@ -99,13 +97,11 @@ class OwnModelRun(InitSource):
         """Loads the model's variables from the newest checkpoint, unless the run is resumed."""
         if restored is not None or self.path is None:
             return super().create_state(config, blueprint, restored)
-        from jaxtp.checkpoint.io_errors import read_on_all
         from jaxtp.checkpoint.manager import load_weights
 
         weights, folder = load_weights(self.path, blueprint.abstract["model"], blueprint.mesh)
-        info = read_on_all(lambda: read_info(folder))
         state = blueprint.create(config.run.seed, weights)
-        return InitialState(state, description=f"weights from {folder}", info=info)
+        return InitialState(state, description=f"weights from {folder}")
 
 
 def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyConfig, InitSource]:

@@ -478,10 +478,9 @@ def _changes(trace: _Trace) -> tuple[str, ...]:
         names += [name] * len(jax.tree.leaves(variable))
     inputs = trace.jaxpr.invars[len(trace.jaxpr.invars) - trace.num_state :]
     outputs = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - trace.num_state :]
-    producers = _producers(trace.jaxpr)
     changes = []
     for name, before, output in zip(names, inputs, outputs, strict=True):
-        after = _origin(output, producers)
+        after = _origin(output, trace.jaxpr)
         if after is before:
             continue
         if name in names_of_params:
@@ -533,41 +532,32 @@ def _depends(jaxpr: Any, outputs: list[Any], variable: Any) -> bool:
     return variable in needed
 
 
-Producers = dict[Any, tuple[Any, int]]
-"""For each variable of a jaxpr, the equation that computes it, and its place in the results."""
-
-
-def _producers(jaxpr: Any) -> Producers:
-    producers: Producers = {}
-    for equation in jaxpr.eqns:
-        producers |= {var: (equation, i) for i, var in enumerate(equation.outvars)}
-    return producers
-
-
-def _origin(var: object, producers: Producers) -> Any:
+def _origin(var: object, jaxpr: Any) -> Any:
     # Follows `var` to the variable whose value it has: calls and scans may return an input
     # unchanged.
-    while not hasattr(var, "val") and var in producers:
-        equation, index = producers[var]
-        params = equation.params
-        body = getattr(params.get("jaxpr"), "jaxpr", params.get("jaxpr"))
-        inner = None if body is None else _origin(body.outvars[index], _producers(body))
-        if inner is None or hasattr(inner, "val") or inner not in body.invars:
-            return var
+    for equation in reversed(jaxpr.eqns):
+        body = getattr(equation.params.get("jaxpr"), "jaxpr", equation.params.get("jaxpr"))
+        if body is None or var not in equation.outvars:
+            continue
+        index = equation.outvars.index(var)
+        inner = _origin(body.outvars[index], body)
+        if inner not in body.invars:
+            break
         place = body.invars.index(inner)
-        # Compares ranks, because the parameters of a scan differ between versions of JAX.
         if equation.primitive.name == "scan":
-            sliced = _change_rank(equation.invars, body.invars)
-            stacked = _change_rank(equation.outvars, body.outvars)
-            first_carry = len(sliced) - sum(sliced) - stacked.count(False)
-            if not (sliced[place] if stacked[index] else place == first_carry + index):
-                return var
+            # Constants and carry precede what is sliced.
+            unsliced = _num_unsliced(equation.invars, body.invars)
+            carries = _num_unsliced(equation.outvars, body.outvars)
+            is_stacked = index >= carries
+            if not (place >= unsliced if is_stacked else place == unsliced - carries + index):
+                break
         var = equation.invars[place]
     return var
 
 
-def _change_rank(outer: list[Any], inner: list[Any]) -> list[bool]:
-    return [o.aval.ndim != i.aval.ndim for o, i in zip(outer, inner, strict=True)]
+def _num_unsliced(outer: list[Any], inner: list[Any]) -> int:
+    # Compares ranks, because the parameters of a scan differ between versions of JAX.
+    return sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
 
 
 def require_sums(

@@ -188,29 +188,6 @@ class _WeightsAndBiases:
         self._run.log({"step": step, **values})
 
 
-class _Aim:
-    # A run in the Aim repository next to the run's folder (`aim up --repo`); it resumes with this
-    # run.
-
-    def __init__(self, config: TrainConfig, logs_from: int):
-        self._run = importlib.import_module("aim").Run(
-            run_hash=tracker_id(config.run.dir, "aim", None),
-            repo=str(config.run.dir.parent),
-            experiment=config.metrics.project,
-            system_tracking_interval=None,
-            capture_terminal_logs=False,
-        )
-        tracker_id(config.run.dir, "aim", self._run.hash)
-        self._run.name = config.run.dir.name
-        self._run["config"] = to_plain(config)
-        self.close = self._run.close
-
-    def write(self, step: int, values: Record) -> None:
-        # Replaces earlier values of the step
-        for name, value in values.items():
-            self._run.track(value, name=name, step=step)
-
-
 class Tracker(Protocol):
     """A tracker on process 0.
 
@@ -226,10 +203,9 @@ class Tracker(Protocol):
 TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
-    "aim": _Aim,
 }
-"""Trackers by name: a value of `MetricsConfig.trackers`, a package, and an extra of jaxtp. The
-second argument is the first step that is logged."""
+"""Trackers by name: a `TrackerName`, a package, and an extra of jaxtp. The second argument is the
+first step that is logged."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -311,7 +287,7 @@ class Trackers:
                 )
 
 
-def tracker_id(folder: Path, name: str, new: str | None) -> str | None:
+def tracker_id(folder: Path, name: str, new: str) -> str:
     """Returns a tracker's id, which the run's folder stores; stores `new` if it has none yet."""
     path = folder / _TRACKER_IDS
     try:
@@ -319,10 +295,10 @@ def tracker_id(folder: Path, name: str, new: str | None) -> str | None:
     # There is no file yet, or a kill cut it short.
     except (FileNotFoundError, ValueError, TypeError):
         stored = {}
-    if name not in stored and new is not None:
+    if name not in stored:
         stored[name] = new
         write_atomically(path, json.dumps(stored).encode())
-    return stored.get(name)
+    return stored[name]
 
 
 def _read(path: Path) -> str:

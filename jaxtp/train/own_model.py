@@ -1,6 +1,5 @@
 """User models that are not Decoders: sharding, dtypes, and loading from a run."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -132,12 +131,9 @@ def _load_own(
             return model
         return parallelize(model, plan or {}, mesh=mesh)
 
-    # Plans the model like the state of a run, so that it has the run's constants and random keys.
+    # Plans the model like the state of a run, so that it has the run's random keys.
     blueprint = plan_state(recorded.config, optax.identity(), mesh, create)
     _require_fit(checkpoint, recorded.origin, blueprint)
-    blueprint, changed = blueprint.with_constants_of(checkpoint.info)
-    for line in changed:
-        warnings.warn(f"{checkpoint.folder}: {line}", stacklevel=3)
     weights, _ = load_weights(checkpoint.folder, blueprint.abstract["model"], mesh)
     return blueprint.model_of(weights)
 

@@ -18,8 +18,7 @@ import jax
 
 from jaxtp.config import schema as configuration
 from jaxtp.config.entry import FILES, UserError
-from jaxtp.config.files import mark_as_own, open_directly, write_atomically
-from jaxtp.config.python_object import named_code
+from jaxtp.config.files import open_directly, write_atomically
 from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.mesh import Sizes
 from jaxtp.models.config import ModelConfig
@@ -154,9 +153,6 @@ def write_config(config: TrainConfig) -> None:
                 # The code of the user's Decoder makes its settings.
                 recorded = replace(config, model=ModelConfig())
             write_atomically(path, configuration.to_yaml(recorded).encode())
-            # The user consented to the code when this run started.
-            if named_code(recorded):
-                mark_as_own(path)
 
 
 def checkpoint_info(

@@ -146,20 +146,13 @@ def make_run(
         report.line(initial.description)
     step = 0
     info: Info = {}
-    # The info of the checkpoint that has the weights
-    origin = initial.info
     if restored is not None:
         step = restored.step
         info = restored.info
-        origin = info
         if not config.model.lora.rank:
             stored = info["config"]["run"]["init_from"]
             config = replace_nested(config, {"run.init_from": stored and Path(stored)})
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
-    if origin is not None:
-        blueprint, changes = blueprint.with_constants_of(origin)
-        for line in changes:
-            report.line(f"  {line}")
     with raise_everywhere():
         if step < config.train.steps:
             run_folder.write_config(config)
@@ -457,7 +450,7 @@ def plan(
     optimizer = transformation(task, config.train.steps) or optimizers.build(
         config.optimizer, config.train.steps
     )
-    blueprint = plan_state(config.model, optimizer, mesh, make_model, config.run.seed)
+    blueprint = plan_state(config.model, optimizer, mesh, make_model)
     paths = list(trained_parameters(blueprint))
     optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
     for pattern in config.metrics.norm_groups:

@@ -2,8 +2,9 @@
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jaxtp.checkpoint.logical import (
 )
 from jaxtp.config.entry import in_thread
 from jaxtp.config.hints import by_dotted_path, dotted
-from jaxtp.config.schema import ConfigError, CountOrZero, validate
+from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import float8_kernels
 from jaxtp.mesh import as_current
 from jaxtp.models.config import ModelConfig
@@ -33,8 +34,10 @@ from jaxtp.train.sharded_optimizer import Optimizer
 OPTIMIZER_SCOPE = "optimizer"  # Named scope of the update, which accounts for its collectives
 MakeModel = Callable[[nnx.Rngs], nnx.Module]  # Returns a model with random weights
 
-CONSTANTS = "constants"
-"""Key in a checkpoint's info: `Blueprint.record_of_constants`."""
+_NO_VARIABLE = (
+    "but an attribute and not a variable, so no checkpoint would have it; make it a variable: "
+    "class Buffer(nnx.Variable)"
+)
 
 STORED = nnx.All(nnx.Variable, nnx.Not(nnx.RngState))
 """Filter of the variables that are the state of a run."""
@@ -99,8 +102,6 @@ class Blueprint:
     optimizer: optax.GradientTransformation
     # None for the `Decoder` of `config`
     make_model: MakeModel | None = None
-    # The seed of `constants`
-    seed: int = 0
 
     @property
     def is_decoder(self) -> bool:
@@ -130,16 +131,7 @@ class Blueprint:
         Args:
           seed: the seed of the random weights.
           weights: initial parameters, donated; the other parameters are random.
-
-        Raises:
-          ConfigError: all weights are random, and the constants have another seed.
         """
-        names = list(by_dotted_path(nnx.to_flat_state(self.constants)))
-        if weights is None and names and seed != self.seed:
-            raise ConfigError(
-                f"the weights would have seed {seed}, but {names[0]}, an attribute and not a "
-                f"variable, has seed {self.seed}; call plan_state(..., seed={seed})"
-            )
 
         def init(weights: nnx.State) -> nnx.State:
             state = nnx.state(
@@ -152,47 +144,6 @@ class Blueprint:
             weights = nnx.State({}) if weights is None else weights
             lowered = jax.jit(init, out_shardings=self.shardings, donate_argnums=0).lower(weights)
             return in_thread(lowered.compile).result()(weights)
-
-    def record_of_constants(self) -> dict[str, object]:
-        """Returns the seed and sums of the constants, as JSON; empty without constants.
-
-        Checkpoints have this record instead of the constants themselves.
-        """
-        arrays = by_dotted_path(nnx.to_flat_state(self.constants))
-        sums = {name: _sums_of_constant(array) for name, array in arrays.items()}
-        return {"seed": self.seed, "sums": sums} if sums else {}
-
-    def with_constants_of(self, info: Mapping[str, object]) -> tuple["Blueprint", list[str]]:
-        """Returns the blueprint with a checkpoint's constants, and a line for each that changed.
-
-        The constants are made again, from the seed of the run that wrote the checkpoint.
-
-        Args:
-          info: the checkpoint's info. If it has no record, the constants have seed 0.
-        """
-        if not nnx.to_flat_state(self.constants):
-            return self, []
-        stored = info.get(CONSTANTS)
-        record = _RecordOfConstants()
-        if isinstance(stored, dict):
-            record = validate(_RecordOfConstants, stored, source=f"the checkpoint's {CONSTANTS}")
-        blueprint = self
-        if record.seed != self.seed:
-            values = _values(
-                self.constants, self.config, self.optimizer, self.mesh, self.make_model, record.seed
-            )
-            blueprint = replace(self, constants=values, seed=record.seed)
-        lines = []
-        for name, array in by_dotted_path(nnx.to_flat_state(blueprint.constants)).items():
-            before = record.sums.get(name)
-            if before is not None and not np.allclose(
-                _sums_of_constant(array), before, rtol=1e-4, atol=before[0] * 1e-4
-            ):
-                lines.append(
-                    f"changed since: the values of {name}, an attribute and not a variable: the "
-                    "code that creates it has changed, or JAX's random numbers have"
-                )
-        return blueprint, lines
 
     def stored(self, state: nnx.State) -> nnx.State:
         """Returns the part of a state that is saved: all of it, except weights under adapters."""
@@ -208,40 +159,16 @@ class Blueprint:
         return jax.tree.map(lambda a, s: a.update(sharding=s), self.abstract, self.shardings)
 
 
-@dataclass(frozen=True)
-class _RecordOfConstants:
-    """A `Blueprint.record_of_constants` in the info of a checkpoint."""
-
-    seed: CountOrZero = 0
-    sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-
-
-def _sums_of_constant(array: Array) -> tuple[float, float]:
-    # The sum of absolute values, and a sum weighted by position: rounding on other devices changes
-    # neither by much, but other random numbers do. Reads at most about 2**17 elements.
-    values = np.asarray(array).reshape(-1)
-    values = values[:: max(values.size // 2**16, 1)]
-    parts = np.concatenate([values.real, values.imag]) if np.iscomplexobj(values) else values
-    finite = np.nan_to_num(parts.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-    places = np.cos(np.arange(finite.size))
-    return float(np.abs(finite).sum()), float(finite @ places)
-
-
 def plan_state(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     make_model: MakeModel | None = None,
-    seed: int = 0,
 ) -> Blueprint:
     """Traces a `TrainState` on a mesh, which may be abstract.
 
-    Args:
-      seed: the seed of the constants; the seed of the variables is an argument of
-        `Blueprint.create`.
-
     Raises:
-      ConfigError: nothing is trained, or a Decoder has an array that is not a variable.
+      ConfigError: nothing is trained, or an array that is random or a Decoder's is not a variable.
       UserError: two variables have the same dotted path.
     """
     with as_current(mesh):
@@ -263,13 +190,10 @@ def plan_state(
     names = list(by_dotted_path(nnx.to_flat_state(constants)))
     if names:
         if make_model is None:
-            raise ConfigError(
-                f"{names[0]} is an array of a jaxtp.Decoder, but an attribute and not a variable, "
-                "so no checkpoint would have it; make it a variable: class Buffer(nnx.Variable)"
-            )
-        constants = _values(constants, config, optimizer, mesh, make_model, seed)
+            raise ConfigError(f"{names[0]} is an array of a jaxtp.Decoder, {_NO_VARIABLE}")
+        constants = _values(constants, config, optimizer, mesh, make_model)
     return Blueprint(
-        graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model, seed
+        graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model
     )
 
 
@@ -294,20 +218,29 @@ def _values(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     make_model: MakeModel | None,
-    seed: int,
 ) -> nnx.State:
     # On an abstract mesh only shapes matter.
     if not isinstance(mesh, Mesh):
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), constants)
 
-    def create() -> nnx.State:
+    def create(seed: int) -> nnx.State:
         state = TrainState(config, optimizer, seed, make_model)
         return nnx.split(state, nnx.RngState, STORED, ...)[3]  # type: ignore[misc]
 
-    with jax.set_mesh(mesh):
-        values = jax.jit(create, out_shardings=NamedSharding(mesh, PartitionSpec()))()
-    # NumPy arrays become constants of compiled programs.
-    return jax.tree.map(np.asarray, values)
+    def values_of(seed: int) -> nnx.State:
+        replicated = NamedSharding(mesh, PartitionSpec())
+        with jax.set_mesh(mesh):
+            values = jax.jit(partial(create, seed), out_shardings=replicated)()
+        # NumPy arrays become constants of compiled programs.
+        return jax.tree.map(np.asarray, values)
+
+    # Random numbers of JAX differ between seeds, and those of NumPy between any two calls.
+    values = values_of(0)
+    reseeded = by_dotted_path(nnx.to_flat_state(values_of(1)))
+    for name, array in by_dotted_path(nnx.to_flat_state(values)).items():
+        if array.tobytes() != reseeded[name].tobytes():
+            raise ConfigError(f"{name} is random, {_NO_VARIABLE}")
+    return values
 
 
 def parameters(blueprint: Blueprint) -> dict[str, Variable]:

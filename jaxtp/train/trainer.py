@@ -48,7 +48,7 @@ from jaxtp.train.loss import Objective, Terms, logged_numbers, require_sums
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
-from jaxtp.train.state import CONSTANTS, finite_arrays
+from jaxtp.train.state import finite_arrays
 from jaxtp.train.step import StepOutput, TrainStep, compiler_options, fetch, trace_step
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
@@ -735,9 +735,6 @@ class Trainer:
         if streams is not None:
             info[run_folder.STREAMS] = streams
         info[MEAN_LOSS] = run.mean_loss.sums
-        constants = run.blueprint.record_of_constants()
-        if constants:
-            info[CONSTANTS] = constants
         if self._verifier is not None:
             info[run_folder.VERIFIED] = self._verifier.verified
         if run.base is not None:

@@ -241,13 +241,13 @@ def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
             f"data.path={config.data.path} and data.mixture exclude each other: leave one of "
             "them out"
         )
-    has_project = not {"wandb", "aim"}.isdisjoint(config.metrics.trackers)
+    has_project = "wandb" in config.metrics.trackers
     is_wsd = config.optimizer.schedule == "wsd"
     switches = (
         ("data.packing=documents", config.data.packed, ["data.long_documents"]),
         ("optimizer.schedule=wsd", is_wsd, ["optimizer.decay_fraction"]),
         ("profile.start", config.profile.start, ["profile.steps"]),
-        ("wandb or aim in metrics.trackers", has_project, ["metrics.project"]),
+        ("wandb in metrics.trackers", has_project, ["metrics.project"]),
     )
     yield from map(Problem, without_effect(config, switches))
     if config.profile.start > config.train.steps:

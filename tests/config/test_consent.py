@@ -2,12 +2,8 @@
 written the file.
 """
 
-import os
 import re
 import shlex
-import shutil
-import stat
-import tarfile
 from importlib import import_module
 from pathlib import Path
 
@@ -19,7 +15,6 @@ from tables import raised_by
 
 from jaxtp.__main__ import COMMANDS
 from jaxtp.config.affects import RUNS_CODE, settings_of
-from jaxtp.config.files import is_own, mark_as_own
 from jaxtp.config.python_object import is_public
 from jaxtp.config.schema import ConfigError, nested
 from jaxtp.train.__main__ import COMMAND as TRAIN
@@ -145,8 +140,6 @@ def test_code_of_a_flag_gets_arguments_of_other_code_only_with_consent(folder, c
     assert not Path("PWNED").exists()
     TRAIN.load([*words, "--allow-code"])
     TRAIN.load([*words, "--model.arguments.command", "true"])
-    mark_as_own(folder / "shared.yaml")
-    TRAIN.load(words)
 
 
 def test_arguments_in_a_file_that_names_no_code_are_shown(folder, capsys):
@@ -238,160 +231,6 @@ def test_every_setting_that_names_a_part_of_a_run_is_marked():
     assert (
         sorted(name for name, setting in known.items() if RUNS_CODE in setting.marks) == REFERENCES
     )
-
-
-@pytest.fixture
-def key(folder, monkeypatch):
-    """The key of a user whose home is a new folder."""
-    monkeypatch.setenv("HOME", str(folder / "home"))
-    return folder / "home/.local/state/jaxtp/key"
-
-
-@pytest.fixture
-def own(folder, key):
-    """A file that a run of this user wrote."""
-    (folder / "run").mkdir()
-    path = folder / "run/config.yaml"
-    write(path, {"model.build": "evil.py:code"})
-    mark_as_own(path)
-    return path
-
-
-def test_a_file_of_the_users_own_run_has_consent(own, capsys):
-    TRAIN.load([f"--config={own}"])
-    assert (
-        "run/config.yaml names code that runs: --model.build evil.py:code"
-        in capsys.readouterr().err
-    )
-
-
-def test_the_key_of_the_marks_is_secret_and_stays(own, key):
-    assert stat.S_IMODE(key.stat().st_mode) == 0o600
-    content = key.read_bytes()
-    assert len(content) == 32
-    mark_as_own(own)
-    assert list(key.parent.iterdir()) == [key]
-    assert key.read_bytes() == content
-
-
-def test_a_mark_of_an_image_whose_author_chose_its_inodes_and_times_is_none(own, key):
-    status = own.lstat()
-    mark_of(own).write_text(f"{status.st_ino} {status.st_ctime_ns}\n")
-    assert not is_own(own)
-    key.unlink()
-    mark_as_own(own)
-    assert is_own(own)
-    by_own_key = mark_of(own).read_bytes()
-    key.unlink()
-    assert not is_own(own)
-    assert not key.exists(), "a reader makes no key"
-    (own.parent / "other.yaml").write_text("")
-    mark_as_own(own.parent / "other.yaml")
-    assert mark_of(own).read_bytes() == by_own_key
-    assert not is_own(own), "another user's key"
-
-
-def no_home(monkeypatch, key):
-    def home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", home)
-
-
-def no_permission(monkeypatch, key):
-    def chmod(*arguments, **named):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "chmod", chmod)
-
-
-WITHOUT_KEY = {
-    "no home": no_home,
-    "no chmod": no_permission,
-    "a home that is a file": lambda monkeypatch, key: monkeypatch.setenv("HOME", __file__),
-    "a key that others read": lambda monkeypatch, key: key.chmod(0o644),
-    "a short key": lambda monkeypatch, key: key.write_bytes(b"1"),
-    "a long key": lambda monkeypatch, key: key.write_bytes(b"1" * 10**6),
-    "a key that is a pipe": lambda monkeypatch, key: key.unlink() or os.mkfifo(key, 0o600),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT_KEY)
-def test_without_a_key_there_is_no_mark_and_no_error(name, own, key, monkeypatch):
-    WITHOUT_KEY[name](monkeypatch, key)
-    mark_of(own).unlink()
-    mark_as_own(own)
-    assert not is_own(own)
-    with pytest.raises(ConfigError, match="names code"):
-        TRAIN.load([f"--config={own}"])
-
-
-def archive(folder, own):
-    """How a stranger shares a run; who unpacks it owns the files."""
-    with tarfile.open(folder / "run.tar", "w") as file:
-        file.add(own.parent, "run")
-    shutil.rmtree(own.parent)
-    with tarfile.open(folder / "run.tar") as file:
-        file.extractall(folder, filter="fully_trusted")
-
-
-def copy(folder, own):
-    own.parent.rename("other")
-    shutil.copytree("other", own.parent)
-
-
-def edit(folder, own):
-    before = own.stat()
-    own.write_text(own.read_text().replace("evil", "worse"))
-    os.utime(own, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-
-def replace(folder, own):
-    (folder / "new").write_text("model: {build: os:system}")
-    (folder / "new").replace(own)
-
-
-def link(folder, own):
-    own.rename("elsewhere")
-    own.symlink_to("../elsewhere")
-
-
-def mark_of(own):
-    return own.with_name(".config.yaml.own")
-
-
-def move(folder, own):
-    own.parent.rename("moved")
-    own.parent.symlink_to("moved")
-
-
-CHANGES = {
-    "archive": archive,
-    "moved": move,
-    "copy": copy,
-    "edit": edit,
-    "replace": replace,
-    "link": link,
-    "writable by others": lambda folder, own: own.chmod(0o666),
-    "no mark": lambda folder, own: mark_of(own).unlink(),
-    "a mark that others may write": lambda folder, own: mark_of(own).chmod(0o666),
-    "a long mark": lambda folder, own: mark_of(own).write_bytes(b"1" * 10**6),
-    "a mark that is a folder": lambda folder, own: mark_of(own).unlink() or mark_of(own).mkdir(),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_file_of_anyone_else_has_none(name, folder, own):
-    assert is_own(own)
-    CHANGES[name](folder, own)
-    assert not is_own(own)
-    with pytest.raises(ConfigError, match="names code"):
-        TRAIN.load([f"--config={own}"])
-
-
-def test_a_file_of_another_user_has_no_consent(own, monkeypatch):
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert not is_own(own)
 
 
 @settings(

@@ -254,7 +254,7 @@ def test_a_run_records_its_loss_so_that_its_file_and_flags_resume_it(tmp_path, c
     ) as trainer:
         assert trainer.run_to_end()
     assert "test_loss_arguments:Error(scale=0.5, power=2)" in capsys.readouterr().out
-    again = ["--config", f"{tmp_path}/run/config.yaml"]
+    again = ["--config", f"{tmp_path}/run/config.yaml", "--allow-code"]
     assert main([*again, "--train.steps=2"]) == 0
     assert "train.loss_arguments" not in capsys.readouterr().out
     assert main([*again, "--train.steps=3", "--train.loss-arguments.scale=1e-1"]) == 0

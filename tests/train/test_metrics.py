@@ -4,8 +4,6 @@ import importlib.util
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 import typing
 from dataclasses import replace
@@ -76,17 +74,7 @@ def wandb_values(run):
     return losses
 
 
-def aim_values(run):
-    index = [Path(sys.executable).with_name("aim"), "storage", "--repo", str(run.parent), "reindex"]
-    subprocess.run(index, input="y\n", text=True, check=True, capture_output=True)
-    (found,) = importlib.import_module("aim").Repo(str(run.parent)).iter_runs()
-    assert found["config"]["train"]["steps"] == 5
-    (loss,) = (metric for metric in found.metrics() if metric.name == "loss")
-    steps, (values, *_) = loss.data.numpy()
-    return dict(zip(steps.tolist(), values.tolist(), strict=True))
-
-
-READERS = {"tensorboard": tensorboard_values, "wandb": wandb_values, "aim": aim_values}
+READERS = {"tensorboard": tensorboard_values, "wandb": wandb_values}
 
 
 def test_the_setting_names_every_tracker():
@@ -236,15 +224,15 @@ def test_files_that_a_crash_left_half_written_are_read_as_far_as_they_go(tmp_pat
     (tmp_path / "trackers.json").write_bytes(b'{"wandb": "a')
     trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
-    assert tracker_id(tmp_path, "aim", "new") == "new"
+    assert tracker_id(tmp_path, "wandb", "new") == "new"
 
 
 def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, capsys):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "aim" else find(name)
+        importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name)
     )
-    assert_refused(main, [*command, "--metrics.trackers", "aim"], "jaxtp[aim]", capsys)
+    assert_refused(main, [*command, "--metrics.trackers", "wandb"], "jaxtp[wandb]", capsys)
 
 
 def test_timing_divides_the_time_into_steps_waits_and_losses():

@@ -219,7 +219,9 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     assert "xla attention" in out, "it is described as a decoder is"
     assert f"jaxtp generate --model {run} --build {FILE}:build --prompt" in out
     again = [f"--config={run}/config.yaml", "--mesh.tp=1", "--mesh.cp=2", "--train.steps=3"]
-    assert main([*again, "--train.callbacks", f"{FILE}:sample"]) == 0
+    assert main([*again, "--train.callbacks", f"{FILE}:sample"]) == 2
+    assert "if you trust it, add --allow-code" in capsys.readouterr().err
+    assert main([*again, "--allow-code", "--train.callbacks", f"{FILE}:sample"]) == 0
     assert_same_records(run, whole, "loss", "grad_norm", "param_norm", "second", rtol=1e-5)
 
     before = contents(run)

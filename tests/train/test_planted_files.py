@@ -32,7 +32,6 @@ ABSENT = {
     "run": [
         ".lock",
         "metrics.jsonl",
-        ".config.yaml.own",
         "checkpoints/1",
         "corruption",
         "non_finite.new",
