@@ -11,7 +11,7 @@ import resource
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -58,7 +58,7 @@ SKIP_BYTES = 2**20
 _PEEKED_ROWS = 100  # `first_row` returns an object among these rows
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
 _PDF = b"%PDF-"  # The start of the only common files that are no text and may have no such byte
-_LIST = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")  # The start of a list of objects
+_LIST = re.compile(rb"\s*\[\s*\{")  # The start of a list of objects
 MAX_LIST = 2**30
 """Maximum bytes of the file of a JSON list, which is parsed as a whole and takes several times its
 size in memory. ShareGPT's list, of 0.7 GB, is read."""
@@ -244,30 +244,22 @@ def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
 def _read_json(source: Source, start: int, _: Fields) -> Iterator[Item]:
     """Reads lines, or the rows of a list of objects."""
     with open_stream(Path(source.path), source.max_window) as (content, file):
-        if _LIST.match(content.peek(1)):
-            rows = _rows_of_list(source, content)
-            for number, row in enumerate(rows[start:], start + 1):
-                yield number, source.size * number // len(rows), row
-            return
+        if content.peek(3).startswith(codecs.BOM_UTF8):
+            content.read(3)
         # A command that resumes within a file may have skipped a line before, with another
         # --on-error.
         skips = source.skips or start > 0
-        for number, line in enumerate(_lines(content, source.max_document, skips), 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
+        rows: Iterable[object] = _lines(content, source.max_document, skips)
+        if _LIST.match(content.peek(1)):
+            if source.size > MAX_LIST:
+                raise BadInputError(
+                    TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {_to_json_lines('.[]')}"
+                )
+            with _limited_memory(source.max_memory):
+                rows = cast(Iterable[object], _decode(content.read(), partial(_unique, None)))
+        for number, row in enumerate(rows, 1):
             if number > start:
-                yield number, file.tell(), line
-
-
-def _rows_of_list(source: Source, content: BufferedReader) -> list[object]:
-    if source.size > MAX_LIST:
-        raise BadInputError(
-            TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {_to_json_lines('.[]')}"
-        )
-    with _limited_memory(source.max_memory):
-        rows = _decode(content.read(), partial(_unique, None))
-    assert isinstance(rows, list)
-    return rows
+                yield number, file.tell(), row
 
 
 def _read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Item]:
