@@ -58,7 +58,7 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
     if not config.preference:
         return config
     rows = (readers.first_row(source, config.fields) for source in sources)
-    row = next(filter(None, rows), {})
+    row: readers.Row = next(filter(None, rows), {})
     has_messages = any(
         isinstance(row.get(name), list | dict) for name in config.fields.names_in(row)
     )
