@@ -86,8 +86,8 @@ class PrepareConfig:
     stays text."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Format of all input files. By default the suffix decides; files with other suffixes are text.
-    jsonl also reads lists of objects."""
+    """Format of all input files. By default the suffix decides; files with other suffixes are
+    text."""
 
     field: str = TEXT_FIELD
     """Field of a JSONL or Parquet row that holds the document."""
@@ -101,8 +101,8 @@ class PrepareConfig:
     completion."""
 
     messages: Annotated[str | None, Argument("FIELD")] = None
-    """Field of a row that holds a conversation, or instruction for Alpaca's rows; by default it is
-    detected, unless rows have a field text. A conversation is a list of messages with role and
+    """Field of a row that holds a conversation, such as messages, or conversations for ShareGPT's
+    rows; or instruction for Alpaca's rows. A conversation is a list of messages with role and
     content, or from and value (ShareGPT). In Alpaca's rows, instruction and input are the question,
     and output is the answer. Each answer of the assistant becomes a document; its prompt is
     everything before it, as the chat template writes it. Only answers have a loss, and the
@@ -258,6 +258,8 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
             "--field is for documents without a prompt; give either --field, or --prompt-field and "
             "--completion-field"
         )
+    if config.template is not None and config.messages is None and not config.preference:
+        yield "--template is for conversations; give --messages FIELD too"
     if config.messages is not None and config.bos != "auto":
         yield "--bos is for documents; the chat template determines how a conversation starts"
     if config.messages is None or config.preference:

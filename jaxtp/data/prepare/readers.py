@@ -11,13 +11,14 @@ import resource
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
+from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.chat_template import ChatError
@@ -28,11 +29,9 @@ if TYPE_CHECKING:
 
 TEXT = "text"
 JSONL = "jsonl"
-ARRAY = "array"
 PARQUET = "parquet"
 DATASETS = "datasets"
-"""Formats; `ARRAY` is a JSON file with a list of objects."""
-BINARY = "binary"  # The format of files in folders that are left out
+"""Formats; `JSONL` is also a list of objects."""
 GZIP = ".gz"
 ZSTD = ".zst"
 
@@ -56,11 +55,13 @@ END = -1  # The `item` of an event that ends its source
 T = TypeVar("T")
 
 SKIP_BYTES = 2**20
-_PEEKED_LINES = 100  # The first object must be in these lines for its keys to be read
+_PEEKED_ROWS = 100  # `first_row` returns an object among these rows
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
+_PDF = b"%PDF-"  # The start of the only common files that are no text and may have no such byte
+_LIST = re.compile(rb"\s*\[\s*\{")  # The start of a list of objects
 MAX_LIST = 2**30
-"""Maximum bytes of a JSON list, which is parsed as a whole and takes several times its size in
-memory. ShareGPT's list, of 0.7 GB, is read."""
+"""Maximum bytes of the file of a JSON list, which is parsed as a whole and takes several times its
+size in memory. ShareGPT's list, of 0.7 GB, is read."""
 MAX_VALUES = 2**22  # Maximum number of values of a row; each takes some 100 bytes of memory
 _DECODING = 2**30
 _EXPANSION = 64
@@ -71,6 +72,11 @@ take gigabytes of memory."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged gzip streams; `open_stream` converts zstd's to EOFError."""
+_KNOWN_BY = {
+    "--preference": {"chosen", "rejected"},
+    "--messages instruction": {"instruction", "output"},
+}
+"""Fields of rows that these flags read."""
 ZSTD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 _PARQUET_ROWS = 32  # Rows in memory at a time
 
@@ -124,7 +130,7 @@ Row = Mapping[str, object]
 _Hook = Callable[[Sequence[tuple[str, object]]], Row]
 Item = tuple[int, int, object]
 """An item's number from 1, the bytes of the source that are read so far, and the item: a text, a
-line of JSON (bytes), a row, or a problem."""
+line of JSON (bytes), or a row."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,9 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
             try:
                 yield Event(_turns(source, item, fields), number, bytes_read)
             except BadInputError as error:
-                problem = error.at(f"{source.path}, {unit} {number}")
+                # A row of a list has no line.
+                place = unit if isinstance(item, bytes) else "row"
+                problem = error.at(f"{source.path}, {place} {number}")
                 yield Event((), number, bytes_read, problem)
         if not number:
             raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
@@ -194,53 +202,33 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
         yield Event((), END, source.size, _to_bad_input(source, error).at(f"{source.path}{after}"))
 
 
-def first_keys(source: Source) -> list[str]:
-    """Returns the columns, or the first JSON object's keys; empty if unreadable."""
-    if source.table is not None:
-        return list(source.table.column_names)
-    if source.format == PARQUET:
-        import pyarrow
-        from pyarrow import parquet
-
-        with suppress(pyarrow.lib.ArrowException, OSError, ValueError):
-            return list(parquet.read_schema(source.path).names)
-        return []
-    return list(first_row(source, None))
-
-
-def first_row(source: Source, fields: Fields | None) -> Row:
+def first_row(source: Source, fields: Fields) -> Row:
     """Returns the first JSON object, or the `fields` of a table's first row; empty if
     unreadable."""
     with suppress(*DECOMPRESSION_ERRORS, BadInputError, ImportError, OSError):
         for _, _, item in itertools.islice(
-            _READERS[source.format](source, 0, fields), _PEEKED_LINES
+            _READERS[source.format](source, 0, fields), _PEEKED_ROWS
         ):
             with suppress(BadInputError):
                 return _row(source, item, fields)
     return {}
 
 
-def starts_with_object(source: Source) -> bool:
-    """Returns whether the first line that is not blank is a JSON object, or too long to tell."""
-    with suppress(*DECOMPRESSION_ERRORS, OSError, ImportError, BadInputError):
-        for _, _, line in itertools.islice(_read_lines(source, 0, None), _PEEKED_LINES):
-            assert isinstance(line, bytes)
-            if len(line) > source.max_document and line.lstrip().startswith(b"{"):
-                return True
-            if line.strip():
-                return isinstance(_parse(line, None), dict)
-    return False
-
-
-def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
+def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
     if start:
         return
-    if fields is not None and (fields.prompt is not None or fields.turns is not None):
+    if fields.prompt is not None or fields.turns is not None:
         raise BadInputError(NO_FIELD, "text has no fields; rows are read from JSONL and Parquet")
     with open_stream(Path(source.path), source.max_window) as (stream, _):
         content = stream.read(_BINARY_PREFIX)
-        if source.in_folder and b"\0" in content:
-            raise _not_text()
+        if b"\0" in content or content.startswith(_PDF):
+            raise BadInputError(
+                BINARY_FILE,
+                "not UTF-8 text. Convert UTF-16 with iconv -f UTF-16 -t UTF-8 FILE > NEW, and "
+                "other files to text or JSON Lines; names of gzip, zstd and Parquet files end with "
+                ".gz, .zst and .parquet",
+                is_harmless=source.in_folder,
+            )
         content += stream.read(max(0, source.max_document + 1 - len(content)))
     if len(content) > source.max_document:
         raise too_large(source.max_document)
@@ -253,52 +241,28 @@ def _read_text(source: Source, start: int, fields: Fields | None) -> Iterator[It
         yield 1, source.size, text
 
 
-def _read_lines(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
-    # A command that resumes within a file may have skipped a line before, with another --on-error.
-    skips = source.skips or start > 0
+def _read_json(source: Source, start: int, _: Fields) -> Iterator[Item]:
+    """Reads lines, or the rows of a list of objects."""
     with open_stream(Path(source.path), source.max_window) as (content, file):
-        for number, line in enumerate(_lines(content, source.max_document, skips), 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
+        if content.peek(3).startswith(codecs.BOM_UTF8):
+            content.read(3)
+        # A command that resumes within a file may have skipped a line before, with another
+        # --on-error.
+        skips = source.skips or start > 0
+        rows: Iterable[object] = _lines(content, source.max_document, skips)
+        if _LIST.match(content.peek(1)):
+            if source.size > MAX_LIST:
+                raise BadInputError(
+                    TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {_to_json_lines('.[]')}"
+                )
+            with _limited_memory(source.max_memory):
+                rows = cast(Iterable[object], _decode(content.read(), partial(_unique, None)))
+        for number, row in enumerate(rows, 1):
             if number > start:
-                yield number, file.tell(), line
+                yield number, file.tell(), row
 
 
-def _read_binary(source: Source, start: int, _: Fields | None) -> Iterator[Item]:
-    """Refuses a file in a folder that is not text, according to its name or its first bytes."""
-    raise _not_text()
-
-
-def _not_text() -> BadInputError:
-    return BadInputError(BINARY_FILE, "not text", is_harmless=True)
-
-
-def _read_array(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
-    rows = _list_in(source)
-    for number, row in enumerate(rows[start:], start + 1):
-        yield number, source.size * number // len(rows), row
-    _list_in.cache_clear()
-
-
-# A command reads the first rows of a list several times.
-@lru_cache(maxsize=1)
-def _list_in(source: Source) -> list[object]:
-    with (
-        _limited_memory(source.max_memory),
-        open_stream(Path(source.path), source.max_window) as (stream, _),
-    ):
-        chunks = iter(partial(stream.read, SKIP_BYTES), b"")
-        content = b"".join(itertools.islice(chunks, MAX_LIST // SKIP_BYTES + 1))
-        if len(content) > MAX_LIST:
-            raise BadInputError(
-                TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {to_json_lines('.[]')}"
-            )
-        rows = _decode(content, partial(_unique, None))
-    assert isinstance(rows, list)
-    return rows
-
-
-def _read_parquet(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
+def _read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Item]:
     """Reads rows from the row group of `start` on.
 
     This row group is read from its first row, so a resumed read meets a damaged page at the same
@@ -390,7 +354,7 @@ def _is_text(kind: "pyarrow.DataType") -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
-def _read_table(source: Source, start: int, fields: Fields | None) -> Iterator[Item]:
+def _read_table(source: Source, start: int, fields: Fields) -> Iterator[Item]:
     table = source.table
     assert table is not None
     rows = table.select_columns(_columns(table.data.schema, fields)).with_format(None)
@@ -398,23 +362,20 @@ def _read_table(source: Source, start: int, fields: Fields | None) -> Iterator[I
         yield row, source.size * row // len(rows), values
 
 
-_READERS: dict[str, Callable[[Source, int, Fields | None], Iterator[Item]]] = {
+_READERS: dict[str, Callable[[Source, int, Fields], Iterator[Item]]] = {
     TEXT: _read_text,
-    JSONL: _read_lines,
-    ARRAY: _read_array,
+    JSONL: _read_json,
     PARQUET: _read_parquet,
     DATASETS: _read_table,
-    BINARY: _read_binary,
 }
 """A reader for each format; it takes a source, the number of items to skip, and a table's columns
 to read."""
 
 
-def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
+def _columns(schema: "pyarrow.Schema", fields: Fields) -> list[str]:
     """Returns the columns to read; refuses a column of texts that has another type."""
     from pyarrow import types
 
-    assert fields is not None
     _require_fields(dict.fromkeys(schema.names), fields)
     if fields.turns is None and not fields.required:
         for name in fields.names:
@@ -427,7 +388,7 @@ def _columns(schema: "pyarrow.Schema", fields: Fields | None) -> list[str]:
     return fields.names_in(schema.names)
 
 
-def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
+def _lines(content: BufferedReader, limit: int, skips: bool) -> Iterator[bytes]:
     """Yields lines, which are cut after the limit.
 
     Raises after a cut line, because its end may be far away, unless `skips`.
@@ -442,7 +403,7 @@ def _lines(content: BinaryIO, limit: int, skips: bool) -> Iterator[bytes]:
 
 
 @contextmanager
-def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_stream(path: Path, max_window: int) -> Iterator[tuple[BufferedReader, BufferedReader]]:
     """Yields the content of a file, unpacked if its suffix says so, and the file.
 
     zstd may use `max_window` bytes of memory.
@@ -451,7 +412,7 @@ def open_stream(path: Path, max_window: int) -> Iterator[tuple[BinaryIO, BinaryI
     with path.open("rb") as file:
         if suffix == GZIP:
             with gzip.GzipFile(fileobj=file) as unpacked:
-                yield cast(BinaryIO, unpacked), file
+                yield cast(BufferedReader, unpacked), file
         elif suffix == ZSTD and os.fstat(file.fileno()).st_size > 0:
             zstd = import_module(ZSTD_LIBRARY)
             log_of_window = max_window.bit_length() - 1
@@ -495,9 +456,7 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
     return (Turn(prompt, text_of(row, fields.text)),)
 
 
-def _row(source: Source, item: object, fields: Fields | None) -> Row:
-    if isinstance(item, BadInputError):
-        raise item
+def _row(source: Source, item: object, fields: Fields) -> Row:
     if isinstance(item, bytes):
         if len(item) > source.max_document and not item.endswith(b"\n"):
             raise too_large(source.max_document)
@@ -507,7 +466,7 @@ def _row(source: Source, item: object, fields: Fields | None) -> Row:
     return item
 
 
-def _parse(content: bytes, fields: Fields | None) -> object:
+def _parse(content: bytes, fields: Fields) -> object:
     if _has_many_values(content):
         raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
     return _decode(content, _hook(content, fields))
@@ -522,14 +481,12 @@ def _decode(content: bytes, hook: _Hook | None) -> object:
         raise _not_json(error) from None
 
 
-def _hook(content: bytes, fields: Fields | None) -> _Hook | None:
+def _hook(content: bytes, fields: Fields) -> _Hook | None:
     """Returns what refuses a key that occurs twice in an object; Python keeps the last value.
 
     None for a row of texts that cannot repeat a column, because a hook takes longer than to parse a
     short row.
     """
-    if fields is None:
-        return None
     if fields.turns is not None:
         return partial(_unique, None)
     repeats = any(content.count(f'"{name}"'.encode()) > 1 for name in fields.names)
@@ -555,6 +512,8 @@ def _not_json(error: Exception) -> BadInputError:
         problem = "nested too deeply"
     elif isinstance(error, json.JSONDecodeError):
         problem = f"{error.msg} at character {error.pos + 1:,}"
+        if error.doc.strip() == "{":
+            problem += f"; {_to_json_lines('.')}"
     return BadInputError(NOT_JSON, f"not JSON: {problem}")
 
 
@@ -620,15 +579,16 @@ def _require_fields(row: Row, fields: Fields) -> None:
         return
     hint = f"fields: {', '.join(map(repr, row)) or 'none'}"
     for name in difflib.get_close_matches(missing, row, n=1):
-        hint = f"did you mean {name!r}?"
+        hint = f"did you mean {name!r}? {hint}"
     other = ""
-    if missing == "text":
+    if fields.only_texts:
+        conversation = "prepare it with jaxtp prepare --messages NAME, then --data"
+        other = f". Name it with --field NAME; if it is a conversation, {conversation}"
+    elif not fields.required and (fields.prompt is None or fields.turns):
         other = ". Name it with --field NAME, or a conversation with --messages NAME"
-        if fields.only_texts:
-            conversation = "prepare it with jaxtp prepare --messages NAME, then --data"
-            other = f". Name it with --field NAME; if it is a conversation, {conversation}"
-        elif {"chosen", "rejected"} <= row.keys():
-            other += "; --preference reads pairs of answers"
+        for flags, names in _KNOWN_BY.items():
+            if names <= row.keys():
+                other += f"; {flags} reads such rows"
     raise BadInputError(NO_FIELD, f"no field {missing!r}; {hint}{other}{_nested_hint(row)}")
 
 
@@ -637,16 +597,12 @@ def _nested_hint(row: Row) -> str:
         if isinstance(value, list) and value and isinstance(value[0], dict):
             if value[0].keys() & {"role", "from", "content", "value"}:
                 return f"; {name!r} seems to be a conversation"
-            return f"; if {name!r} is the list of rows, {of_nested_rows(name)}"
+            selection = f".[{json.dumps(name)}][]"
+            return f"; if {name!r} is the list of rows, {_to_json_lines(selection)}"
     return ""
 
 
-def of_nested_rows(name: str) -> str:
-    """Returns advice on a JSON object that holds its rows in a list."""
-    return to_json_lines(f".[{json.dumps(name)}][]")
-
-
-def to_json_lines(selection: str) -> str:
+def _to_json_lines(selection: str) -> str:
     """Returns advice on a JSON file whose rows jq selects."""
     return f"jq -c '{selection}' FILE.json > NEW.jsonl makes JSON Lines of it"
 

@@ -30,7 +30,7 @@ from jaxtp.data.prepare.session import (
     drop_unknown,
     truncate_file,
 )
-from jaxtp.data.prepare.sources import find_sources, syntax_counts, with_layout
+from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 
@@ -288,9 +288,6 @@ class _Preparation:
             yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
-        counts = syntax_counts(self._job.sources)
-        if self._config.format == "auto" and counts:
-            yield f"{'as text':<12}{_listed(counts)}: each file is one document, with its syntax"
 
 
 def _counted(count: int, noun: str) -> str:

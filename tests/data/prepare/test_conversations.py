@@ -201,14 +201,16 @@ def test_files_without_messages_are_refused():
     assert_errors(MISTAKES["files"], error_of)
 
 
-def test_keys_that_occur_twice_and_deep_nesting_have_no_layout():
+def test_keys_that_occur_twice_and_deep_nesting_are_refused():
     twice = '{"role": "user", "content": "a", "content": "b"}'
     for messages, error in {
         twice: 'the key "content" occurs twice',
         "[" * 20_000: "not JSON: nested too deeply",
     }.items():
         write("b.jsonl", '{"messages": [' + messages + "]}")
-        assert f"line 1: {error}" in refusal("b.jsonl --tokenizer t --overwrite")
+        assert f"line 1: {error}" in refusal(
+            "b.jsonl --messages messages --tokenizer t --overwrite"
+        )
 
 
 def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
@@ -275,13 +277,6 @@ SHAREGPT = [sharegpt(number, row) for number, row in enumerate(ROWS)]
 def test_sharegpt_is_read_as_messages_are(name):
     expected = messages_of("a.jsonl")
     write(name, SHAREGPT)
-    layout = (
-        "layout      ShareGPT, a conversation in each row's 'conversations'; not read: \"id\"\n"
-    )
-    assert layout in output(f"{name} --tokenizer t --overwrite")
-    assert "is finished; there is nothing to do" in output(f"{name} --tokenizer t")
-    assert prompts_and_answers(made(name)) == expected
-    assert "layout" not in output(f"{name} --tokenizer t --messages conversations --overwrite")
     assert prompts_and_answers(made(f"{name} --messages conversations")) == expected
 
 
@@ -306,52 +301,34 @@ def test_alpaca_is_read_as_a_question_and_its_answer(name):
         f"{user}q{then}|a<|stop|>\n",
         f"{user}q{then}a<|stop|>\n<|turn|>user\nTry.{then}|so<|stop|>\n",
     ]
-    for flags in ("", "--messages instruction"):
-        out = output(f"{name} --tokenizer t --held-out 0 --overwrite {flags}")
-        assert ("layout      Alpaca, a conversation of each row's 'instruction', 'inp" in out) == (
-            not flags
-        )
-        assert "left out    1 x empty document" in out
-        pairs = prompts_and_answers(open_dataset(Path("d")))
-        assert [spelled(prompt) + "|" + spelled(answer) for prompt, answer in pairs] == expected
+    out = output(f"{name} --messages instruction --tokenizer t --held-out 0")
+    assert "left out    1 x empty document" in out
+    pairs = prompts_and_answers(open_dataset(Path("d")))
+    assert [spelled(prompt) + "|" + spelled(answer) for prompt, answer in pairs] == expected
 
 
 @pytest.mark.wide
-def test_lists_folders_and_tables_of_the_library_datasets_have_a_layout():
+def test_conversations_are_read_from_lists_folders_and_tables_of_the_library_datasets():
     import datasets
 
     expected = messages_of("a.jsonl")
     write("in/s.json", json.dumps(SHAREGPT, indent=2))
     datasets.Dataset.from_list(SHAREGPT).save_to_disk("table")
-    for line in ("in/s.json", "in --messages conversations", "hf:table"):
-        assert prompts_and_answers(made(line)) == expected, line
+    for name in ("in/s.json", "in", "hf:table"):
+        assert prompts_and_answers(made(f"{name} --messages conversations")) == expected, name
 
 
 def test_a_command_reads_one_layout():
     write("s.jsonl", SHAREGPT)
     write("a.jsonl", [{"instruction": "Say.", "output": "so"}])
-    for flags in ("", "--messages conversations"):
-        error = refusal(f"s.jsonl a.jsonl --tokenizer t {flags} --overwrite")
-        assert "a.jsonl, line 1: no field 'conversations'; fields: 'instruction', 'output'" in error
-
-
-@pytest.mark.parametrize("field", ["messages", "conversations"])
-def test_a_layout_is_known_by_its_first_object(field):
-    write("s.jsonl", "\n[]\nnot JSON\n" + json.dumps({field: ROWS[0]["messages"]}))
-    write("s.txt", "text")
-    assert made("s.txt s.jsonl --on-error skip").splits["train"].num_documents == 2
-
-
-def test_rows_that_have_a_text_are_texts():
-    write("s.jsonl", [{"text": "abc", "instruction": "a", "output": "b", "messages": []}])
-    assert "layout" not in output("s.jsonl --tokenizer t")
-    assert not made("s.jsonl").splits["train"].has_prompts
+    error = refusal("s.jsonl a.jsonl --messages conversations --tokenizer t")
+    assert "a.jsonl, line 1: no field 'conversations'; fields: 'instruction', 'output'" in error
 
 
 def test_layouts_that_cannot_be_read_are_refused():
     def error_of(row):
         write("s.jsonl", [row["row"]])
-        return refusal(f"s.jsonl {row['flags']} --overwrite")
+        return refusal(f"s.jsonl {row['flags']} --tokenizer t --overwrite")
 
     assert_errors(MISTAKES["layouts"], error_of)
 

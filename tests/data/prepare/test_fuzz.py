@@ -5,6 +5,7 @@ go unnoticed.
 import random
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -16,15 +17,14 @@ from tables import raised_by
 
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import Fields, PrepareError, Source, read_source
+from jaxtp.data.prepare.readers import Fields, PrepareError, read_source
 from jaxtp.data.prepare.run import prepare
-from jaxtp.data.prepare.sources import format_of
+from jaxtp.data.prepare.sources import find_sources
 from jaxtp.data.store import DatasetError, open_dataset, verify
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.data.tokenizer_files import TokenizerError
 
 TEXTS = texts(40, seed=9)
-LIMITS = (PrepareConfig().max_document_bytes, PrepareConfig().max_window_bytes)
 WIDE = pytest.mark.wide
 
 
@@ -81,9 +81,8 @@ def test_damaged_inputs_give_documents_or_problems(index, rounds, whole):
     outcomes = set()
     for number in range(rounds):
         path.write_bytes(mutated(content, numbers))
-        source = Source(
-            str(path), path.stat().st_size, 0, format_of(path), *LIMITS, in_folder=bool(number % 2)
-        )
+        (source,) = find_sources(PrepareConfig(inputs=(str(path),)))
+        source = replace(source, in_folder=bool(number % 2))
         events = read_source(source, number % 5, Fields("text"))
         outcomes.update(event.problem is None for event in events)
         if number % whole == whole - 1:

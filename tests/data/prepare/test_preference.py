@@ -1,5 +1,6 @@
 """`jaxtp prepare --preference`: pairs of answers to one prompt."""
 
+import json
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -92,8 +93,6 @@ def test_texts_have_a_prompt_or_share_their_beginning():
     assert "train       6 pairs, " in out
     write("b.parquet", [{"question": row["prompt"], **row, "prompt": "x"} for row in rows[:3]])
     assert in_bytes(pairs_of("b.parquet --prompt-field question")) == expected[:6]
-    out = output("b.parquet --preference --prompt-field question --overwrite")
-    assert "pairs of texts, 'chosen' and 'rejected'; not read: \"prompt\"\n" in out
 
 
 def test_texts_are_tokenized_like_prompts_and_completions():
@@ -188,6 +187,16 @@ def test_rows_that_are_no_pairs_are_refused_or_skipped(kind, like):
     write("a.jsonl", [like, *rows])
     assert len(pairs_of("a.jsonl --tokenizer t --on-error skip")) == 2
     assert sum(read_manifest(Path("d")).skipped.values()) == len(rows)
+
+
+def test_pairs_are_messages_if_the_first_row_has_them():
+    write_chat_tokenizer()
+    write("s.txt", "text")
+    write("s.jsonl", "\n[]\nnot JSON\n" + json.dumps(MESSAGES))
+    command = "s.txt s.jsonl --preference --on-error skip --held-out 0"
+    out = output(f"{command} --tokenizer t")
+    assert "layout      pairs of conversations, 'chosen' and 'rejected'\n" in out
+    assert len(prompts_and_answers(open_dataset(Path("d")))) == 2
 
 
 SAID = st.sampled_from([None, 3, "", "a", "a b", [], {}, ["a"]])
