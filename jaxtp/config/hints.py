@@ -117,6 +117,11 @@ INSTEAD = {
     ),
     "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
+    "cache": (
+        "tasks",
+        "answers are not stored; name one task by {} in each command, and an interruption loses "
+        "only that",
+    ),
     "speculate": (
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "
