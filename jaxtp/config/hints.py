@@ -122,6 +122,7 @@ INSTEAD = {
         "answers are not stored; name one task by {} in each command, and an interruption loses "
         "only that",
     ),
+    "verify": ("out", "the command that wrote {} compares the checksums when it runs again"),
     "speculate": (
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "

@@ -50,6 +50,7 @@ from jaxtp.data.scores import (
     read_record,
     scores_file,
 )
+from jaxtp.data.store import require_size, verify_sum
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.generate.decode_model import model_mesh
 from jaxtp.generate.loading import Status, print_status
@@ -89,7 +90,7 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
                 writer = _Writer(job, stack)
         first_rows: dict[str, int] | None = all_gather_json(writer and writer.finished)[0]
         if first_rows is None:
-            print_status(f"{job.out} has these scores already")
+            print_status(f"{job.out} has these scores already, with the same checksums")
             return
         progress = _Progress(job, sum(first_rows.values()))
         try:
@@ -225,7 +226,8 @@ def begin(job: Job) -> Record:
 class _Writer:
     """Writes scores to the folder of a job; see the module.
 
-    `finished` has the number of finished rows of each split; None if all scores are there.
+    `finished` has the number of finished rows of each split; None if all scores are there, and
+    their files are as `scores.json` says.
     """
 
     def __init__(self, job: Job, stack: ExitStack):
@@ -234,6 +236,11 @@ class _Writer:
         self._files: dict[str, IO[bytes]] = {}
         self.finished: dict[str, int] | None = None
         if self._record.sha256:
+            for name, checksum in self._record.sha256.items():
+                path = scores_file(job.out, name)
+                require_size(path, self._record.num_bytes(len(job.rows[name])))
+                for problem in verify_sum(path, checksum):
+                    raise DatasetError(f"{problem}; delete {job.out} to score again")
             return
         self.finished = {
             name: min(self._record.finished.get(name, 0), len(rows))
