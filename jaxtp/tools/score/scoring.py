@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.config.console import size_text
-from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
+from jaxtp.config.entry import InterruptError, NumericsError
 from jaxtp.config.files import (
     locked,
     open_directly,
@@ -53,7 +53,7 @@ from jaxtp.data.scores import (
 from jaxtp.data.store import require_size, verify_sum
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.generate.decode_model import model_mesh
-from jaxtp.generate.loading import Status, print_status
+from jaxtp.generate.loading import Status, pipeline, print_status
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs, top_log_probs
@@ -159,28 +159,17 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
 def _scores(
     program: Callable[[Batch], dict[str, Array]], mesh: Mesh, rows: Rows, size: int, first_row: int
 ) -> Iterator[tuple[int, Scores]]:
-    """Yields the first row of each batch, and its scores.
-
-    The devices compute the next batch meanwhile.
-    """
+    """Yields the first row of each batch, and its scores."""
     if first_row == len(rows):
         return
     batches = token_batches(grain.MapDataset.source(rows), size, once=True)
     batches.with_weights = True  # pads the last batch
-    pending: tuple[int, dict[str, Array]] | None = None
-    # Exiting during a computation may crash, so Ctrl-C and errors wait for the batch.
-    with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt, jax.set_mesh(mesh):
-        try:
-            for batch, after in on_mesh(batches, mesh, Position(0, first_row)):
-                previous = pending
-                pending = (after.sample - size, program(batch))
-                if previous is not None:
-                    yield jax.device_get(previous)
-                interrupt.check()
-            if pending is not None:
-                yield jax.device_get(pending)
-        finally:
-            jax.block_until_ready(pending)
+    with jax.set_mesh(mesh):
+        computations = (
+            (after.sample - size, program(batch))
+            for batch, after in on_mesh(batches, mesh, Position(0, first_row))
+        )
+        yield from map(jax.device_get, pipeline(computations, signal.SIGINT, signal.SIGTERM))
 
 
 def _check_finite(scores: Scores) -> None:
