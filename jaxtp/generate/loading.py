@@ -316,7 +316,7 @@ class Status:
 
 
 def pipeline(computations: Iterable[T], *signals: signal.Signals) -> Iterator[T]:
-    """Yields results, each when the devices compute the next one.
+    """Yields each result while the devices compute the next one.
 
     Args:
       computations: starts a computation in each iteration, and yields its arrays at once.
