@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -71,6 +71,7 @@ from jaxtp.models.config import ModelConfig, padded_sizes, validate_model, viola
 from jaxtp.models.decoder import Decoder
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 PROGRESS_SECONDS = 5.0
 
@@ -315,20 +316,21 @@ class Status:
             print_status(text)
 
 
-def pipeline(computations: Iterable[T], *signals: signal.Signals) -> Iterator[T]:
-    """Yields each result while the devices compute the next one.
+def pipeline(
+    batches: Iterable[T], program: Callable[[T], R], *signals: signal.Signals
+) -> Iterator[tuple[T, R]]:
+    """Yields each batch with its result, while the devices compute the next one.
 
-    Args:
-      computations: starts a computation in each iteration, and yields its arrays at once.
-      signals: end the iteration by an `InterruptError`.
+    After one of the signals it raises an `InterruptError`.
     """
-    pending: T | None = None
+    pending: tuple[T, R] | None = None
     # Exiting during a computation may crash, so signals and errors wait for its end.
     with Interrupt(*signals) as interrupt:
         try:
-            for computation in computations:
-                previous = pending
-                pending = computation
+            for batch in batches:
+                # Virtual CPU devices can deadlock with several programs in flight.
+                previous = jax.block_until_ready(pending)
+                pending = batch, program(batch)
                 if previous is not None:
                     yield previous
                 interrupt.check()

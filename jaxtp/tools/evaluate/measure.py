@@ -311,10 +311,8 @@ def measure(
     """
     measured = Measured()
     packed = rows(measured.windows(inputs, length, stride), length, scorer.sequence_parts)
-    computations = (
-        (batch, scorer(batch)) for batch in batches(packed, scorer.batch_size, scorer.parts)
-    )
-    for batch, scores in pipeline(computations, signal.SIGINT):
+    packed_batches = batches(packed, scorer.batch_size, scorer.parts)
+    for batch, scores in pipeline(packed_batches, scorer, signal.SIGINT):
         measured.add_scores(batch, scores)
         progress(measured)
     if not measured.whole().tokens:

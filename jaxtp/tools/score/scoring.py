@@ -95,9 +95,8 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
         progress = _Progress(job, sum(first_rows.values()))
         try:
             for name, rows in job.rows.items():
-                for first, scores in _scores(program, mesh, rows, size, first_rows[name]):
+                for count, scores in _scores(program, mesh, rows, size, first_rows[name]):
                     _check_finite(scores)
-                    count = min(size, len(rows) - first)
                     if writer is not None:
                         writer.write(name, count, scores)
                     progress.add(count)
@@ -159,17 +158,14 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
 def _scores(
     program: Callable[[Batch], dict[str, Array]], mesh: Mesh, rows: Rows, size: int, first_row: int
 ) -> Iterator[tuple[int, Scores]]:
-    """Yields the first row of each batch, and its scores."""
-    if first_row == len(rows):
-        return
+    """Yields the number of rows of each batch, without padding, and its scores."""
     batches = token_batches(grain.MapDataset.source(rows), size, once=True)
     batches.with_weights = True  # pads the last batch
+    on_devices = on_mesh(batches, mesh, Position(0, first_row))
+    signals = (signal.SIGINT, signal.SIGTERM)
     with jax.set_mesh(mesh):
-        computations = (
-            (after.sample - size, program(batch))
-            for batch, after in on_mesh(batches, mesh, Position(0, first_row))
-        )
-        yield from map(jax.device_get, pipeline(computations, signal.SIGINT, signal.SIGTERM))
+        for (_, after), scores in pipeline(on_devices, lambda pair: program(pair[0]), *signals):
+            yield size - max(after.sample - len(rows), 0), jax.device_get(scores)
 
 
 def _check_finite(scores: Scores) -> None:
