@@ -18,7 +18,6 @@ _MODULES = {
     "CausalSelfAttention": "jaxtp.layers.attention",
     "ColumnParallelLinear": "jaxtp.layers.linear",
     "Colwise": "jaxtp.plans.styles",
-    "Compute": "jaxtp.plans.styles",
     "ContextParallel": "jaxtp.plans.styles",
     "DP": "jaxtp.mesh",
     "DPO": "jaxtp.train.preference",
@@ -148,7 +147,6 @@ if TYPE_CHECKING:
     from jaxtp.plans.parallelize import parallelize as parallelize
     from jaxtp.plans.plan import PlanError as PlanError
     from jaxtp.plans.styles import Colwise as Colwise
-    from jaxtp.plans.styles import Compute as Compute
     from jaxtp.plans.styles import ContextParallel as ContextParallel
     from jaxtp.plans.styles import PrepareInput as PrepareInput
     from jaxtp.plans.styles import PrepareInputOutput as PrepareInputOutput

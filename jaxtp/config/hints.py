@@ -117,6 +117,12 @@ INSTEAD = {
     ),
     "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
+    "cache": (
+        "tasks",
+        "answers are not stored; name one task by {} in each command, and an interruption loses "
+        "only that",
+    ),
+    "verify": ("out", "the command that wrote {} compares the checksums when it runs again"),
     "speculate": (
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "

@@ -16,7 +16,6 @@ The folder may come from anyone: it names no paths of files, and all sizes are c
 are mapped.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -32,7 +31,7 @@ from jaxtp.data.documents import Documents
 from jaxtp.data.manifest import SPLITS, Count, DatasetError, parse
 from jaxtp.data.rows import Row, Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings
-from jaxtp.data.store import require_size, verify_sum
+from jaxtp.data.store import require_size
 
 LOG_PROBS = "log_probs"
 TOP_IDS = "top_ids"
@@ -174,13 +173,26 @@ class _Columns:
         if self._array is None:
             mapped = np.memmap(self._path, self._fields, mode="r", shape=self._shape)
             self._array = mapped.view(np.ndarray)
-        scores = self._array[index]
-        for problem in _problems(self._path, scores, self._vocab_size, "model.vocab_size="):
-            raise DatasetError(f"{problem}; jaxtp score --verify checks a folder")
-        return {
-            name: scores[name].astype(np.int32 if name == TOP_IDS else np.float32)
-            for name in self._fields.names or ()
-        }
+        columns: Row = {}
+        for name in self._fields.names or ():
+            numbers = self._array[index][name]
+            self._check(name, numbers)
+            columns[name] = numbers.astype(np.int32 if name == TOP_IDS else np.float32)
+        return columns
+
+    def _check(self, name: str, numbers: NDArray[np.generic]) -> None:
+        lowest = numbers.min()
+        highest = numbers.max()
+        if name == TOP_IDS:
+            if highest >= self._vocab_size:
+                raise DatasetError(
+                    f"{self._path}: id {highest} is beyond model.vocab_size={self._vocab_size}"
+                )
+        elif not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
+            raise DatasetError(
+                f"{self._path}: log-probabilities from {lowest} to {highest}; if its sha256 is "
+                f"not that in {SCORES}, the file is damaged"
+            )
 
 
 def scores_file(folder: Path, split: str) -> Path:
@@ -215,30 +227,3 @@ def read_record(folder: Path) -> Record | None:
         raise DatasetError(
             f"{folder / SCORES}: {problem}; score the data again, into another --out"
         ) from None
-
-
-def verify(scores: Scores) -> Iterator[str]:
-    """Reads all files; yields differences from `scores.json`, and numbers that are not scores."""
-    record = scores.record
-    for name, split in record.splits.items():
-        path = scores_file(scores.folder, name)
-        try:
-            require_size(path, record.num_bytes(split.num_rows))
-        except DatasetError as error:
-            yield str(error)
-            continue
-        problems = list(verify_sum(path, record.sha256[name]))
-        array = np.memmap(path, record.fields, mode="r")
-        yield from problems or _problems(path, array, record.vocab_size, "the vocabulary of ")
-
-
-def _problems(path: Path, scores: Numbers, vocab_size: int, setting: str) -> Iterator[str]:
-    # Yields why numbers are not ids or log-probabilities.
-    for name in scores.dtype.names or ():
-        lowest = scores[name].min()
-        highest = scores[name].max()
-        if name == TOP_IDS:
-            if highest >= vocab_size:
-                yield f"{path}: id {highest} is beyond {setting}{vocab_size}"
-        elif not (np.isfinite(lowest) and highest < _MAX_LOG_PROB):
-            yield f"{path}: log-probabilities from {lowest} to {highest}"

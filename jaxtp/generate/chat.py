@@ -2,9 +2,8 @@
 
 import signal
 import sys
-import termios
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 
 from jaxtp.config.entry import Interrupt, UserError, say, shown
 from jaxtp.config.reading import truncate
@@ -151,7 +150,7 @@ class Chat:
         interrupt = Interrupt(signal.SIGINT)
         check = lambda *_: interrupt.check()  # noqa: E731
         pieces = self._generator.stream([ids], self._settings, keep=True, progress=check)
-        with closing(pieces), interrupt, suppress(KeyboardInterrupt), _without_echo():  # type: ignore[type-var]  # a generator
+        with closing(pieces), interrupt, suppress(KeyboardInterrupt):  # type: ignore[type-var]  # a generator
             for piece in pieces:
                 text += piece.text
                 num_tokens += piece.token is not None
@@ -186,24 +185,3 @@ class Chat:
     def _note(self, text: str) -> None:
         if self._interactive:
             say(text)
-
-
-@contextmanager
-def _without_echo() -> Iterator[None]:
-    """Keeps text that is typed during an answer out of it; the next prompt reads and shows it."""
-    try:
-        descriptor = sys.stdin.fileno()
-        before = termios.tcgetattr(descriptor)
-    except (AttributeError, OSError, ValueError, termios.error):
-        # Standard input is closed, or no terminal.
-        yield
-        return
-    local_flags = 3
-    quiet = list(before)
-    quiet[local_flags] &= ~termios.ECHO
-    termios.tcsetattr(descriptor, termios.TCSANOW, quiet)
-    try:
-        yield
-    finally:
-        with suppress(termios.error):
-            termios.tcsetattr(descriptor, termios.TCSANOW, before)

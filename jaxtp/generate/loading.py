@@ -5,11 +5,12 @@ The configuration, tokenizer and chat template are read first, the weights later
 
 import math
 import os
+import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import jax
 from flax import nnx
@@ -17,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint
-from jaxtp.config.entry import UserError, say
+from jaxtp.config.entry import Interrupt, UserError, say
 from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import (
     Keys,
@@ -67,6 +68,9 @@ from jaxtp.layers.parameter import DType
 from jaxtp.mesh import TP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, padded_sizes, validate_model, violations
 from jaxtp.models.decoder import Decoder
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 PROGRESS_SECONDS = 5.0
 
@@ -304,6 +308,30 @@ class Status:
         if now - self._printed >= PROGRESS_SECONDS:
             self._printed = now
             print_status(text)
+
+
+def pipeline(
+    batches: Iterable[T], program: Callable[[T], R], *signals: signal.Signals
+) -> Iterator[tuple[T, R]]:
+    """Yields each batch with its result, while the devices compute the next one.
+
+    After one of the signals it raises an `InterruptError`.
+    """
+    pending: tuple[T, R] | None = None
+    # Exiting during a computation may crash, so signals and errors wait for its end.
+    with Interrupt(*signals) as interrupt:
+        try:
+            for batch in batches:
+                # Virtual CPU devices can deadlock with several programs in flight.
+                previous = jax.block_until_ready(pending)
+                pending = batch, program(batch)
+                if previous is not None:
+                    yield previous
+                interrupt.check()
+            if pending is not None:
+                yield pending
+        finally:
+            jax.block_until_ready(pending)
 
 
 def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSource:

@@ -6,9 +6,8 @@ plan on any other mesh.
 """
 
 import inspect
-import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -25,14 +24,13 @@ from jaxtp.config.python_object import signature_of
 from jaxtp.mesh import MeshError, Sizes, check_axes, mesh_sizes
 from jaxtp.plans.module_wrappers import (
     Model,
-    ModuleInfo,
     find_modules,
     original_class,
     set_class,
 )
-from jaxtp.plans.plan import Plan, PlanError, is_inside, matches
+from jaxtp.plans.plan import Plan, PlanError
 from jaxtp.plans.run_styles import role_of, swap_class
-from jaxtp.plans.styles import Compute, Style
+from jaxtp.plans.styles import Style
 from jaxtp.plans.validate_plan import parameter_specs, validate_plan
 
 Build = Callable[[], nnx.Module]
@@ -127,11 +125,7 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
 
 def _apply_plan(model: nnx.Module, plan: Plan, sizes: Sizes, fsdp: bool) -> None:
     by_dotted_path(nnx.to_flat_state(nnx.state(model)))  # refuses two variables with one path
-    modules = find_modules(model)
-    module_plans = validate_plan(modules, plan, sizes, fsdp=fsdp)
-    dtypes = list(_dtypes(modules, plan))  # raises before the model is changed
-    for module, dtype in dtypes:
-        module.dtype = dtype
+    module_plans = validate_plan(find_modules(model), plan, sizes, fsdp=fsdp)
     for module_plan in module_plans:
         if module_plan.role is not None:
             swap_class(module_plan.info.module, module_plan.role)
@@ -139,32 +133,6 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Sizes, fsdp: bool) -> None
         declared = parameter.get_metadata().get("out_sharding")
         if declared != spec:  # eager_sharding: `nnx.Optimizer` splits moments like their parameters
             parameter.set_metadata(**{DECLARED: declared}, out_sharding=spec, eager_sharding=True)
-
-
-def _dtypes(modules: Sequence[ModuleInfo], plan: Plan) -> Iterator[tuple[Any, np.dtype[Any]]]:
-    # Yields modules with the dtypes of `Compute` entries, in the order of the plan.
-    for pattern, entry in plan.items():
-        if not isinstance(entry, Compute):
-            continue
-        paths = itertools.chain.from_iterable(info.paths for info in modules)
-        outer = list(filter(partial(matches, pattern), paths))
-        layers: list[nnx.Module] = []
-        for info in modules:
-            is_within = any(itertools.starmap(is_inside, itertools.product(info.paths, outer)))
-            if is_within and hasattr(info.module, "dtype"):
-                layers.append(info.module)
-        if not layers:
-            raise PlanError(
-                f"{pattern!r}: no module that it matches has an attribute dtype, as Flax's "
-                "layers have"
-            )
-        try:
-            dtype = jnp.dtype(entry.dtype)
-        except TypeError:
-            raise PlanError(
-                f"{pattern!r}: {entry.dtype!r} is not a dtype, such as 'bfloat16'"
-            ) from None
-        yield from zip(layers, itertools.repeat(dtype))
 
 
 def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:

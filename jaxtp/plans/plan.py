@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from jaxtp.config.entry import UserError
-from jaxtp.plans.styles import Compute, Style
+from jaxtp.plans.styles import Style
 
-Plan = Mapping[str, Style | Compute]  # by pattern
+Plan = Mapping[str, Style]  # by pattern
 
 
 class PlanError(UserError):
@@ -72,19 +72,15 @@ def assign_styles(
     if not isinstance(plan, Mapping):
         raise PlanError(f"a plan is a dict from patterns to styles, not {plan!r}")
     paths = list(itertools.chain.from_iterable(modules))
-    styles: dict[str, Style] = {}
-    for pattern, entry in plan.items():
-        style = entry.style if isinstance(entry, Compute) else entry
+    for pattern, style in plan.items():
         if not isinstance(pattern, str):
             raise PlanError(
                 f"{pattern!r} is not a pattern; a pattern is a string such as 'blocks.*.mlp.up'"
             )
         if isinstance(style, type) and issubclass(style, Style):
             raise PlanError(f"{pattern!r}: {style.__name__} is a class; write {style.__name__}()")
-        if isinstance(style, Style):
-            styles[pattern] = style
-        elif style is not None or not isinstance(entry, Compute):
-            kinds = ", ".join(kind.__name__ for kind in (*Style.__args__, Compute))
+        if not isinstance(style, Style):
+            kinds = ", ".join(kind.__name__ for kind in Style.__args__)
             raise PlanError(f"{pattern!r}: {style!r} is not a style; the styles are {kinds}")
         try:
             hash(style)
@@ -94,7 +90,7 @@ def assign_styles(
             ) from None
         if not any(matches(pattern, path) for path in paths):
             raise PlanError(_no_match(pattern, paths, list(parameters)))
-    return [_style_of(styles, aliases) for aliases in modules]
+    return [_style_of(plan, aliases) for aliases in modules]
 
 
 def _style_of(plan: Mapping[str, Style], paths: Sequence[str]) -> tuple[str, Style | None]:

@@ -130,17 +130,3 @@ Style = (
     | Replicate
 )
 """Values of a plan."""
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Computes a module and its submodules in a dtype.
-
-    At least one of them must have an attribute `dtype`, as Flax's layers have. Parameters keep
-    their dtype. A later pattern of a plan overrides:
-    `{"": Compute("bfloat16"), "head": Compute("float32", Colwise())}`.
-    """
-
-    dtype: str
-    style: Style | None = None
-    """The module's style, if any."""

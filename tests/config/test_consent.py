@@ -56,7 +56,7 @@ def run(program, words):
 
 
 NAMES = dict.fromkeys(("check", "estimate", "explain", "train"), REFERENCES)
-NAMES |= {"evaluate": ["build", "task_folder", "cache"], "generate": ["build"], "score": ["build"]}
+NAMES |= {"evaluate": ["build", "task_folder"], "generate": ["build"], "score": ["build"]}
 """What names code in the files of each command that reads one."""
 
 
@@ -222,8 +222,8 @@ def test_only_settings_and_losses_of_the_package_are_public():
 
 
 def test_a_folder_of_code_is_not_public_whatever_its_name(folder, capsys):
-    assert run("evaluate", write(folder / "mine.yaml", {"cache": "jaxtp:DPO"})) == 2
-    assert "--cache jaxtp:DPO" in capsys.readouterr().err
+    assert run("evaluate", write(folder / "mine.yaml", {"task_folder": ["jaxtp:DPO"]})) == 2
+    assert "--task-folder jaxtp:DPO" in capsys.readouterr().err
 
 
 def test_every_setting_that_names_a_part_of_a_run_is_marked():

@@ -35,6 +35,8 @@ import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
+from jaxtp.train.own_model import set_precision
+from jaxtp.train.state import plan_state
 
 
 class Buffer(nnx.Variable):
@@ -144,6 +146,17 @@ def reading_stop(model, batch, key):
 def stop_at_step_2(trainer, step):
     if step.index == 2:
         trainer.stop("enough")
+
+
+def test_the_compute_dtype_is_for_layers_without_a_dtype():
+    model = nnx.Dict(
+        body=nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
+        head=nnx.Linear(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0)),
+    )
+    set_precision(model, jaxtp.Precision(compute="bfloat16"))
+    x = np.ones((2, 4), np.float32)
+    dtypes = [model.body(x).dtype, model.head(x).dtype, model.body.kernel.dtype]
+    assert dtypes == [jnp.bfloat16, jnp.float32, jnp.float32]
 
 
 TWO_PROCESSES = f"""

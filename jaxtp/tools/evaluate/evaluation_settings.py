@@ -13,7 +13,6 @@ from jaxtp.config.schema import (
     DataPath,
     Day,
     OptionalFile,
-    OptionalFolder,
     UserPath,
 )
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
@@ -95,10 +94,6 @@ class EvaluateConfig(SourceConfig):
     """With --chat: the day that a chat template with a date writes (strftime_now); by default the
     day that it wrote into the run's data, else today."""
 
-    cache: Annotated[OptionalFolder, RUNS_CODE] = None
-    """Folder that stores the answers to tasks, so that an interrupted command can continue. The
-    harness pickles them, so a folder from someone else could run code."""
-
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
@@ -148,7 +143,7 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
     if config.field != TEXT_FIELD and not config.text:
         yield f"--field {config.field} needs --text FILE"
     for name in changed:
-        if name in ("task_folder", "num_fewshot", "chat", "cache"):
+        if name in ("task_folder", "num_fewshot", "chat"):
             yield f"--{name.replace('_', '-')} needs --tasks NAME"
 
 

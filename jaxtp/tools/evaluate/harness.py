@@ -35,8 +35,7 @@ from lm_eval.utils import (
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from jaxtp.config.entry import Interrupt, UserError
-from jaxtp.config.files import fingerprint
-from jaxtp.config.schema import nearest_file, to_plain, validate
+from jaxtp.config.schema import nearest_file, validate
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.rows import empty_row
 from jaxtp.generate.engine import Generator
@@ -141,8 +140,6 @@ class JaxtpLM(TemplateLM):
                 owners.append(owner)
         logprobs = [logprob for logprob, _ in self._loglikelihood_tokens(windows, disable_tqdm)]
         sums: list[float] = np.bincount(owners, logprobs, len(texts)).tolist()
-        for text, value in zip(texts, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
         return sums
 
     def generate_until(
@@ -156,8 +153,7 @@ class JaxtpLM(TemplateLM):
         eos = self.source.special_tokens.get("eos_token")
         with tqdm(total=len(requests), unit="text", disable=disable_tqdm) as progress:
             for indices in by_settings.values():
-                kwargs = requests[indices[0]].args[1]
-                settings, stops = _generation_settings(kwargs, eos)
+                settings, stops = _generation_settings(requests[indices[0]].args[1], eos)
                 room = self.max_length - settings.max_tokens
                 if room < 1:
                     raise HarnessError(
@@ -169,13 +165,9 @@ class JaxtpLM(TemplateLM):
                 for piece in self._generator.stream(prompts, settings):
                     if piece.result is None:
                         continue
-                    index = indices[piece.index]
                     ids = np.array(piece.result.ids, np.int32)
                     text = self.source.tokenizer.decode(ids).decode(errors="replace")
-                    texts[index] = postprocess_generated_text(text, stops, None)
-                    self.cache_hook.add_partial(
-                        "generate_until", (requests[index].args[0], kwargs), texts[index]
-                    )
+                    texts[indices[piece.index]] = postprocess_generated_text(text, stops, None)
                     progress.update()
                     self._interrupt.check()
         return [texts[index] for index in range(len(requests))]
@@ -205,10 +197,7 @@ class JaxtpLM(TemplateLM):
                 score = self._scores(rows, length)
                 for row, inputs in enumerate(rows):
                     for index in groups[inputs]:
-                        texts, _, continuation = requests[index]
-                        answers[index] = score(row, len(inputs), continuation)
-                        if texts is not None:
-                            self.cache_hook.add_partial("loglikelihood", texts, answers[index])
+                        answers[index] = score(row, len(inputs), requests[index][2])
                 progress.update(len(answers) - progress.n)
                 self._interrupt.check()
         return [answers[index] for index in range(len(requests))]
@@ -340,9 +329,6 @@ def run(
     Raises:
       HarnessError: the model cannot run a task.
     """
-    cache = None
-    if config.cache is not None:
-        cache = str(config.cache / _cache_key(config, source, length))
     with Interrupt(signal.SIGINT) as interrupt:  # waits for the batch
         results = simple_evaluate(
             JaxtpLM(
@@ -352,7 +338,6 @@ def run(
             task_manager=tasks,
             num_fewshot=config.num_fewshot,
             limit=config.limit,
-            use_cache=cache,
             apply_chat_template=config.chat,
             log_samples=False,
             batch_size=config.batch_size,
@@ -364,15 +349,3 @@ def run(
     shown = {name: results[name] for name in names if name in results}
     record = json.loads(json.dumps(shown, default=handle_non_serializable))
     return "\n".join(tables).rstrip(), record
-
-
-def _cache_key(config: EvaluateConfig, source: ModelSource, length: int) -> str:
-    files = []
-    for folder in filter(None, (*config.model, config.base, config.adapters)):
-        for path in sorted(folder.rglob("*")):
-            if path.is_file():
-                status = path.stat()
-                files.append([str(path.absolute()), status.st_size, status.st_mtime_ns])
-    return fingerprint(
-        [source.name, source.tokenizer.info.name, length, to_plain(source.config), files]
-    )[:32]

@@ -23,10 +23,11 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
-from jaxtp.config.entry import Interrupt, NumericsError
+from jaxtp.config.entry import NumericsError
 from jaxtp.data.packing import pack
 from jaxtp.data.rows import SEGMENTS, Row, empty_row
 from jaxtp.generate.decode_model import model_mesh
+from jaxtp.generate.loading import pipeline
 from jaxtp.generate.request import Ids
 from jaxtp.layers.loss import IGNORE, vocab_parallel_statistics
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
@@ -310,24 +311,10 @@ def measure(
     """
     measured = Measured()
     packed = rows(measured.windows(inputs, length, stride), length, scorer.sequence_parts)
-    pending: tuple[Row, Scores] | None = None
-
-    def add_pending() -> None:
-        if pending is not None:
-            measured.add_scores(*pending)
-            progress(measured)
-
-    # Exiting during a computation may crash, so Ctrl-C and errors wait for the batch.
-    with Interrupt(signal.SIGINT) as interrupt:
-        try:
-            # The next batch is packed while the devices compute.
-            for batch in batches(packed, scorer.batch_size, scorer.parts):
-                add_pending()
-                interrupt.check()
-                pending = batch, scorer(batch)
-            add_pending()
-        finally:
-            jax.block_until_ready(pending)
+    packed_batches = batches(packed, scorer.batch_size, scorer.parts)
+    for batch, scores in pipeline(packed_batches, scorer, signal.SIGINT):
+        measured.add_scores(batch, scores)
+        progress(measured)
     if not measured.whole().tokens:
         raise InputError("no token to predict: no document has more than one")
     return measured

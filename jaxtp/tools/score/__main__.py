@@ -31,7 +31,7 @@ from jaxtp.config.schema import (
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
-from jaxtp.data.scores import Record, Scored, open_scores, verify
+from jaxtp.data.scores import Record, Scored, open_scores
 from jaxtp.data.store import Dataset, open_dataset
 from jaxtp.distributed.agreement import raise_everywhere, reporting_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
@@ -65,15 +65,12 @@ distillation). A run with data.scores has them in its batches, as log_probs, or 
 top_log_probs; it needs no memory for the model. jaxtp/data/scores.py documents the format.
 
 After an interruption the same command resumes; on the same mesh the files are the same to the byte.
-
-jaxtp score --verify scores/base
-
-compares scores with their checksums.
+In a finished folder it compares the files with their checksums.
 """
 SHOWN_FIRST = (
     *("dataset", "model", "out", "top_k", "temperature"),
     *("data.sequence_length", "data.packing", "data.long_documents"),
-    *("batch_size", "dtype", "adapters", "verify", "json"),
+    *("batch_size", "dtype", "adapters", "json"),
 )
 
 
@@ -116,11 +113,8 @@ class ScoreConfig(SourceConfig):
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    verify: OptionalFolder = None
-    """Compares a folder of scores with its checksums, and does nothing else."""
-
     json: OptionalFile = None
-    """JSON file for the content of scores.json, or for the result of --verify."""
+    """JSON file for the content of scores.json."""
 
     mesh: InferenceMeshConfig = InferenceMeshConfig()
 
@@ -135,24 +129,21 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      0; 1 for damaged scores; 2 for a user's mistake; 3 for a number that is not finite; 75 if
-      another process was lost; 130 for Ctrl-C.
+      0; 2 for a user's mistake or damaged scores; 3 for a number that is not finite; 75 if another
+      process was lost; 130 for Ctrl-C.
     """
     silence_orbax()
     return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _run(argv), INTERRUPTED))
 
 
-def _run(argv: Sequence[str]) -> int:
+def _run(argv: Sequence[str]) -> None:
     join_processes()
     with raise_everywhere(watch):
         config, _ = COMMAND.load(argv)
         require_writable("--json", config.json)
-        if config.verify is not None:
-            return _verify(config.verify, config.json)
         request_devices(config.mesh)
     with reporting_failure():
         _score(config)
-    return 0
 
 
 def _missing(config: ScoreConfig) -> Iterator[str]:
@@ -253,20 +244,6 @@ def _check_length(source: ModelSource, mesh: Mesh, length: int) -> None:
         return context_problems(TrainConfig(model=source.config, data=data), sizes)
 
     refuse(explained(problems_after, fixed=True))
-
-
-def _verify(folder: Path, file: Path | None) -> int:
-    scores = open_scores(folder)
-    problems = list[str]()
-    for problem in verify(scores):
-        problems.append(problem)
-        print(problem)
-    top_k = scores.record.top_k
-    content = "log-probabilities" if top_k is None else f"{top_k} tokens each"
-    count = "1 problem" if len(problems) == 1 else f"{len(problems) or 'no'} problems"
-    print(f"{folder}: {content}, {count}")
-    write_json("--json", file, {"folder": str(folder), "problems": problems})
-    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.config.console import size_text
-from jaxtp.config.entry import Interrupt, InterruptError, NumericsError
+from jaxtp.config.entry import InterruptError, NumericsError
 from jaxtp.config.files import (
     locked,
     open_directly,
@@ -50,9 +50,10 @@ from jaxtp.data.scores import (
     read_record,
     scores_file,
 )
+from jaxtp.data.store import require_size, verify_sum
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.generate.decode_model import model_mesh
-from jaxtp.generate.loading import Status, print_status
+from jaxtp.generate.loading import Status, pipeline, print_status
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.log_probs import token_log_probs, top_log_probs
@@ -89,14 +90,13 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
                 writer = _Writer(job, stack)
         first_rows: dict[str, int] | None = all_gather_json(writer and writer.finished)[0]
         if first_rows is None:
-            print_status(f"{job.out} has these scores already")
+            print_status(f"{job.out} has these scores already, with the same checksums")
             return
         progress = _Progress(job, sum(first_rows.values()))
         try:
             for name, rows in job.rows.items():
-                for first, scores in _scores(program, mesh, rows, size, first_rows[name]):
+                for count, scores in _scores(program, mesh, rows, size, first_rows[name]):
                     _check_finite(scores)
-                    count = min(size, len(rows) - first)
                     if writer is not None:
                         writer.write(name, count, scores)
                     progress.add(count)
@@ -158,28 +158,14 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
 def _scores(
     program: Callable[[Batch], dict[str, Array]], mesh: Mesh, rows: Rows, size: int, first_row: int
 ) -> Iterator[tuple[int, Scores]]:
-    """Yields the first row of each batch, and its scores.
-
-    The devices compute the next batch meanwhile.
-    """
-    if first_row == len(rows):
-        return
+    """Yields the number of rows of each batch, without padding, and its scores."""
     batches = token_batches(grain.MapDataset.source(rows), size, once=True)
     batches.with_weights = True  # pads the last batch
-    pending: tuple[int, dict[str, Array]] | None = None
-    # Exiting during a computation may crash, so Ctrl-C and errors wait for the batch.
-    with Interrupt(signal.SIGINT, signal.SIGTERM) as interrupt, jax.set_mesh(mesh):
-        try:
-            for batch, after in on_mesh(batches, mesh, Position(0, first_row)):
-                previous = pending
-                pending = (after.sample - size, program(batch))
-                if previous is not None:
-                    yield jax.device_get(previous)
-                interrupt.check()
-            if pending is not None:
-                yield jax.device_get(pending)
-        finally:
-            jax.block_until_ready(pending)
+    on_devices = on_mesh(batches, mesh, Position(0, first_row))
+    signals = (signal.SIGINT, signal.SIGTERM)
+    with jax.set_mesh(mesh):
+        for (_, after), scores in pipeline(on_devices, lambda pair: program(pair[0]), *signals):
+            yield size - max(after.sample - len(rows), 0), jax.device_get(scores)
 
 
 def _check_finite(scores: Scores) -> None:
@@ -225,7 +211,8 @@ def begin(job: Job) -> Record:
 class _Writer:
     """Writes scores to the folder of a job; see the module.
 
-    `finished` has the number of finished rows of each split; None if all scores are there.
+    `finished` has the number of finished rows of each split; None if all scores are there, and
+    their files are as `scores.json` says.
     """
 
     def __init__(self, job: Job, stack: ExitStack):
@@ -234,6 +221,11 @@ class _Writer:
         self._files: dict[str, IO[bytes]] = {}
         self.finished: dict[str, int] | None = None
         if self._record.sha256:
+            for name, checksum in self._record.sha256.items():
+                path = scores_file(job.out, name)
+                require_size(path, self._record.num_bytes(len(job.rows[name])))
+                for problem in verify_sum(path, checksum):
+                    raise DatasetError(f"{problem}; delete {job.out} to score again")
             return
         self.finished = {
             name: min(self._record.finished.get(name, 0), len(rows))
