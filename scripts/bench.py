@@ -1,4 +1,4 @@
-"""Times collectives and the products of a transformer block on the local devices.
+"""Times collectives, and the products of a transformer block on each device.
 
     python scripts/bench.py --config configs/llama3_8b.yaml --mesh fsdp=2,tp=4 --out h100.yaml
     jaxtp estimate --config configs/llama3_8b.yaml --hardware h100.yamlx8
@@ -54,11 +54,12 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.files import require_writable, writing
 from jaxtp.config.schema import ConfigError, from_yaml
-from jaxtp.distributed.agreement import run_and_report
+from jaxtp.distributed.agreement import host_names, process_name, run_and_report
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.joining import join_processes
 from jaxtp.mesh import AXES, CP, TP, Sizes, batch_parts, describe_mesh, mesh_shape, mesh_sizes
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.performance import gather_numbers
 
 SIZES = [2**14 * 4**i for i in range(8)]
 """Bytes, 16 KiB to 256 MiB: from one token's activations to a gathered weight."""
@@ -136,7 +137,13 @@ def bench(options: argparse.Namespace) -> None:
     )
     shapes = {product.name: (product.m, product.k, product.n) for product in costs.products}
     del shapes["head"]  # not in a block
-    seconds = measure_products(shapes, dtype, options.rounds, options.in_a_row)
+    by_device = []
+    for local_device in mesh.local_devices:
+        with jax.default_device(local_device):
+            by_device.append(measure_products(shapes, dtype, options.rounds, options.in_a_row))
+    seconds = by_device[0]
+    totals = [sum(by_product.values()) for by_product in by_device]
+    slowest = slowest_device(gather_numbers(np.array(totals, np.float32)))
     flops = 2 * sum(m * k * n for m, k, n in shapes.values()) / sum(seconds.values())
     if jax.process_index() != 0:
         return
@@ -149,6 +156,7 @@ def bench(options: argparse.Namespace) -> None:
             f"{line.axis} {line.devices}: {1e6 * line.latency:.3g} us and {line.speed / 1e9:.3g} "
             f"GB/s; half of the times are within {line.error:.0%} of this line"
         )
+    print(slowest)
     if hardware is not None:
         efficiency = flops / (hardware.flops * 2 / jnp.dtype(dtype).itemsize)
         print(f"products: {efficiency:.1%} of the peak of {hardware.name}")
@@ -157,6 +165,14 @@ def bench(options: argparse.Namespace) -> None:
         with writing("--out", options.out):
             options.out.write_text(hardware_file(hardware, fields, where))
         print(f"\n{options.out}: for jaxtp estimate --hardware {options.out}x{mesh.size}")
+
+
+def slowest_device(seconds: np.ndarray) -> str:
+    """Names the slowest device; `seconds` are `[processes, local devices]`."""
+    factor = seconds.max() / np.percentile(seconds, 50, method="lower")
+    process, local = divmod(int(seconds.argmax()), seconds.shape[1])
+    name = f"device {local} of {process_name(process, host_names()[process])}"
+    return f"slowest: {name} takes {factor:.2f} times the median for the same products"
 
 
 def table(

@@ -1,6 +1,7 @@
 """`scripts/bench.py`: from collectives and products to a hardware file, and back in an estimate."""
 
 import importlib
+import re
 from pathlib import Path
 
 import jax
@@ -42,6 +43,7 @@ def test_local_devices_are_measured_and_estimate_can_read_the_file(bench, tmp_pa
     assert hardware.like == "h100"
     assert 0 < hardware.matmul_efficiency < 1
     assert f"{out}x2" in printed
+    assert re.search(r"slowest: device [01] of process 0 \(on .*\) takes \d+\.\d\d times", printed)
     assert bench.main([*flags, "--mesh=tp=1000000"]) == 2
 
 

@@ -61,7 +61,6 @@ _RESERVED = {
     "data_wait_seconds",
     "goodput",
     "mfu",
-    "slowest_device",
     "memory_bytes",
     "memory_peak_bytes",
 }

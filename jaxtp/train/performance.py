@@ -1,13 +1,11 @@
-"""Performance of devices: utilization, memory in use, slow devices and processes, and traces."""
+"""Performance of devices: utilization, memory in use, late processes, and traces."""
 
 import math
 import statistics
-import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -23,11 +21,8 @@ from jaxtp.train.metrics import Timing
 from jaxtp.train.state import Blueprint, parameter_count
 from jaxtp.train.task import Shapes, Task
 
-SLOW = 1.25  # A device is slow if it takes this multiple of the median or more
 LATE = 0.1  # A wait for data is long if it exceeds the median by this fraction of a step
-IN_A_ROW = 3  # Number of logged steps in a row after which a slow device is reported
-_SIZE = 2048
-_SIZE_ON_CPU = 256
+IN_A_ROW = 3  # Number of logged steps in a row after which a late process is reported
 
 
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
@@ -101,79 +96,45 @@ def memory_record(device: jax.Device) -> dict[str, int]:
 
 
 class Stragglers:
-    """Compares the devices and the processes of a run.
+    """Compares the memory of a run's devices, and its processes' waits for data.
 
     Args:
       warn: prints a line on the console.
-      seconds: returns the times of equal products on local devices; by default `matmul_timer`,
-        except for virtual devices, which share the cores of a CPU.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        warn: Callable[[str], None],
-        seconds: Callable[[], list[float]] | None = None,
-    ):
+    def __init__(self, mesh: Mesh, warn: Callable[[str], None]):
         self._devices = list(mesh.local_devices)
         self._warn = warn
-        self._seconds = seconds
-        share_a_cpu = self._devices[0].platform == "cpu" and len(set(host_names())) == 1
-        if seconds is None and mesh.size > 1 and not share_a_cpu:
-            self._seconds = matmul_timer(self._devices)
-        # The slow device or process, its first logged step, and the number of logged steps in a row
+        # The late process, its first logged step, and the number of logged steps in a row
         self._suspect = ""
         self._since = 0
         self._count = 0
 
-    def record(self, step: int, record: dict[str, float], in_flight: object) -> dict[str, float]:
-        """Returns the record with maxima over all processes; reports a slow device or process.
+    def record(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
+        """Returns the record with maxima over all processes; reports a process that is late.
 
         Args:
           record: with `step_seconds` and `data_wait_seconds`.
-          in_flight: arrays to wait for, because a step in flight would slow down the products.
         """
-        memory = [memory_record(device) for device in self._devices]
-        names = sorted(memory[0])
-        if not is_multiprocess() and self._seconds is None:
-            record = dict(record)
-            for name in names:
-                record[name] = max(used[name] for used in memory)
-            return record
-        times = [1.0] * len(self._devices)
-        if self._seconds is not None:
-            jax.block_until_ready(in_flight)
-            times = self._seconds()
-        wait = record["data_wait_seconds"]
-        rows = [
-            (seconds, wait, *map(used.get, names))
-            for seconds, used in zip(times, memory, strict=True)
-        ]
-        # [processes, local devices, numbers]
-        gathered = gather_numbers(np.array(rows, np.float32))
-        waits = gathered[:, 0, 1].tolist()
-        factor = self._compare(step, gathered[..., 0], waits, record["step_seconds"])
-        _, max_wait, *max_memory = gathered.max(axis=(0, 1)).tolist()
-        record = record | dict(zip(names, map(int, max_memory), strict=True))
-        record["data_wait_seconds"] = max_wait
-        if self._seconds is not None:
-            record["slowest_device"] = factor
-        return record
+        used = [memory_record(device) for device in self._devices]
+        memory = {name: max(record[name] for record in used) for name in used[0]}
+        if not is_multiprocess():
+            return {**record, **memory}
+        names = sorted(memory)
+        numbers = [record["data_wait_seconds"], *map(memory.__getitem__, names)]
+        # [processes, numbers]
+        gathered = gather_numbers(np.array(numbers, np.float32))
+        self._compare(step, gathered[:, 0].tolist(), record["step_seconds"])
+        wait, *max_memory = gathered.max(axis=0).tolist()
+        maxima = dict(zip(names, map(int, max_memory), strict=True))
+        return {**record, **maxima, "data_wait_seconds": wait}
 
-    def _compare(
-        self, step: int, seconds: np.ndarray, waits: Sequence[float], step_seconds: float
-    ) -> float:
-        # Returns how many times the median the slowest device takes.
-        factor = float(seconds.max() / np.percentile(seconds, 50, method="lower"))
+    def _compare(self, step: int, waits: Sequence[float], step_seconds: float) -> None:
         late = max(waits) - statistics.median_low(waits)
-        name = how = ""
-        if factor >= SLOW:
-            process, local = divmod(int(seconds.argmax()), seconds.shape[1])
-            name = f"device {local} of {_name_of(process)}"
-            how = f"takes {factor:.2f} times the median for the same products"
-        elif late >= LATE * step_seconds:
-            name = _name_of(waits.index(max(waits)))
-            how = f"waits {late:.3g} s longer for data in each step of {step_seconds:.3g} s"
+        name = ""
+        if late >= LATE * step_seconds:
+            process = waits.index(max(waits))
+            name = process_name(process, host_names()[process])
         if name != self._suspect:
             if self._count >= IN_A_ROW:
                 self._warn(f"step {step}: {self._suspect} no longer holds up the run")
@@ -183,45 +144,14 @@ class Stragglers:
         self._count += bool(name)
         if self._count == IN_A_ROW:
             self._warn(
-                f"step {step}: the run waits for {name}, which {how}, since step {self._since}"
+                f"step {step}: the run waits for {name}, which waits {late:.3g} s longer for data "
+                f"in each step of {step_seconds:.3g} s, since step {self._since}"
             )
-        return factor
-
-
-def _name_of(process: int) -> str:
-    return process_name(process, host_names()[process])
 
 
 def gather_numbers(numbers: np.ndarray) -> np.ndarray:
     """Returns the numbers of all processes, `[processes, ...]`."""
     return np.asarray(multihost_utils.process_allgather(numbers)).reshape(-1, *numbers.shape)
-
-
-def matmul_timer(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
-    """Returns a function that times equal products on each device in turn: the best of three
-    runs."""
-    size = _SIZE_ON_CPU if devices[0].platform == "cpu" else _SIZE
-
-    @jax.jit
-    def multiply(matrix: jax.Array) -> jax.Array:
-        for _ in range(8):
-            matrix = matrix @ matrix
-        return matrix
-
-    filled = np.full((size, size), 1 / size, jnp.bfloat16)
-    matrices = [jax.device_put(filled, device) for device in devices]
-
-    def seconds(matrix: jax.Array) -> float:
-        def run() -> None:
-            multiply(matrix).block_until_ready()
-
-        # Replaces the run's mesh
-        with jax.set_mesh(Mesh([matrix.device], "x")):
-            # The first call compiles.
-            run()
-            return min(timeit.repeat(run, number=1, repeat=3))
-
-    return lambda: list(map(seconds, matrices))
 
 
 class Profiler:

@@ -607,7 +607,7 @@ class Trainer:
                 **self._speed(per_step),
             }
             if self._stragglers is not None:
-                record = self._stragglers.record(step, record, run.state)
+                record = self._stragglers.record(step, record)
             self._trackers.write(record)
             self._report.log(record, total, unit, is_first=step == self._first)
         elif step == self._first:
