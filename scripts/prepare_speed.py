@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import train_bpe
 from tokenizers import Tokenizer
 
 from jaxtp.data.manifest import read_manifest
@@ -133,9 +134,9 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(name)
         repeats = arguments.repeats
         row("sources, bytes", folder / "bytes", repeats, *LIBRARY)
-        row("sources, --train-bpe 8192", folder / "bpe", repeats, *LIBRARY, "--train-bpe", "8192")
-        given = ["--tokenizer", str(folder / "bpe/tokenizer.json")]
-        row("sources, --tokenizer", folder / "given", repeats, *LIBRARY, *given)
+        train_bpe.main([*LIBRARY, "--size", "8192", "--out", str(folder / "t")])
+        given = ["--tokenizer", str(folder / "t")]
+        row("sources, --tokenizer", folder / "bpe", repeats, *LIBRARY, *given)
         rows = folder / "rows.jsonl"
         write_jsonl(rows, open_dataset(folder / "bytes").splits["train"], arguments.copies)
         row("JSONL, bytes", folder / "jsonl", repeats, str(rows), "--held-out", "0")

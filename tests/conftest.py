@@ -14,11 +14,11 @@ import jax
 import pytest
 from case_reports import TIERS, tier_of
 from fast_programs import compile_fast, use_cheap_random_bits
-from made_once import bpe_tokenizer, byte_dataset, tiny_export, tiny_run
+from made_once import byte_dataset, tiny_export, tiny_run
 
 from jaxtp.distributed.environment import evict_oldest
 
-__all__ = ["bpe_tokenizer", "byte_dataset", "tiny_export", "tiny_run"]
+__all__ = ["byte_dataset", "tiny_export", "tiny_run"]
 
 IN_OTHER_PROCESSES = {"journey", "slow", "cluster"}
 MAX_HEAVY_CASES = 20

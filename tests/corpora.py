@@ -13,7 +13,7 @@ import shlex
 from importlib import import_module
 from pathlib import Path
 
-from small_tokenizers import CHAT_TOKENS, begins_texts
+from small_tokenizers import CHAT_TOKENS, begins_texts, byte_level
 from tokenizers import Tokenizer
 
 from jaxtp.data.prepare.__main__ import main
@@ -149,6 +149,12 @@ def refusal(line):
     assert code == 2, errors
     assert errors.startswith("jaxtp prepare: error: ")
     return errors
+
+
+def write_bpe(folder="t", rows=(), size=300, end="<|endoftext|>"):
+    """Writes a byte-level tokenizer with an end token, and returns its folder."""
+    content = byte_level(rows or texts(60, seed=5), size, [end])
+    return write(f"{folder}/tokenizer.json", content).parent
 
 
 CHAT_TOKENIZER = Tokenizer.from_str(begins_texts().decode())

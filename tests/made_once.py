@@ -11,7 +11,6 @@ import shutil
 
 import pytest
 from runs import TEXT
-from small_tokenizers import byte_level
 
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.tools.convert.__main__ import main as convert
@@ -79,16 +78,6 @@ def byte_dataset(tmp_path_factory):
         assert prepare([str(text), "--held-out=0.1", f"--out={folder}/data"]) == 0
 
     return made_once(tmp_path_factory, "byte_dataset", make) / "data"
-
-
-@pytest.fixture(scope="session")
-def bpe_tokenizer(tmp_path_factory):
-    """A tokenizer.json of byte-level BPE, with about 300 tokens."""
-
-    def make(folder):
-        (folder / "tokenizer.json").write_bytes(byte_level())
-
-    return made_once(tmp_path_factory, "bpe_tokenizer", make) / "tokenizer.json"
 
 
 @pytest.fixture(scope="session")

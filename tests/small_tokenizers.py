@@ -5,15 +5,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 TEXT = "Grüße, 世界! 🙂🙃 naïve café — two  spaces\n\tand a tab"
 
 
-def byte_level():
+def byte_level(texts=(TEXT,), size=280, special=()):
     """Returns a tokenizer.json like GPT-2's: byte level."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [TEXT], trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, special_tokens=[*special]
     )
+    tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.to_str().encode()
 
 

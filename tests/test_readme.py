@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from corpora import write_bpe
 from flax import nnx
 from pages import BLOCK, CHECK_OF_ONE_MESH, PAGES, README, blocks, checks, lines_of
 
@@ -25,7 +26,6 @@ import jaxtp
 from jaxtp.__main__ import commands
 from jaxtp.__main__ import main as run_command
 from jaxtp.config.schema import from_yaml
-from jaxtp.data.manifest import read_manifest
 from jaxtp.layers.parameter import Precision
 from jaxtp.train.config import TrainConfig
 
@@ -184,23 +184,14 @@ class Reader:
 @pytest.fixture(scope="module")
 def tiny_models(library):
     """Folders in Hugging Face format, with a tokenizer and a chat template."""
-    text = library / "text.txt"
-    text.write_text(
-        "\n".join(" ".join(words) for words in WORDS) + (ROOT / "README.md").read_text()
-    )
-    data = library / "tokens"
-    assert (
-        run_command(["prepare", str(text), str(README), "--train-bpe", "1024", "--out", str(data)])
-        == 0
-    )
-    size = read_manifest(data).tokenizer.vocab_size
+    lines = [" ".join(words) for words in WORDS]
+    tokenizer = write_bpe(library / "t", [*lines, README.read_text()], SIZES["vocab_size"])
     for name, recipe in MODELS.items():
         special = from_yaml(TrainConfig, ROOT / f"configs/{recipe}.yaml").model
         experts = {"num_experts": 4, "experts_per_token": 2} if special.num_experts else {}
-        plain = {"precision": Precision(), "vocab_size": max(size, SIZES["vocab_size"])}
-        config = dataclasses.replace(special, **{**SIZES, **experts, **plain})
+        config = dataclasses.replace(special, **SIZES, **experts, precision=Precision())
         model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
-        jaxtp.save_hf(model, library / "models" / name, tokenizer_from=data)
+        jaxtp.save_hf(model, library / "models" / name, tokenizer_from=tokenizer)
         (library / "models" / name / "chat_template.jinja").write_text(TEMPLATE)
     return library / "models"
 

@@ -117,12 +117,20 @@ INSTEAD = {
     ),
     "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
+<<<<<<< HEAD
     "cache": (
         "tasks",
         "answers are not stored; name one task by {} in each command, and an interruption loses "
         "only that",
     ),
     "verify": ("out", "the command that wrote {} compares the checksums when it runs again"),
+=======
+    "train_bpe bpe_sample": (
+        "tokenizer",
+        "python scripts/train_bpe.py INPUT --size 8192 --out FOLDER trains one on the same inputs; "
+        "give that folder by {}",
+    ),
+>>>>>>> 89942b1d (prepare trains no tokenizer: scripts/train_bpe.py does, on the same inputs, and --tokenizer reads it)
     "speculate": (
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import output, write
+from corpora import output, write, write_bpe
 
 from jaxtp.data.corpus import (
     BYTE_TOKENIZER,
@@ -168,7 +168,7 @@ def test_a_mixture_names_its_parts_and_changes_when_they_do():
 
 def test_parts_by_different_tokenizers_are_refused():
     prepare("a", 0.2)
-    trained = prepare("b", 0.2, TEXTS, "--train-bpe 300")
+    trained = prepare("b", 0.2, TEXTS, f"--tokenizer {write_bpe()}")
     with pytest.raises(
         CorpusError, match="were not made by the same tokenizer: prepare one of them again"
     ):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from corpora import write_bpe
 from runs import SMALL, TEXT, mesh, records, run_program
 from slurm import Cluster, missing, wait_for
 from support import new_decoder
@@ -21,7 +22,6 @@ from test_readme import SIZES, TEMPLATE, WORDS
 import jaxtp
 from jaxtp.__main__ import main as run_command
 from jaxtp.config.schema import from_yaml
-from jaxtp.data.manifest import read_manifest
 from jaxtp.layers.parameter import Precision
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
@@ -224,17 +224,12 @@ def shared(tmp_path):
     (tmp_path / "chats.jsonl").write_text(
         "".join(json.dumps({"messages": each}) + "\n" for each in asked)
     )
-    (tmp_path / "text.txt").write_text("\n".join(words))
-    tokens = tmp_path / "tokens"
+    tokenizer = write_bpe(tmp_path / "t", ["\n".join(words)], 512)
     model = tmp_path / "models/Qwen3-8B"
-    assert (
-        run_command(["prepare", str(tmp_path / "text.txt"), "--train-bpe=512", f"--out={tokens}"])
-        == 0
-    )
     recipe = from_yaml(TrainConfig, ROOT / "configs/chat_qwen3_8b.yaml").model
-    size = {**SIZES, "vocab_size": read_manifest(tokens).tokenizer.vocab_size}
+    size = {**SIZES, "vocab_size": 512}
     whole = replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
-    jaxtp.save_hf(new_decoder(whole), model, tokenizer_from=tokens)
+    jaxtp.save_hf(new_decoder(whole), model, tokenizer_from=tokenizer)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path, [f"--model.{name.replace('_', '-')}={value}" for name, value in size.items()]
 

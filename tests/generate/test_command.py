@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from corpora import write_bpe
 from made_once import TINY_MODEL, TINY_RUN, made_once, words_of
 from runs import TEXT, mesh
 from support import assert_refused, sweep, use_mesh
@@ -36,7 +37,9 @@ def make_token_run(folder):
     """Makes a run on tokens of BPE, and its dataset next to it."""
     (folder / "lines.txt").write_text(TEXT)
     data = folder / "data"
-    assert prepare([str(folder / "lines.txt"), "--train-bpe=300", f"--out={data}"]) == 0
+    tokenizer = write_bpe(folder / "t", TEXT.splitlines())
+    command = [str(folder / "lines.txt"), f"--tokenizer={tokenizer}", f"--out={data}"]
+    assert prepare(command) == 0
     places = {"--model.vocab-size": 301, "--data.path": data, "--run.dir": folder / "run"}
     assert train(words_of(TINY_MODEL | TINY_RUN | places)) == 0
 

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from corpora import write_bpe
 from run_comparisons import assert_same_records
 from runs import SMALL, mesh, records
 from support import assert_refused
@@ -13,7 +14,7 @@ from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
 
 WORDS = ["tensor", "mesh", "shard", "gather", "scatter", "reduce", "device", "axis"]
-BPE = ["--include=*.txt", "--train-bpe=300", "--held-out=0.2"]
+BPE = ["--include=*.txt", "--held-out=0.2"]
 PAIRS = ["--prompt-field=prompt", "--completion-field=completion"]
 
 
@@ -30,13 +31,14 @@ def texts(tmp_path_factory):
         (folder / f"{index}.txt").write_text(
             " ".join(random.choice(WORDS, random.integers(3, 30))) + ".\n"
         )
+    write_bpe(folder / "t", WORDS)
     return folder
 
 
 @pytest.fixture(scope="module")
 def dataset(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "bpe"
-    assert prepare([str(texts), *BPE, f"--out={folder}"]) == 0
+    assert prepare([str(texts), *BPE, f"--tokenizer={texts}/t", f"--out={folder}"]) == 0
     return folder
 
 
@@ -51,7 +53,7 @@ def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(
     tmp_path, texts, command, capsys
 ):
     dataset = tmp_path / "bpe"
-    assert prepare([str(texts), *BPE, f"--out={dataset}"]) == 0
+    assert prepare([str(texts), *BPE, f"--tokenizer={texts}/t", f"--out={dataset}"]) == 0
     tokens = dataset / "train-00000.tokens"
     tokens.write_bytes(np.full(tokens.stat().st_size // 2, 9999, "<u2").tobytes())
     assert train([*command, "--mesh=tp=2", f"--data.path={dataset}"]) == 2

@@ -21,7 +21,7 @@ from jaxtp.data.store import open_dataset, verify
 PROGRAM = "jaxtp prepare"
 DESCRIPTION = """Makes a dataset of tokens out of text, JSONL, Parquet and folders of source files.
 
-jaxtp prepare books/ more.jsonl.zst --out data/books --train-bpe 8192
+jaxtp prepare books/ more.jsonl.zst --out data/books --tokenizer models/llama
 
 Each text or source file is a document, and so is each line of JSONL and each row of Parquet.
 After an interruption the same command resumes, and the result is the same to the byte.

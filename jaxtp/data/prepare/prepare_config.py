@@ -21,7 +21,6 @@ from jaxtp.data.prepare.readers import Fields
 Count = Annotated[int, Field(ge=1, lt=2**40)]
 Patterns = Annotated[tuple[str, ...], REPEATED, Argument("PATTERN")]
 
-MIN_VOCAB_SIZE = 257  # 256 bytes and the end token
 TEXT_FIELD = "text"
 PROMPT_FIELD = "prompt"
 CHOSEN = "chosen"
@@ -30,7 +29,6 @@ FIRST = (
     "inputs",
     "out",
     "tokenizer",
-    "train_bpe",
     "field",
     "messages",
     "preference",
@@ -62,24 +60,17 @@ class PrepareConfig:
     """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default
     each byte is a token."""
 
-    train_bpe: Annotated[int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), Argument("SIZE")] = None
-    """Vocabulary size (257 or more) of a byte-level BPE tokenizer, which is then trained on the
-    training split."""
-
-    bpe_sample: Count = 2**28
-    """Approximate bytes of text for --train-bpe, chosen by a hash of each document."""
-
     eos: Annotated[str | None, Argument("TOKEN")] = None
     """Token that ends each document. By default the eos_token in the tokenizer_config.json next to
     tokenizer.json, the first eos_token_id in config.json or generation_config.json there, or a
-    well-known name; for a tokenizer trained here <|endoftext|>."""
+    well-known name."""
 
     no_eos: bool = False
     """Writes no end token after documents."""
 
     bos: Literal["auto", "none"] = "auto"
     """Start of each document: with auto, the tokens that tokenizer.json puts before a text, such as
-    Llama's BOS; with none, no token. Bytes and tokenizers trained here have no such token."""
+    Llama's BOS; with none, no token. Bytes have no such token."""
 
     special_tokens: bool = False
     """Converts text that spells a special token, such as <|im_start|>, to this token; by default it
@@ -234,17 +225,8 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "name at least one INPUT: a file or a folder"
     if config.out is None:
         yield "name the folder of the dataset by --out DIR"
-    if config.tokenizer is not None and config.train_bpe is not None:
-        yield "--tokenizer and --train-bpe are two tokenizers; give one"
-    if (
-        config.tokenizer is None
-        and config.train_bpe is None
-        and (config.eos is not None or config.special_tokens)
-    ):
-        yield (
-            "bytes have no special tokens; --eos and --special-tokens need --tokenizer or "
-            "--train-bpe"
-        )
+    if config.tokenizer is None and (config.eos is not None or config.special_tokens):
+        yield "bytes have no special tokens; --eos and --special-tokens need --tokenizer"
     if config.eos is not None and config.no_eos:
         yield "--eos and --no-eos contradict each other"
     if config.eos == "":
@@ -269,11 +251,6 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
             "--messages is a row's only field; leave --field, --prompt-field and "
             "--completion-field out"
         )
-    if config.train_bpe is not None:
-        yield (
-            "--messages needs the tokenizer that the chat template is made for: --tokenizer "
-            "instead of --train-bpe"
-        )
 
 
 def _contradictions_of_pairs(config: PrepareConfig) -> Iterator[str]:
@@ -288,9 +265,4 @@ def _contradictions_of_pairs(config: PrepareConfig) -> Iterator[str]:
         yield (
             "--preference reads prompt (or --prompt-field NAME), chosen and rejected; leave "
             f"{', '.join(settings)} out"
-        )
-    if config.train_bpe is not None:
-        yield (
-            "--preference needs the tokenizer of the model to tune: --tokenizer instead of "
-            "--train-bpe"
         )

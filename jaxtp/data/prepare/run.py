@@ -15,7 +15,11 @@ from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRecord, totals
 from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
 from jaxtp.data.prepare.conversations import Conversations
-from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, open_tokenizer
+from jaxtp.data.prepare.dataset_tokenizer import (
+    describe,
+    named_tokenizer,
+    write_tokenizer,
+)
 from jaxtp.data.prepare.preference import PairsOfConversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
@@ -32,7 +36,6 @@ from jaxtp.data.prepare.session import (
 )
 from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.store import open_dataset
-from jaxtp.data.tokenizer import Tokenizer
 
 # Bytes of a hash that --dedup stores: among 10^12 documents, two collide with a probability of
 # 10^-14
@@ -47,7 +50,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     sources = find_sources(config)
     config = with_layout(config, sources)
     conversations = None
-    if config.messages is not None and tokenizer is not None:
+    if config.messages is not None:
         kind = PairsOfConversations if config.preference else Conversations
         conversations = kind(config, tokenizer)
     job = Job(out, config, sources, tokenizer, conversations)
@@ -64,7 +67,8 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 state.threshold = threshold(sources, job.fields, config)
             if state.threshold is not None:
                 job = replace(job, config=replace(config, held_out=state.threshold))
-            _Preparation(job, open_tokenizer(job, state), state, stack).finish()
+            write_tokenizer(job, state)
+            _Preparation(job, state, stack).finish()
     except OSError as error:  # from writing; readers handle read errors
         if error.filename == STANDARD_OUTPUT:
             raise
@@ -74,12 +78,12 @@ def prepare(out: Path, config: PrepareConfig) -> None:
 
 
 class _Preparation:
-    def __init__(self, job: Job, tokenizer: Tokenizer, state: State, stack: ExitStack):
+    def __init__(self, job: Job, state: State, stack: ExitStack):
         self._job = job
         self._config = job.config
-        self._tokenizer = tokenizer
+        self._tokenizer = job.tokenizer
         self._state = state
-        info = tokenizer.info
+        info = job.tokenizer.info
         self._prefix = self._end = np.array([], info.dtype)
         if job.conversations is None:  # else the template writes prefix and end
             self._prefix = np.array(info.prefix, info.dtype)
@@ -255,13 +259,8 @@ class _Preparation:
 
     def _summary(self, manifest: Manifest) -> Iterator[str]:
         info = manifest.tokenizer
-        requested = self._config.train_bpe or 0
-        fewer = ""
-        if requested > info.vocab_size:
-            fewer = f" (the text yields no more; requested {requested:,})"
         yield (
-            f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary "
-            f"{info.vocab_size:,}{fewer}"
+            f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}"
         )
         ends = "; ".join(describe(self._tokenizer))
         if ends:

@@ -94,7 +94,7 @@ class Job:
     out: Path
     config: PrepareConfig
     sources: list[Source]
-    tokenizer: Tokenizer | None  # None if the command trains one
+    tokenizer: Tokenizer
     conversations: Conversations | None
 
     @property
@@ -110,7 +110,7 @@ class State:
     """Content of the journal."""
 
     arguments: Mapping[str, object]
-    tokenizer: TokenizerInfo | None = None  # None until it is opened or trained
+    tokenizer: TokenizerInfo | None = None  # None until it is written
     threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """The result of `batches.threshold`; None for a dataset that an older version started: its
     threshold is `held_out`."""
@@ -169,10 +169,8 @@ def begin(job: Job) -> State | None:
     if state is None:
         require_empty(out, "dataset")
     else:
-        # Inputs that were not read may differ, unless the tokenizer was trained on them.
-        num_read: int | None = state.position.source + (state.position.item > 0)
-        if config.train_bpe is not None and state.tokenizer is not None:
-            num_read = None
+        # Inputs that were not read may differ.
+        num_read = state.position.source + (state.position.item > 0)
         changed = _changed(state, job, settings, num_read)
         if any(progress.shards or progress.documents for progress in state.splits.values()):
             _refuse(out, "an unfinished dataset", changed)
@@ -231,8 +229,10 @@ def _changed(
 ) -> list[str]:
     """Returns changed settings; if there are none, changes among the first `num_read` inputs."""
     defaults = arguments(PrepareConfig())  # for settings that are newer than the dataset
-    changed = schema.differences({**defaults, **before.arguments}, settings)
-    if before.tokenizer is not None and job.tokenizer is not None:
+    # A setting that is gone has no effect now; a tokenizer that one made is compared below.
+    known = {name: value for name, value in before.arguments.items() if name in settings}
+    changed = schema.differences({**defaults, **known}, settings)
+    if before.tokenizer is not None:
         changed += schema.differences(
             {"tokenizer": asdict(before.tokenizer)}, {"tokenizer": asdict(job.tokenizer.info)}
         )

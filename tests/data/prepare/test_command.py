@@ -3,15 +3,14 @@
 import fcntl
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from corpora import dataset, decoded, documents, output, refusal, run, texts, write
+from corpora import dataset, decoded, documents, output, refusal, run, texts, write, write_bpe
 from runs import contents, run_program
-from tables import assert_errors, read_json, read_table
+from tables import assert_errors, read_table
 
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
@@ -45,7 +44,6 @@ def test_help_explains_every_setting_and_verify(capsys):
         "jaxtp prepare --verify data/books",
         "after an interruption, the same command resumes",
         "--out DIR",
-        "--train-bpe SIZE",
         "--dedup",
         "--held-out FLOAT",
         "--prompt-field",
@@ -83,7 +81,7 @@ def test_the_summary_counts_documents_tokens_and_what_was_left_out():
 
 
 def test_a_finished_dataset_is_left_as_it_is():
-    command = "a.jsonl --train-bpe 300 --dedup"
+    command = f"a.jsonl --tokenizer {write_bpe()} --dedup"
     output(command)
     before = contents("d")
     stamp = Path("d/dataset.json").stat().st_mtime_ns
@@ -113,9 +111,8 @@ def test_another_command_on_a_finished_dataset_is_refused():
 
 
 def test_another_tokenizer_is_refused_and_the_same_elsewhere_is_not():
-    output("a.jsonl --train-bpe 300 --out t")
-    output("a.jsonl --train-bpe 301 --out u")
-    output("a.jsonl --tokenizer t/tokenizer.json")
+    write_bpe("u", size=301)
+    output(f"a.jsonl --tokenizer {write_bpe()}")
     write("moved.json", Path("t/tokenizer.json").read_bytes())
     output("a.jsonl --tokenizer moved.json")
     error = refusal("a.jsonl --tokenizer u/tokenizer.json")
@@ -124,10 +121,9 @@ def test_another_tokenizer_is_refused_and_the_same_elsewhere_is_not():
 
 
 def test_end_tokens_are_named_or_left_out():
-    ended = dataset("a.jsonl --train-bpe 300 --eos '<end>' --held-out 0")
+    ended = dataset(f"a.jsonl --tokenizer {write_bpe(end='<end>')} --eos '<end>' --held-out 0")
     split = ended.splits["train"]
     assert {split.document(i)[-1] for i in range(60)} == {ended.tokenizer.eos_id}
-    assert read_json(Path("d/tokenizer.json"))["added_tokens"][0]["content"] == "<end>"
     plain = dataset("a.jsonl --tokenizer d/tokenizer.json --no-eos --held-out 0 --out e")
     assert plain.tokenizer.eos_id is None
     assert plain.splits["train"].num_tokens == split.num_tokens - 60
@@ -137,16 +133,6 @@ def test_end_tokens_are_named_or_left_out():
 def test_inputs_without_a_document_are_refused():
     write("a.jsonl", ["", ""])
     assert "no document in 1 files; left out: 2 x empty document" in refusal("a.jsonl")
-    assert "nothing to train a tokenizer on" in refusal("a.jsonl --train-bpe 300 --out e")
-
-
-def test_the_tokenizer_learns_from_a_sample_without_the_held_out_part():
-    rows = texts(1000, seed=8)
-    size = write("a.jsonl", rows).stat().st_size
-    text = len("".join(rows).encode())
-    out = output(f"a.jsonl --train-bpe 300 --bpe-sample {size // 4} --held-out 0.5")
-    learnt = int(re.search(r"tokenizer of 300 on ([\d,]+) bytes", out)[1].replace(",", ""))
-    assert abs(learnt / text - 1 / 8) < 0.06
 
 
 def test_folders_with_other_files_are_left_alone():
@@ -225,7 +211,7 @@ def test_a_file_of_many_bad_rows_is_not_read_whole_to_be_refused(monkeypatch):
     ],
 )
 def test_a_damaged_unfinished_dataset_is_refused(name):
-    output("a.jsonl --train-bpe 300 --out t")
+    write_bpe()
     write("b.jsonl", [*TEXTS, {"bad": 1}])
     command = "b.jsonl --tokenizer t/tokenizer.json --dedup"
     refusal(command)
@@ -287,7 +273,7 @@ def test_an_interrupted_command_resumes_from_what_was_saved(monkeypatch, command
 
 
 def test_verify_finds_changed_and_cut_files():
-    output("a.jsonl --train-bpe 300")
+    output(f"a.jsonl --tokenizer {write_bpe()}")
     assert "no problems" in output("--verify d")
     write("d/tokenizer.json", Path("d/tokenizer.json").read_bytes().replace(b"the", b"teh", 1))
     code, out, _ = run("--verify d")
@@ -306,7 +292,7 @@ def test_a_first_command_that_failed_can_be_corrected():
 
 def test_overwrite_does_not_delete_what_the_command_reads():
     write("a.txt", "some text " * 50)
-    assert "requested 300" in output("a.txt --held-out 0 --train-bpe 300")
+    output(f"a.txt --held-out 0 --tokenizer {write_bpe()}")
     error = refusal("a.txt --held-out 0 --overwrite --tokenizer d/tokenizer.json")
     assert "--overwrite would delete d/tokenizer.json" in error
     assert Path("d/tokenizer.json").exists()

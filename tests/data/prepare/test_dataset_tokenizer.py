@@ -80,9 +80,8 @@ def test_a_beginning_that_the_text_spells_is_not_doubled():
     assert first.count(BEGIN) == 1
 
 
-def test_bytes_and_tokenizers_trained_here_have_no_first_token():
+def test_bytes_have_no_first_token():
     assert dataset("a.jsonl").tokenizer.prefix == ()
-    assert dataset("a.jsonl --train-bpe 300 --overwrite").tokenizer.prefix == ()
 
 
 def test_datasets_of_different_first_or_last_tokens_are_told_apart():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
-from corpora import dataset, output, packed, parquet, refusal, texts, write
+from corpora import output, packed, parquet, refusal, texts, write, write_bpe
 from pyarrow import parquet as parquet_file
 from runs import run_program
 from tables import raised_by
@@ -103,8 +103,7 @@ def prepare_or_refuse(out, path, numbers):
 
 @pytest.mark.parametrize("rounds", [100, pytest.param(400, marks=WIDE)])
 def test_damaged_tokenizers_work_or_are_refused(rounds):
-    write("a.jsonl", TEXTS)
-    content = (dataset("a.jsonl --train-bpe 290").folder / "tokenizer.json").read_bytes()
+    content = (write_bpe(rows=TEXTS, size=290) / "tokenizer.json").read_bytes()
     numbers = random.Random(0)
     works = [tokenizer_works(mutated(content, numbers, most=2)) for _ in range(rounds)]
     assert 5 < sum(works) < rounds - 5
@@ -195,7 +194,7 @@ def hostile_parquet(name, numbers):
 @pytest.mark.parametrize("rounds", [40, pytest.param(400, marks=WIDE)])
 def test_damage_to_a_dataset_is_noticed(rounds):
     write("a.jsonl", [{"p": text[:3], "c": text} for text in TEXTS])
-    fields = "--prompt-field p --completion-field c --train-bpe 300"
+    fields = f"--prompt-field p --completion-field c --tokenizer {write_bpe()}"
     output(f"a.jsonl {fields} --shard-tokens 500 --held-out 0.1")
     whole = Path("d")
     damaged = Path(shutil.copytree(whole, "damaged"))

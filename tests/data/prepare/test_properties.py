@@ -6,7 +6,7 @@ from pathlib import Path
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from corpora import dataset, decoded, output, prompts_and_answers, refusal, texts, write
+from corpora import dataset, decoded, output, prompts_and_answers, refusal, texts, write, write_bpe
 from hypothesis import given
 from runs import contents
 from tables import read_json, write_json
@@ -37,11 +37,12 @@ def split(line):
 @QUICK
 @given(
     st.lists(TEXT, min_size=1),
-    st.sampled_from(["", "--train-bpe 300"]),
+    st.sampled_from(["", "--tokenizer t"]),
     st.integers(1, 60),
     st.integers(1, 9),
 )
 def test_documents_in_are_documents_out(rows, flags, shard_tokens, batch):
+    write_bpe()
     write("a.jsonl", rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batches, "BATCH_DOCUMENTS", batch)
@@ -111,6 +112,7 @@ def test_an_unfinished_dataset_of_an_older_version_resumes_with_the_share_itself
     journal = Path("d") / JOURNAL
     record = read_json(journal)
     del record["threshold"]
+    record["arguments"] |= {"train_bpe": None, "bpe_sample": 2**28}
     write_json(journal, record)
     output(f"{command} --on-error skip")
     assert contents("d") == contents("whole")

@@ -22,6 +22,7 @@ from corpora import (
     refusal,
     texts,
     write,
+    write_bpe,
 )
 from pyarrow import parquet as parquet_file
 from structures import watched
@@ -323,11 +324,12 @@ def test_a_table_becomes_rows_by_the_command_of_its_message(name, separator):
     assert documents("NEW.jsonl") == ["one, two"]
 
 
-@pytest.mark.parametrize(("name", "tokenizer"), [("a.jsonl", "--train-bpe 300"), ("a.parquet", "")])
+@pytest.mark.parametrize(("name", "tokenizer"), [("a.jsonl", "--tokenizer t"), ("a.parquet", "")])
 def test_prompts_and_completions_are_one_document_with_a_cut(name, tokenizer):
     rows = [{"prompt": f"{i} plus {i}?", "completion": f" {2 * i}"} for i in range(20)]
     rows.append({"prompt": "", "completion": "x"})
     write(name, rows)
+    write_bpe()
     found = dataset(
         f"{name} --prompt-field prompt --completion-field completion {tokenizer} --held-out 0"
     )

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from corpora import output, refusal, run, texts, write
+from corpora import output, refusal, run, texts, write, write_bpe
 from runs import contents, run_program
 from structures import plant
 from support import journeys
@@ -21,7 +21,8 @@ KILLER = Path(__file__).parent.parent.parent / "killer.py"
 
 @pytest.fixture
 def inputs():
-    """All formats, with bad lines and files among them."""
+    """All formats, with bad lines and files among them, and a tokenizer."""
+    write_bpe()
     path = write("in/a.jsonl.gz", [*texts(240, seed=1), {"bad": 1}, *texts(120, seed=2)])
     write("in/b.parquet", texts(180, seed=1))
     write("in/c.jsonl.zst", texts(180, seed=3))
@@ -32,7 +33,7 @@ def inputs():
 
 @pytest.mark.usefixtures("inputs")
 @pytest.mark.parametrize(
-    "flags", journeys(["", "--dedup", "--train-bpe 300 --dedup"], "--train-bpe 300 --dedup")
+    "flags", journeys(["", "--dedup", "--tokenizer t --dedup"], "--tokenizer t --dedup")
 )
 def test_a_killed_command_resumes_to_the_byte(flags):
     command = f"in {flags} --on-error skip --shard-tokens 4000 --held-out 0.1"
@@ -47,7 +48,7 @@ def test_a_killed_command_resumes_to_the_byte(flags):
 
 
 PAIRS = "a.jsonl --preference --dedup --shard-tokens 30000 --save-seconds 0"
-TEXTS = "in/b.parquet in/c.jsonl.zst --dedup --train-bpe 300 --shard-tokens 10000 --save-seconds 0"
+TEXTS = "in/b.parquet in/c.jsonl.zst --dedup --tokenizer t --shard-tokens 10000 --save-seconds 0"
 
 
 @pytest.mark.usefixtures("inputs")
