@@ -125,8 +125,7 @@ def bench(options: argparse.Namespace) -> None:
             "(jaxtp/analysis/hardware.toml); name the most similar row, as in --like h100"
         )
     dtype = config.model.precision.compute
-    small = SIZES[:4] if device.platform == "cpu" else SIZES
-    message_bytes = options.message_bytes or small
+    message_bytes = options.message_bytes or (SIZES[:4] if device.platform == "cpu" else SIZES)
     messages = list(measure_messages(mesh, dtype, message_bytes, options.rounds, options.in_a_row))
     rows = max(1, config.data.global_batch_size // (batch_parts(sizes) * config.train.accumulation))
     costs = step_costs(
@@ -137,13 +136,7 @@ def bench(options: argparse.Namespace) -> None:
     )
     shapes = {product.name: (product.m, product.k, product.n) for product in costs.products}
     del shapes["head"]  # not in a block
-    by_device = []
-    for local_device in mesh.local_devices:
-        with jax.default_device(local_device):
-            by_device.append(measure_products(shapes, dtype, options.rounds, options.in_a_row))
-    seconds = by_device[0]
-    totals = [sum(by_product.values()) for by_product in by_device]
-    slowest = slowest_device(gather_numbers(np.array(totals, np.float32)))
+    seconds, slowest = measure_devices(mesh, shapes, dtype, options)
     flops = 2 * sum(m * k * n for m, k, n in shapes.values()) / sum(seconds.values())
     if jax.process_index() != 0:
         return
@@ -165,14 +158,6 @@ def bench(options: argparse.Namespace) -> None:
         with writing("--out", options.out):
             options.out.write_text(hardware_file(hardware, fields, where))
         print(f"\n{options.out}: for jaxtp estimate --hardware {options.out}x{mesh.size}")
-
-
-def slowest_device(seconds: np.ndarray) -> str:
-    """Names the slowest device; `seconds` are `[processes, local devices]`."""
-    factor = seconds.max() / np.percentile(seconds, 50, method="lower")
-    process, local = divmod(int(seconds.argmax()), seconds.shape[1])
-    name = f"device {local} of {process_name(process, host_names()[process])}"
-    return f"slowest: {name} takes {factor:.2f} times the median for the same products"
 
 
 def table(
@@ -222,6 +207,30 @@ def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
         return lax.scan(lambda x, _: (KINDS[kind](x, axis), None), x, length=times)[0]
 
     return device_view(body, f"bench_{kind}", (P(AXES),), P(AXES))
+
+
+def measure_devices(
+    mesh: Mesh,
+    shapes: Mapping[str, tuple[int, int, int]],
+    dtype: str,
+    options: argparse.Namespace,
+) -> tuple[dict[str, float], str]:
+    """Times the products on each local device.
+
+    Returns the seconds of the first one, and a line that names the slowest of all processes.
+    """
+    by_device = []
+    for device in mesh.local_devices:
+        with jax.default_device(device):
+            by_device.append(measure_products(shapes, dtype, options.rounds, options.in_a_row))
+    totals = [sum(seconds.values()) for seconds in by_device]
+    # [processes, local devices]
+    gathered = gather_numbers(np.array(totals, np.float32))
+    factor = gathered.max() / np.percentile(gathered, 50, method="lower")
+    process, local = divmod(int(gathered.argmax()), gathered.shape[1])
+    name = f"device {local} of {process_name(process, host_names()[process])}"
+    line = f"slowest: {name} takes {factor:.2f} times the median for the same products"
+    return by_device[0], line
 
 
 def measure_products(

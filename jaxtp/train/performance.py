@@ -117,7 +117,9 @@ class Stragglers:
           record: with `step_seconds` and `data_wait_seconds`.
         """
         used = [memory_record(device) for device in self._devices]
-        memory = {name: max(record[name] for record in used) for name in used[0]}
+        memory = {}
+        for name in used[0]:
+            memory[name] = max(by_name[name] for by_name in used)
         if not is_multiprocess():
             return {**record, **memory}
         names = sorted(memory)

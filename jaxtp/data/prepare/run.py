@@ -15,11 +15,7 @@ from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRecord, totals
 from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
 from jaxtp.data.prepare.conversations import Conversations
-from jaxtp.data.prepare.dataset_tokenizer import (
-    describe,
-    named_tokenizer,
-    write_tokenizer,
-)
+from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, write_tokenizer
 from jaxtp.data.prepare.preference import PairsOfConversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn

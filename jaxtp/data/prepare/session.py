@@ -230,8 +230,8 @@ def _changed(
     """Returns changed settings; if there are none, changes among the first `num_read` inputs."""
     defaults = arguments(PrepareConfig())  # for settings that are newer than the dataset
     # A setting that is gone has no effect now; a tokenizer that one made is compared below.
-    known = {name: value for name, value in before.arguments.items() if name in settings}
-    changed = schema.differences({**defaults, **known}, settings)
+    remaining = {name: value for name, value in before.arguments.items() if name in settings}
+    changed = schema.differences({**defaults, **remaining}, settings)
     if before.tokenizer is not None:
         changed += schema.differences(
             {"tokenizer": asdict(before.tokenizer)}, {"tokenizer": asdict(job.tokenizer.info)}
