@@ -345,16 +345,6 @@ def check_counted(instruction: Instruction, counted: Counted) -> None:
         )
 
 
-def type_bytes(type_: str) -> float:
-    """Returns the bytes of all arrays of a type."""
-    total = 0.0
-    for dtype, dims in _SHAPE.findall(type_):
-        bits = re.search(r"\d+", dtype.replace("pred", "s8"))
-        if bits:
-            total += math.prod(_integers(dims)) * int(bits[0]) / 8
-    return total
-
-
 def operand_types(computation: Computation, reader: Instruction) -> list[str]:
     """Returns the type of each array that an instruction reads, as in `bf16[8,4]`."""
     types = {instruction.name: instruction.type for instruction in computation}

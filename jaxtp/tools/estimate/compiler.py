@@ -26,31 +26,19 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.stages import Traced
 
-from jaxtp.analysis.collective import bytes_by_axes
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
-from jaxtp.analysis.layer_costs import itemsize
-from jaxtp.analysis.schedule import (
-    AMOUNTS,
-    COLLECTIVES,
-    Part,
-    Scheduled,
-    part_of,
-    read_parts,
-    read_schedule,
-)
-from jaxtp.analysis.step_costs import LOGIT_PASSES, StepCosts
+from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import Record, columns
 from jaxtp.config.entry import signal_name
-from jaxtp.config.schema import replace_nested, to_plain, validate
+from jaxtp.config.schema import to_plain, validate
 from jaxtp.data.loader import split
 from jaxtp.distributed.environment import child_environment
 from jaxtp.mesh import Sizes, describe_mesh, mesh_of
-from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import costs_of_step, with_attention
+from jaxtp.train.memory import with_attention
 from jaxtp.train.setup import open_task
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import compiler_options, make_train_step, trace_step
@@ -76,17 +64,9 @@ TPU_EXTRA = "estimate-tpu"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
-LINK_SECONDS = "seconds_of_links"
-SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", LINK_SECONDS)
-# Passes over float32 logits that a loss needs: read forward and backward, and a gradient in 16 bits
-LOGITS = 2.5
 _COLLECTIVE_HEADER = (
     *("collective", "over", "times"),
     *("GB of messages", "overlapped", "operations that overlap"),
-)
-_PART_HEADER = (
-    *("part", "kernels", "TFLOP", "/ least", "GB", "/ least"),
-    *("products", "others", "copies", "links"),
 )
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
@@ -231,7 +211,6 @@ class Compiled:
     argument_bytes: int  # state and batch
     temp_bytes: int  # the block that holds everything else
     peak_bytes: int  # bytes to allocate: arguments, temporaries, results that replace no argument
-    parts: Mapping[str, Part]  # the kernels, by part of the step; empty where they cannot be read
     # Collectives by kind, axes and group, with the compute that overlaps them
     collectives: tuple[Scheduled, ...]
     seconds: float  # to compile
@@ -275,18 +254,6 @@ class Compiled:
             for layer, times in self.not_in_float8.items():
                 yield f"  not in float8: {layer}, {times:,} times"
         yield self._collective_table()
-        if self.parts:
-            yield (
-                "Parts of the step, with milliseconds at the peaks of the hardware (copies are "
-                "among the others):"
-            )
-            parts = roofline(setting, self.parts, self.collectives)
-            yield part_table(parts)
-            if unknown := parts["all"]["unknown"]:
-                yield (
-                    "  (products counted as 0, because their kernels do not tell their FLOPs: "
-                    f"{unknown:,.0f})"
-                )
         for note in self.notes:
             yield f"  ({note})"
 
@@ -304,94 +271,10 @@ class Compiled:
         return {
             "provenance": "compiled",
             **dataclasses.asdict(self),
-            "parts": roofline(setting, self.parts, self.collectives) if self.parts else {},
             "collectives": [collective.record() for collective in self.collectives],
             "fits": self.fits(setting),
             "tier_1_to_peak": setting.memory.total / self.peak_bytes,
         }
-
-
-def roofline(
-    setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]
-) -> dict[str, Part]:
-    """Returns the step's parts with seconds at the hardware's peaks, their sum `all`, and links.
-
-    A part also has the minimum of FLOPs and bytes, without recomputation.
-    """
-    hardware = setting.target.hardware
-    work = setting.relative_work
-    without_remat = replace_nested(setting.config, {"model.remat": "none"})
-    costs = costs_of_step(without_remat, setting.sizes, hardware.architecture, once=True)
-    zeros = dict.fromkeys((*AMOUNTS, *SECONDS, "bytes_sent", "least_flops", "least_bytes"), 0.0)
-    timed = {name: zeros | part | _seconds(part, hardware) for name, part in parts.items()}
-    for name, flops, size in _minimum_amounts(setting, costs):
-        timed[name]["least_flops"] += work * flops
-        timed[name]["least_bytes"] += work * size
-    required = bytes_by_axes(costs.traffic)
-    links = dict[str, Part]()
-    for axes, size in bytes_by_axes(dict.fromkeys(collectives, 1)).items():
-        seconds = size / link_speed(hardware, setting.sizes, axes) * hardware.link_efficiency
-        links[f"sent over {'+'.join(axes)}"] = zeros | {
-            "bytes_sent": size,
-            "least_bytes": work * required.get(axes, 0.0),
-            LINK_SECONDS: seconds,
-        }
-        timed[COLLECTIVES][LINK_SECONDS] += seconds
-    total = dict(zeros)
-    for part in timed.values():
-        for key in total:
-            total[key] += part[key]
-    return timed | {"all": total} | links
-
-
-def _seconds(part: Part, hardware: Hardware) -> Part:
-    memory_speed = hardware.bandwidth
-    return {
-        "seconds_of_products": max(
-            part["flops_16"] / hardware.flops, part["product_bytes"] / memory_speed
-        ),
-        "seconds_of_others": part["other_bytes"] / memory_speed,
-        "seconds_of_copies": part["copied_bytes"] / memory_speed,
-    }
-
-
-def _minimum_amounts(setting: Setting, costs: StepCosts) -> Iterator[tuple[str, float, float]]:
-    """Yields the part of each operation, and its minimum of FLOPs and bytes."""
-    model = setting.config.model
-    trained = 0 if model.lora.rank else setting.memory.parameters
-    gradients = trained * min(1.0, itemsize(model.precision.reduce) / costs.param_itemsize)
-    # Gradients are also read for their norm.
-    yield "optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)
-    yield "embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES
-    for operation in costs.elementwise:
-        yield part_of(operation.module), 0.0, operation.bytes
-    for product in (*costs.products, *costs.attention, *costs.update):
-        yield (
-            part_of(f"{product.module}/{product.name}"),
-            product.counted * product.flops,
-            product.count * product.bytes,
-        )
-
-
-def part_table(parts: Mapping[str, Part]) -> str:
-    """Formats a `roofline`."""
-
-    def ratio(amount: float, minimum: float) -> str:
-        return f"{amount / minimum:.2f}" if minimum else ""
-
-    rows = []
-    for name, part in parts.items():
-        flops = part["flops"]
-        size = part["product_bytes"] + part["other_bytes"] + part["bytes_sent"]
-        amounts = (
-            f"{part['kernels']:,.0f}",
-            f"{flops / 1e12:,.2f}",
-            ratio(flops, part["least_flops"]),
-            f"{size / GB:,.2f}",
-            ratio(size, part["least_bytes"]),
-        )
-        rows.append((name, *amounts, *(f"{1e3 * part[key]:,.2f}" for key in SECONDS)))
-    return columns(_PART_HEADER, rows)
 
 
 def compile_for(
@@ -532,14 +415,12 @@ def trace(config: TrainConfig, mesh: Mesh) -> Traced:
 def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> Record:
     text = compiled.as_text() or ""
     flops = None
-    kernels = dict[str, Part]()
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
     temporaries = stats.temp_size_in_bytes
     block = arguments + temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
     if platform == "cuda":
         with suppress(HloError):
-            kernels = read_parts(text)
             flops = count_flops_in_hlo(text)
     in_float8, not_in_float8 = read_float8(text)
     return {
@@ -547,7 +428,6 @@ def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> Reco
         "temp_bytes": temporaries,
         # On GPUs, temporaries are one block.
         "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,
-        "parts": kernels,
         "collectives": [collective.record() for collective in read_schedule(text, sizes)],
         "flops": flops,
         "in_float8": in_float8,
