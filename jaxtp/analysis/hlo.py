@@ -22,7 +22,6 @@ from jaxtp.analysis.census import (
     kernel_products,
     message_bytes,
     runs,
-    turns,
 )
 from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
@@ -310,7 +309,10 @@ def _trip_count(module: Module, around: Computation, loop: Instruction) -> int |
         return None
     first = _constant(around, init.operands[counter])
     limit = _constant(condition, test.operands[1])
-    return turns(first, limit, _constant(body, after.operands[1]))
+    step = _constant(body, after.operands[1])
+    if first is None or limit is None or step is None or step < 1:
+        return None
+    return max(0, -((first - limit) // step))
 
 
 def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction | None, int | None]:
