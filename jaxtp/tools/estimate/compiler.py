@@ -1,4 +1,4 @@
-"""Tier 3: the real training step, compiled from shapes for GPUs or TPUs that may be absent.
+"""Tier 3: the real training step, compiled from shapes for GPUs that may be absent.
 
 Nothing is allocated or run. It compiles in a process of its own (`python -m` this file), because a
 compiler without its devices may crash, hang or print. XLA reads an absent GPU's
@@ -46,24 +46,15 @@ from jaxtp.train.task import Task
 from jaxtp.train.validation import check, chosen_kernels
 
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
-_NO_DEVICES = {
-    "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
-    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud's metadata server, for minutes
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file protects devices, and there are none
-}
 _LAST_LINES = 3
 _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
-_DIFFERENCES = {
-    "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their "
-    "workspace, differ",
-    "tpu": "on TPUs, compute that overlaps with collectives is not read",
-}
+_DIFFERENCE = (
+    "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ"
+)
 GPU_EXTRA = "estimate-gpu"
 CUDNN_EXTRA = "estimate-cudnn"
-TPU_EXTRA = "estimate-tpu"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
-_TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 _COLLECTIVE_HEADER = (
     *("collective", "over", "times"),
     *("GB of messages", "overlapped", "operations that overlap"),
@@ -133,20 +124,17 @@ class DoesNotFitError(TargetError):
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Devices to compile for."""
+    """GPUs to compile for."""
 
-    platform: str  # cuda or tpu
-    name: str  # a TPU slice, v5e:4x4; for GPUs partitions, hosts and GPUs per host, 1x4x8
-    target_config: str = ""
+    name: str  # partitions, hosts and GPUs per host, 1x4x8
+    target_config: str
     compiler: str  # the package that compiles
     libraries: str = ""  # folder of cuDNN's library, if used
 
     def devices(self) -> Sequence[jax.Device]:
         """Returns abstract devices to compile for."""
-        options = {}
-        if self.platform == "cuda":
-            options = {"topology": self.name, "target_config": self.target_config}
-        return topologies.get_topology_desc(self.name, self.platform, **options).devices
+        options = {"topology": self.name, "target_config": self.target_config}
+        return topologies.get_topology_desc(self.name, "cuda", **options).devices
 
 
 def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
@@ -154,22 +142,16 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
 
     Raises `TargetError` without a compiler for them.
     """
-    if hardware in TARGET_CONFIGS:
-        return Topology(
-            platform="cuda",
-            name=f"1x{hosts}x{devices_per_host}",
-            target_config=TARGET_CONFIGS[hardware],
-            compiler=installed(GPU_COMPILERS, GPU_EXTRA),
+    if hardware not in TARGET_CONFIGS:
+        raise TargetError(
+            f"no compiler works for {hardware} without the device; choose one of "
+            f"{', '.join(TARGET_CONFIGS)}"
         )
-    if hardware in _TORUS_DIMS:
-        shape = torus(hosts * devices_per_host, _TORUS_DIMS[hardware])
-        return Topology(
-            platform="tpu",
-            name=f"{hardware}:{'x'.join(map(str, shape))}",
-            compiler=installed(("libtpu",), TPU_EXTRA),
-        )
-    names = ", ".join((*TARGET_CONFIGS, *_TORUS_DIMS))
-    raise TargetError(f"no compiler works for {hardware} without the device; choose one of {names}")
+    return Topology(
+        name=f"1x{hosts}x{devices_per_host}",
+        target_config=TARGET_CONFIGS[hardware],
+        compiler=installed(),
+    )
 
 
 def with_cudnn(target: Topology) -> Topology | None:
@@ -181,27 +163,13 @@ def with_cudnn(target: Topology) -> Topology | None:
     return replace(target, libraries=str(cudnn.locate_file("nvidia/cudnn/lib")))
 
 
-def installed(packages: Sequence[str], extra: str) -> str:
-    """Returns the first installed package; the error names the extra."""
-    for package in packages:
+def installed() -> str:
+    """Returns the first installed package of `GPU_COMPILERS`; the error names the extra."""
+    for package in GPU_COMPILERS:
         with suppress(metadata.PackageNotFoundError):
             metadata.version(package)
             return package
-    raise TargetError(
-        f"the compiler for this target is not installed: pip install 'jaxtp[{extra}]'"
-    )
-
-
-def torus(devices: int, dims: int) -> tuple[int, ...]:
-    """Returns a TPU slice's shape: near a cube, of powers of two."""
-    if devices.bit_count() != 1:
-        near = 1 << (devices.bit_length() - 1)
-        raise TargetError(
-            f"{devices} TPUs: a slice has a power of two, such as {near} or {2 * near}"
-        )
-    small, num_larger = divmod(devices.bit_length() - 1, dims)
-    exponents = [small] * (dims - num_larger) + [small + 1] * num_larger
-    return tuple(2**exponent for exponent in exponents)
+    raise TargetError(f"the compiler for GPUs is not installed: pip install 'jaxtp[{GPU_EXTRA}]'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +295,8 @@ def ask(
         "sizes": dict(sizes),
         "target": dataclasses.asdict(target),
     }
-    environment = child_environment(**_NO_DEVICES)
+    # Without a platform the plugin refuses to register: it looks for a GPU.
+    environment = child_environment(JAX_PLATFORMS="cpu")
     if target.libraries:
         folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
@@ -360,7 +329,7 @@ def ask(
     collectives = []
     for record in answer.pop("collectives"):
         collectives.append(Scheduled(**record | {"axes": tuple(record["axes"])}))
-    notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(process.stderr))))
+    notes = (_DIFFERENCE, *sorted(set(_WARNING.findall(process.stderr))))
     return Compiled(**answer, collectives=tuple(collectives), notes=notes)
 
 
@@ -382,9 +351,7 @@ def main() -> None:
     with jax.set_mesh(mesh):
         lowered = traced.lower()
     started = time.perf_counter()
-    options: dict[str, bool | str | int] = {**compiler_options(config, target.platform)}
-    if target.platform == "cuda":
-        options |= ABSENT_GPU
+    options: dict[str, bool | str | int] = {**compiler_options(config, "cuda"), **ABSENT_GPU}
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -394,7 +361,7 @@ def main() -> None:
         print(json.dumps({"error": text}))
     else:
         seconds = time.perf_counter() - started
-        print(json.dumps({"seconds": seconds, **_numbers(compiled, target.platform, sizes)}))
+        print(json.dumps({"seconds": seconds, **_numbers(compiled, sizes)}))
 
 
 def trace(config: TrainConfig, mesh: Mesh) -> Traced:
@@ -412,22 +379,20 @@ def trace(config: TrainConfig, mesh: Mesh) -> Traced:
         )
 
 
-def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> Record:
+def _numbers(compiled: jax.stages.Compiled, sizes: Sizes) -> Record:
     text = compiled.as_text() or ""
     flops = None
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
     temporaries = stats.temp_size_in_bytes
-    block = arguments + temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    if platform == "cuda":
-        with suppress(HloError):
-            flops = count_flops_in_hlo(text)
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    with suppress(HloError):
+        flops = count_flops_in_hlo(text)
     in_float8, not_in_float8 = read_float8(text)
     return {
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
-        # On GPUs, temporaries are one block.
-        "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,
+        "peak_bytes": arguments + temporaries + results,
         "collectives": [collective.record() for collective in read_schedule(text, sizes)],
         "flops": flops,
         "in_float8": in_float8,

@@ -13,7 +13,6 @@ from jaxtp.config.schema import replace_nested
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.compiler import (
-    GPU_COMPILERS,
     TargetError,
     ask,
     compile_for,
@@ -28,7 +27,7 @@ from jaxtp.train.memory import memory_per_device, with_attention
 def missing():
     """Returns why no compiler for GPUs can be used; empty if one can."""
     try:
-        return "" if installed(GPU_COMPILERS, "estimate-gpu") else "never"
+        return "" if installed() else "never"
     except TargetError as error:
         return str(error)
 
