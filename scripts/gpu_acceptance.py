@@ -436,12 +436,11 @@ def settings_of(machine: Machine, case: Step) -> TrainConfig:
 def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     """Times a training step and its parts; also gives the times at the hardware's peaks."""
     import jax
+    from parts import SECONDS, read_parts, roofline
     from step_beside_plain import Plain, Runner, make_batch, plain_runner
 
     from jaxtp.analysis.hardware import find
-    from jaxtp.analysis.schedule import read_parts
     from jaxtp.data.loader import abstract_batch
-    from jaxtp.tools.estimate.compiler import SECONDS, roofline
     from jaxtp.tools.estimate.search import describe_model, estimate, target
     from jaxtp.train import optimizer as optimizers
     from jaxtp.train.state import plan_state
@@ -522,8 +521,7 @@ def summed(events: list[Result], names: Mapping[str, str]) -> dict[str, float]:
     Args:
       names: scopes by instruction.
     """
-    from jaxtp.analysis.schedule import OTHER
-    from jaxtp.analysis.schedule import PARTS as PATTERNS
+    from parts import part_of
 
     named = [event for event in events if event.get("name") in ("process_name", "thread_name")]
     labels = {(event["pid"], event.get("tid")): event["args"]["name"] for event in named}
@@ -541,9 +539,7 @@ def summed(events: list[Result], names: Mapping[str, str]) -> dict[str, float]:
         scope = (
             f"{names.get(str(about.get('hlo_op', '')), '')} {about.get('name', '')} {event['name']}"
         )
-        found[
-            next((part for part, pattern in PATTERNS.items() if re.search(pattern, scope)), OTHER)
-        ] += event["dur"]
+        found[part_of(scope)] += event["dur"]
     return dict(found)
 
 

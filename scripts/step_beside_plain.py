@@ -29,16 +29,17 @@ import yaml
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parts import part_table, read_parts, roofline
 
 import jaxtp
 from jaxtp.analysis.hardware import find
-from jaxtp.analysis.schedule import read_parts, read_schedule
+from jaxtp.analysis.schedule import read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import replace_nested
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import AXES, describe_mesh, mesh_of
-from jaxtp.tools.estimate.compiler import TARGET_CONFIGS, part_table, roofline
+from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 from jaxtp.tools.estimate.search import describe_model, estimate, target
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig

@@ -24,8 +24,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from parts import read_parts
+
 from jaxtp.analysis.hardware import find
-from jaxtp.analysis.schedule import read_parts, read_schedule
+from jaxtp.analysis.schedule import read_schedule
 from jaxtp.analysis.tables import columns
 from jaxtp.mesh import describe_mesh, mesh_shape
 from jaxtp.tools.estimate.compiler import TARGET_CONFIGS

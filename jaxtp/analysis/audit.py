@@ -327,9 +327,13 @@ def added_by_compiler(
     left = Counter[tuple[object, ...]]()
     for collective, times in written.items():
         left[_likeness(collective)] += times
+    # The program may run a collective in a loop with an unknown trip count any number of times.
+    in_loops = {_likeness(collective) for collective in written if collective.counted == A_TURN}
     added: Counter[Collective] = Counter()
     for collective, times in realised.items():
         likeness = _likeness(collective)
+        if likeness in in_loops:
+            continue
         added[collective] = max(times - left[likeness], 0)
         left[likeness] -= times - added[collective]
     return +added
@@ -343,7 +347,6 @@ def _likeness(collective: Collective) -> tuple[object, ...]:
         collective.group,
         collective.dtype,
         math.prod(collective.shape),
-        collective.counted == A_TURN,
     )
 
 

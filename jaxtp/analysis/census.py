@@ -1,8 +1,8 @@
 """Counts collectives in a jaxpr: the program's own, before compilation.
 
-In a conditional every branch counts, which is an upper bound. In a scan each iteration counts,
-and also in a `while` that counts an integer up to a constant. In other loops one iteration counts;
-they are an error unless the caller allows them by name. `hlo.py` counts by the same rules.
+In a conditional every branch counts, which is an upper bound. In a scan each iteration counts, and
+so in a `fori_loop` with constant bounds, which JAX makes a scan. In a `while` one iteration counts.
+`hlo.py`, where a scan is a `while`, counts each iteration if the trip count can be read.
 """
 
 import math
@@ -12,10 +12,8 @@ from itertools import chain
 from typing import Any, Final, Literal
 
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
-from jax.extend.core import Literal as Constant
 
 from jaxtp.analysis.collective import PRIMITIVES, Axes, Collective, spanned
 from jaxtp.layers.experts import RARELY
@@ -183,13 +181,6 @@ _ATTENTION = {
 gradients of the weights) count once."""
 
 
-def turns(first: int | None, limit: int | None, step: int | None) -> int | None:
-    """Returns the iterations of `while first < limit: first += step`; None if any is unknown."""
-    if first is None or limit is None or step is None or step < 1:
-        return None
-    return max(0, -((first - limit) // step))
-
-
 def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
     """Returns how often a loop runs its body and its condition, and the counts' meaning.
 
@@ -201,36 +192,5 @@ def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
 
 
 def trip_count(loop: JaxprEqn) -> int | None:
-    """Returns the iterations of a `while` equation; None if unknown."""
-    if RARELY in str(loop.source_info.name_stack):
-        return 0
-    condition = loop.params["cond_jaxpr"].jaxpr
-    body = loop.params["body_jaxpr"].jaxpr
-    test = _maker(condition, condition.outvars[0])
-    if test is None or test.primitive.name != "lt" or test.invars[0] not in condition.invars:
-        return None
-    num_constants = loop.params["cond_nconsts"]
-    carried = condition.invars.index(test.invars[0]) - num_constants
-    if carried < 0:
-        return None
-    at = carried + loop.params["body_nconsts"]
-    after = _maker(body, body.outvars[carried])
-    if after is None or after.primitive.name != "add" or after.invars[0] is not body.invars[at]:
-        return None
-    first = loop.invars[at + num_constants]
-    return turns(_integer(first), _integer(test.invars[1]), _integer(after.invars[1]))
-
-
-def _maker(jaxpr: Jaxpr, variable: object) -> JaxprEqn | None:
-    for equation in jaxpr.eqns:
-        if any(result is variable for result in equation.outvars):
-            return equation
-    return None
-
-
-def _integer(operand: object) -> int | None:
-    if not isinstance(operand, Constant):
-        return None
-    kind: Any = operand.aval
-    is_integer = kind.shape == () and kind.dtype in (np.int32, np.int64)
-    return int(operand.val) if is_integer else None
+    """Returns the iterations of a `while` equation: 0 if it runs rarely, else None: unknown."""
+    return 0 if RARELY in str(loop.source_info.name_stack) else None

@@ -22,7 +22,6 @@ from jaxtp.analysis.census import (
     kernel_products,
     message_bytes,
     runs,
-    turns,
 )
 from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
@@ -310,7 +309,10 @@ def _trip_count(module: Module, around: Computation, loop: Instruction) -> int |
         return None
     first = _constant(around, init.operands[counter])
     limit = _constant(condition, test.operands[1])
-    return turns(first, limit, _constant(body, after.operands[1]))
+    step = _constant(body, after.operands[1])
+    if first is None or limit is None or step is None or step < 1:
+        return None
+    return max(0, -((first - limit) // step))
 
 
 def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction | None, int | None]:
@@ -343,16 +345,6 @@ def check_counted(instruction: Instruction, counted: Counted) -> None:
             f"cannot count the iterations of the loop around {instruction.name}: they depend on "
             "data"
         )
-
-
-def type_bytes(type_: str) -> float:
-    """Returns the bytes of all arrays of a type."""
-    total = 0.0
-    for dtype, dims in _SHAPE.findall(type_):
-        bits = re.search(r"\d+", dtype.replace("pred", "s8"))
-        if bits:
-            total += math.prod(_integers(dims)) * int(bits[0]) / 8
-    return total
 
 
 def operand_types(computation: Computation, reader: Instruction) -> list[str]:

@@ -201,6 +201,18 @@ def test_a_gather_in_a_loop_that_data_end_is_reported_until_it_is_allowed():
     assert allowed == [p for p in problems if p not in unknown]
 
 
+def test_a_loop_that_only_the_compiler_counts_is_the_program_s():
+    def loop(x):
+        moved = lambda x: jax.lax.pcast(jax.lax.psum(x, "tp"), "tp", to="varying")
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, moved(c[1])), (0, x))[1]
+
+    run = jax.shard_map(loop, in_specs=SPLIT, out_specs=SPLIT)
+    found = audit_dense(lambda graph, state, x: run(state["kernel"][...]), SPLIT)
+    assert [(c.counted, times) for c, times in found.written.items()] == [("a turn", 1)]
+    assert [(c.counted, times) for c, times in found.realised.items()] == [("", 3)]
+    assert not found.added
+
+
 def test_a_budget_is_kept_where_there_is_one():
     problems = replace(audited(*FIRST), budget={}).problems()
     assert any(

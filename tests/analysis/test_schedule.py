@@ -1,10 +1,8 @@
 """Reading a compiled program's schedule: what moves, and what is computed meanwhile."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from jaxtp.analysis.schedule import Scheduled, read_parts, read_schedule
+from jaxtp.analysis.schedule import Scheduled, read_schedule
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 TP = "replica_groups={{0,1,2,3},{4,5,6,7}}"
@@ -122,114 +120,3 @@ def test_kernels_with_products_hide_what_moves(beside, hides):
     text = TEXT.replace("f32[8]{0} fusion(%p), kind=kLoop, calls=%work", f"f32[8]{{0}} {beside}")
     (scatter,) = (one for one in read_schedule(text, SIZES) if one.kind == "reduce-scatter")
     assert scatter.hidden_bytes == (scatter.bytes if hides else 0)
-
-
-PARTS_TEXT = """HloModule jit_step, is_scheduled=true
-
-%dot (p0: bf16[2,4], p1: bf16[3,4,8], p2: s32[]) -> bf16[2,8] {
-  %p0 = bf16[2,4]{1,0} parameter(0)
-  %p1 = bf16[3,4,8]{2,1,0} parameter(1)
-  %p2 = s32[] parameter(2)
-  %layer = bf16[1,4,8]{2,1,0} dynamic-slice(%p1, %p2, %p2, %p2), dynamic_slice_sizes={1,4,8}
-  %w = bf16[4,8]{1,0} bitcast(%layer)
-  ROOT %y = bf16[2,8]{1,0} dot(%p0, %w), lhs_contracting_dims={1}, metadata={op_name="jit(step)/jvp(mlp)/dot_general"}
-}
-
-%swap (p0: bf16[2,8]) -> f32[8,2] {
-  %p0 = bf16[2,8]{1,0} parameter(0)
-  %swapped = bf16[8,2]{1,0} transpose(%p0), dimensions={1,0}
-  ROOT %wide = f32[8,2]{1,0} convert(%swapped)
-}
-
-%stack (p0: f32[3,8,2], p1: f32[8,2], p2: s32[]) -> f32[3,8,2] {
-  %p0 = f32[3,8,2]{2,1,0} parameter(0)
-  %p1 = f32[8,2]{1,0} parameter(1)
-  %p2 = s32[] parameter(2)
-  %squares = f32[8,2]{1,0} multiply(%p1, %p1)
-  %one = f32[1,8,2]{2,1,0} bitcast(%squares)
-  ROOT %stacked = f32[3,8,2]{2,1,0} dynamic-update-slice(%p0, %one, %p2, %p2, %p2)
-}
-
-%body (carry: (s32[], bf16[2,4], bf16[3,4,8], f32[3,8,2])) -> (s32[], bf16[2,4], bf16[3,4,8], f32[3,8,2]) {
-  %carry = (s32[], bf16[2,4]{1,0}, bf16[3,4,8]{2,1,0}, f32[3,8,2]{2,1,0}) parameter(0)
-  %i = s32[] get-tuple-element(%carry), index=0
-  %x = bf16[2,4]{1,0} get-tuple-element(%carry), index=1
-  %kernels = bf16[3,4,8]{2,1,0} get-tuple-element(%carry), index=2
-  %saved = f32[3,8,2]{2,1,0} get-tuple-element(%carry), index=3
-  %product = bf16[2,8]{1,0} fusion(%x, %kernels, %i), kind=kCustom, calls=%dot
-  %copied = f32[8,2]{1,0} fusion(%product), kind=kInput, calls=%swap, metadata={op_name="jit(step)/mlp/norm/convert"}
-  %more = f32[3,8,2]{2,1,0} fusion(%saved, %copied, %i), kind=kLoop, calls=%stack
-  ROOT %out = (s32[], bf16[2,4]{1,0}, bf16[3,4,8]{2,1,0}, f32[3,8,2]{2,1,0}) tuple(%i, %x, %kernels, %more)
-}
-
-%condition (carry: (s32[])) -> pred[] {
-  ROOT %less = pred[] parameter(0)
-}
-
-ENTRY %main (p: f32[8]) -> f32[16] {
-  %p = f32[8]{0} parameter(0)
-  %loop = (s32[]) while(%carry), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"3"}}
-  %gather-start = (f32[8]{0}, f32[16]{0}) all-gather-start(%p), replica_groups={{0,1}}, dimensions={0}
-  ROOT %gather-done = f32[16]{0} all-gather-done(%gather-start)
-}
-"""  # noqa: E501
-
-
-def test_kernels_are_counted_by_the_part_of_the_step():
-    """A layer of a stack is read and written alone; a fusion's products name its part."""
-    product = (2 * 4 + 4 * 8 + 2 * 8) * 2 + 4
-    copied = (2 + 4) * 16
-    stacked = 2 * 4 * 16 + 4
-    flops = 3 * 2 * 2 * 8 * 4
-    expected = {
-        "MLP": {"kernels": 3, "flops": flops, "flops_16": flops, "product_bytes": 3 * product},
-        "norms": {"kernels": 3, "other_bytes": 3 * copied, "copied_bytes": 3 * copied},
-        "other": {"kernels": 3, "other_bytes": 3 * stacked},
-        "collectives": {"kernels": 1, "other_bytes": 4 * (8 + 16)},
-    }
-    parts = read_parts(PARTS_TEXT)
-    found = {
-        name: {key: amount for key, amount in part.items() if amount}
-        for name, part in parts.items()
-    }
-    assert {name: part for name, part in found.items() if part} == expected
-    in_float8 = read_parts(PARTS_TEXT.replace("bf16", "f8e5m2"))["MLP"]
-    assert (in_float8["flops"], in_float8["flops_16"]) == (flops, flops / 2)
-
-    def planted(kernel):
-        """The parts with one more kernel."""
-        text = f"  %mine = {kernel}\n  ROOT %gather-done"
-        return read_parts(PARTS_TEXT.replace("  ROOT %gather-done", text))["other"]
-
-    assert planted(f"f32[8]{{0}} {KERNEL.replace('func', 'dot')}")["unknown"] == 1
-    cublas = planted('(f32[8]{0}, s8[64]{0}) custom-call(%p), custom_call_target="__cublas$gemm"')
-    assert cublas["product_bytes"] == 2 * 8 * 4, "its workspace is not traffic"
-
-
-def test_asynchronous_kernels_read_and_write_what_others_do():
-    """A fusion that updates a slice of a stack, and a copy, as XLA of jax 0.12 starts them."""
-    stack = "f32[3,8,2]{2,1,0}"
-    copy = "  %copied.1 = f32[8]{0} copy(%p)\n  %gather-start"
-    plain = PARTS_TEXT.replace("  %gather-start", copy)
-    started = f"(({stack}, f32[8,2]{{1,0}}, s32[]), {stack}, u32[]) fusion-start(%saved"
-    more = plain.replace(f"%more = {stack} fusion(%saved", f"%more-start = {started}")
-    more = more.replace("  ROOT %out", f"  %more = {stack} fusion-done(%more-start)\n  ROOT %out")
-    more = more.replace("f32[8]{0} copy(%p)", "(f32[8]{0}, f32[8]{0}, u32[]) copy-start(%p)")
-    assert more.count("-start(") == plain.count("-start(") + 2
-    assert read_parts(more) == read_parts(plain)
-
-
-def test_the_flops_and_bytes_of_a_compiled_program():
-    def layer(x, w):
-        with jax.named_scope("mlp"):
-            return jnp.tanh(x @ w), None
-
-    x = jnp.ones((8, 16))
-    w = jnp.ones((3, 16, 16))
-    parts = read_parts(
-        jax.jit(lambda x, w: jax.lax.scan(layer, x, w)[0]).lower(x, w).compile().as_text()
-    )
-    assert parts["MLP"]["flops"] == 3 * 2 * 8 * 16 * 16
-    moved = parts["MLP"]["product_bytes"] + parts["MLP"]["other_bytes"]
-    assert moved >= 3 * 4 * (2 * 8 * 16 + 16 * 16)
-    assert sum(part["flops"] for part in parts.values()) == parts["MLP"]["flops"]

@@ -2,7 +2,7 @@
 parity over meshes.
 """
 
-import runpy
+import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,14 +192,15 @@ def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be
 @pytest.mark.wide
 def test_a_step_in_plain_jax_has_the_same_losses(monkeypatch, capsys):
     """The script exits if the losses of the first or of the last step differ."""
-    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts/step_beside_plain.py"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    script = importlib.import_module("step_beside_plain")
     heads = {"num_heads": 2, "num_kv_heads": 2}
     monkeypatch.setitem(
-        script["MODELS"],
+        script.MODELS,
         "25m",
         {"vocab_size": 64, "d_model": 16, "num_layers": 1, "d_ff": 32} | heads,
     )
     words = "script --rows 4 --length 32 --mesh fsdp=2,tp=2 --blocks 2 --steps 2"
     monkeypatch.setattr("sys.argv", words.split())
-    script["main"]()
+    script.main()
     assert "time / plain" in capsys.readouterr().out

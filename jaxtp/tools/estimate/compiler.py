@@ -1,4 +1,4 @@
-"""Tier 3: the real training step, compiled from shapes for GPUs or TPUs that may be absent.
+"""Tier 3: the real training step, compiled from shapes for GPUs that may be absent.
 
 Nothing is allocated or run. It compiles in a process of its own (`python -m` this file), because a
 compiler without its devices may crash, hang or print. XLA reads an absent GPU's
@@ -26,31 +26,19 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.stages import Traced
 
-from jaxtp.analysis.collective import bytes_by_axes
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
-from jaxtp.analysis.layer_costs import itemsize
-from jaxtp.analysis.schedule import (
-    AMOUNTS,
-    COLLECTIVES,
-    Part,
-    Scheduled,
-    part_of,
-    read_parts,
-    read_schedule,
-)
-from jaxtp.analysis.step_costs import LOGIT_PASSES, StepCosts
+from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import Record, columns
 from jaxtp.config.entry import signal_name
-from jaxtp.config.schema import replace_nested, to_plain, validate
+from jaxtp.config.schema import to_plain, validate
 from jaxtp.data.loader import split
 from jaxtp.distributed.environment import child_environment
 from jaxtp.mesh import Sizes, describe_mesh, mesh_of
-from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import costs_of_step, with_attention
+from jaxtp.train.memory import with_attention
 from jaxtp.train.setup import open_task
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import compiler_options, make_train_step, trace_step
@@ -58,35 +46,18 @@ from jaxtp.train.task import Task
 from jaxtp.train.validation import check, chosen_kernels
 
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
-_NO_DEVICES = {
-    "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
-    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud's metadata server, for minutes
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file protects devices, and there are none
-}
 _LAST_LINES = 3
 _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
-_DIFFERENCES = {
-    "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their "
-    "workspace, differ",
-    "tpu": "on TPUs, compute that overlaps with collectives is not read",
-}
+_DIFFERENCE = (
+    "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ"
+)
 GPU_EXTRA = "estimate-gpu"
 CUDNN_EXTRA = "estimate-cudnn"
-TPU_EXTRA = "estimate-tpu"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
-_TORUS_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
-LINK_SECONDS = "seconds_of_links"
-SECONDS = ("seconds_of_products", "seconds_of_others", "seconds_of_copies", LINK_SECONDS)
-# Passes over float32 logits that a loss needs: read forward and backward, and a gradient in 16 bits
-LOGITS = 2.5
 _COLLECTIVE_HEADER = (
     *("collective", "over", "times"),
     *("GB of messages", "overlapped", "operations that overlap"),
-)
-_PART_HEADER = (
-    *("part", "kernels", "TFLOP", "/ least", "GB", "/ least"),
-    *("products", "others", "copies", "links"),
 )
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
@@ -153,20 +124,17 @@ class DoesNotFitError(TargetError):
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Devices to compile for."""
+    """GPUs to compile for."""
 
-    platform: str  # cuda or tpu
-    name: str  # a TPU slice, v5e:4x4; for GPUs partitions, hosts and GPUs per host, 1x4x8
-    target_config: str = ""
+    name: str  # partitions, hosts and GPUs per host, 1x4x8
+    target_config: str
     compiler: str  # the package that compiles
     libraries: str = ""  # folder of cuDNN's library, if used
 
     def devices(self) -> Sequence[jax.Device]:
         """Returns abstract devices to compile for."""
-        options = {}
-        if self.platform == "cuda":
-            options = {"topology": self.name, "target_config": self.target_config}
-        return topologies.get_topology_desc(self.name, self.platform, **options).devices
+        options = {"topology": self.name, "target_config": self.target_config}
+        return topologies.get_topology_desc(self.name, "cuda", **options).devices
 
 
 def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
@@ -174,22 +142,16 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
 
     Raises `TargetError` without a compiler for them.
     """
-    if hardware in TARGET_CONFIGS:
-        return Topology(
-            platform="cuda",
-            name=f"1x{hosts}x{devices_per_host}",
-            target_config=TARGET_CONFIGS[hardware],
-            compiler=installed(GPU_COMPILERS, GPU_EXTRA),
+    if hardware not in TARGET_CONFIGS:
+        raise TargetError(
+            f"no compiler works for {hardware} without the device; choose one of "
+            f"{', '.join(TARGET_CONFIGS)}"
         )
-    if hardware in _TORUS_DIMS:
-        shape = torus(hosts * devices_per_host, _TORUS_DIMS[hardware])
-        return Topology(
-            platform="tpu",
-            name=f"{hardware}:{'x'.join(map(str, shape))}",
-            compiler=installed(("libtpu",), TPU_EXTRA),
-        )
-    names = ", ".join((*TARGET_CONFIGS, *_TORUS_DIMS))
-    raise TargetError(f"no compiler works for {hardware} without the device; choose one of {names}")
+    return Topology(
+        name=f"1x{hosts}x{devices_per_host}",
+        target_config=TARGET_CONFIGS[hardware],
+        compiler=installed(),
+    )
 
 
 def with_cudnn(target: Topology) -> Topology | None:
@@ -201,27 +163,13 @@ def with_cudnn(target: Topology) -> Topology | None:
     return replace(target, libraries=str(cudnn.locate_file("nvidia/cudnn/lib")))
 
 
-def installed(packages: Sequence[str], extra: str) -> str:
-    """Returns the first installed package; the error names the extra."""
-    for package in packages:
+def installed() -> str:
+    """Returns the first installed package of `GPU_COMPILERS`; the error names the extra."""
+    for package in GPU_COMPILERS:
         with suppress(metadata.PackageNotFoundError):
             metadata.version(package)
             return package
-    raise TargetError(
-        f"the compiler for this target is not installed: pip install 'jaxtp[{extra}]'"
-    )
-
-
-def torus(devices: int, dims: int) -> tuple[int, ...]:
-    """Returns a TPU slice's shape: near a cube, of powers of two."""
-    if devices.bit_count() != 1:
-        near = 1 << (devices.bit_length() - 1)
-        raise TargetError(
-            f"{devices} TPUs: a slice has a power of two, such as {near} or {2 * near}"
-        )
-    small, num_larger = divmod(devices.bit_length() - 1, dims)
-    exponents = [small] * (dims - num_larger) + [small + 1] * num_larger
-    return tuple(2**exponent for exponent in exponents)
+    raise TargetError(f"the compiler for GPUs is not installed: pip install 'jaxtp[{GPU_EXTRA}]'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +179,6 @@ class Compiled:
     argument_bytes: int  # state and batch
     temp_bytes: int  # the block that holds everything else
     peak_bytes: int  # bytes to allocate: arguments, temporaries, results that replace no argument
-    parts: Mapping[str, Part]  # the kernels, by part of the step; empty where they cannot be read
     # Collectives by kind, axes and group, with the compute that overlaps them
     collectives: tuple[Scheduled, ...]
     seconds: float  # to compile
@@ -275,18 +222,6 @@ class Compiled:
             for layer, times in self.not_in_float8.items():
                 yield f"  not in float8: {layer}, {times:,} times"
         yield self._collective_table()
-        if self.parts:
-            yield (
-                "Parts of the step, with milliseconds at the peaks of the hardware (copies are "
-                "among the others):"
-            )
-            parts = roofline(setting, self.parts, self.collectives)
-            yield part_table(parts)
-            if unknown := parts["all"]["unknown"]:
-                yield (
-                    "  (products counted as 0, because their kernels do not tell their FLOPs: "
-                    f"{unknown:,.0f})"
-                )
         for note in self.notes:
             yield f"  ({note})"
 
@@ -304,94 +239,10 @@ class Compiled:
         return {
             "provenance": "compiled",
             **dataclasses.asdict(self),
-            "parts": roofline(setting, self.parts, self.collectives) if self.parts else {},
             "collectives": [collective.record() for collective in self.collectives],
             "fits": self.fits(setting),
             "tier_1_to_peak": setting.memory.total / self.peak_bytes,
         }
-
-
-def roofline(
-    setting: Setting, parts: Mapping[str, Part], collectives: Sequence[Scheduled]
-) -> dict[str, Part]:
-    """Returns the step's parts with seconds at the hardware's peaks, their sum `all`, and links.
-
-    A part also has the minimum of FLOPs and bytes, without recomputation.
-    """
-    hardware = setting.target.hardware
-    work = setting.relative_work
-    without_remat = replace_nested(setting.config, {"model.remat": "none"})
-    costs = costs_of_step(without_remat, setting.sizes, hardware.architecture, once=True)
-    zeros = dict.fromkeys((*AMOUNTS, *SECONDS, "bytes_sent", "least_flops", "least_bytes"), 0.0)
-    timed = {name: zeros | part | _seconds(part, hardware) for name, part in parts.items()}
-    for name, flops, size in _minimum_amounts(setting, costs):
-        timed[name]["least_flops"] += work * flops
-        timed[name]["least_bytes"] += work * size
-    required = bytes_by_axes(costs.traffic)
-    links = dict[str, Part]()
-    for axes, size in bytes_by_axes(dict.fromkeys(collectives, 1)).items():
-        seconds = size / link_speed(hardware, setting.sizes, axes) * hardware.link_efficiency
-        links[f"sent over {'+'.join(axes)}"] = zeros | {
-            "bytes_sent": size,
-            "least_bytes": work * required.get(axes, 0.0),
-            LINK_SECONDS: seconds,
-        }
-        timed[COLLECTIVES][LINK_SECONDS] += seconds
-    total = dict(zeros)
-    for part in timed.values():
-        for key in total:
-            total[key] += part[key]
-    return timed | {"all": total} | links
-
-
-def _seconds(part: Part, hardware: Hardware) -> Part:
-    memory_speed = hardware.bandwidth
-    return {
-        "seconds_of_products": max(
-            part["flops_16"] / hardware.flops, part["product_bytes"] / memory_speed
-        ),
-        "seconds_of_others": part["other_bytes"] / memory_speed,
-        "seconds_of_copies": part["copied_bytes"] / memory_speed,
-    }
-
-
-def _minimum_amounts(setting: Setting, costs: StepCosts) -> Iterator[tuple[str, float, float]]:
-    """Yields the part of each operation, and its minimum of FLOPs and bytes."""
-    model = setting.config.model
-    trained = 0 if model.lora.rank else setting.memory.parameters
-    gradients = trained * min(1.0, itemsize(model.precision.reduce) / costs.param_itemsize)
-    # Gradients are also read for their norm.
-    yield "optimizer", 0.0, 2 * (setting.memory.optimizer + trained + gradients)
-    yield "embedding, loss", 0.0, costs.logits * LOGITS / LOGIT_PASSES
-    for operation in costs.elementwise:
-        yield part_of(operation.module), 0.0, operation.bytes
-    for product in (*costs.products, *costs.attention, *costs.update):
-        yield (
-            part_of(f"{product.module}/{product.name}"),
-            product.counted * product.flops,
-            product.count * product.bytes,
-        )
-
-
-def part_table(parts: Mapping[str, Part]) -> str:
-    """Formats a `roofline`."""
-
-    def ratio(amount: float, minimum: float) -> str:
-        return f"{amount / minimum:.2f}" if minimum else ""
-
-    rows = []
-    for name, part in parts.items():
-        flops = part["flops"]
-        size = part["product_bytes"] + part["other_bytes"] + part["bytes_sent"]
-        amounts = (
-            f"{part['kernels']:,.0f}",
-            f"{flops / 1e12:,.2f}",
-            ratio(flops, part["least_flops"]),
-            f"{size / GB:,.2f}",
-            ratio(size, part["least_bytes"]),
-        )
-        rows.append((name, *amounts, *(f"{1e3 * part[key]:,.2f}" for key in SECONDS)))
-    return columns(_PART_HEADER, rows)
 
 
 def compile_for(
@@ -444,7 +295,8 @@ def ask(
         "sizes": dict(sizes),
         "target": dataclasses.asdict(target),
     }
-    environment = child_environment(**_NO_DEVICES)
+    # Without a platform the plugin refuses to register: it looks for a GPU.
+    environment = child_environment(JAX_PLATFORMS="cpu")
     if target.libraries:
         folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
@@ -477,7 +329,7 @@ def ask(
     collectives = []
     for record in answer.pop("collectives"):
         collectives.append(Scheduled(**record | {"axes": tuple(record["axes"])}))
-    notes = (_DIFFERENCES[target.platform], *sorted(set(_WARNING.findall(process.stderr))))
+    notes = (_DIFFERENCE, *sorted(set(_WARNING.findall(process.stderr))))
     return Compiled(**answer, collectives=tuple(collectives), notes=notes)
 
 
@@ -499,9 +351,7 @@ def main() -> None:
     with jax.set_mesh(mesh):
         lowered = traced.lower()
     started = time.perf_counter()
-    options: dict[str, bool | str | int] = {**compiler_options(config, target.platform)}
-    if target.platform == "cuda":
-        options |= ABSENT_GPU
+    options: dict[str, bool | str | int] = {**compiler_options(config, "cuda"), **ABSENT_GPU}
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -511,7 +361,7 @@ def main() -> None:
         print(json.dumps({"error": text}))
     else:
         seconds = time.perf_counter() - started
-        print(json.dumps({"seconds": seconds, **_numbers(compiled, target.platform, sizes)}))
+        print(json.dumps({"seconds": seconds, **_numbers(compiled, sizes)}))
 
 
 def trace(config: TrainConfig, mesh: Mesh) -> Traced:
@@ -529,25 +379,20 @@ def trace(config: TrainConfig, mesh: Mesh) -> Traced:
         )
 
 
-def _numbers(compiled: jax.stages.Compiled, platform: str, sizes: Sizes) -> Record:
+def _numbers(compiled: jax.stages.Compiled, sizes: Sizes) -> Record:
     text = compiled.as_text() or ""
     flops = None
-    kernels = dict[str, Part]()
     stats: Any = compiled.memory_analysis()
     arguments = stats.argument_size_in_bytes
     temporaries = stats.temp_size_in_bytes
-    block = arguments + temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    if platform == "cuda":
-        with suppress(HloError):
-            kernels = read_parts(text)
-            flops = count_flops_in_hlo(text)
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    with suppress(HloError):
+        flops = count_flops_in_hlo(text)
     in_float8, not_in_float8 = read_float8(text)
     return {
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
-        # On GPUs, temporaries are one block.
-        "peak_bytes": stats.peak_memory_in_bytes if platform == "tpu" else block,
-        "parts": kernels,
+        "peak_bytes": arguments + temporaries + results,
         "collectives": [collective.record() for collective in read_schedule(text, sizes)],
         "flops": flops,
         "in_float8": in_float8,

