@@ -117,6 +117,11 @@ INSTEAD = {
     ),
     "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
+    "generate": (
+        "tier",
+        "weights take 2 x parameters / tp bytes of each device, and a token in the cache takes 4 x "
+        "layers x kv heads x head_dim / tp (jaxtp/generate/README.md)",
+    ),
     "speculate": (
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "

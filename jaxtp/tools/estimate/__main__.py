@@ -21,14 +21,13 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.config.schema import (
     ConfigError,
-    CountOrZero,
     Positive,
     UserPath,
     replace_nested,
     to_short_yaml,
 )
 from jaxtp.mesh import MeshError, Sizes, mesh_shape, resolve_sizes
-from jaxtp.tools.estimate import foreign, generation
+from jaxtp.tools.estimate import foreign
 from jaxtp.tools.estimate.compiler import (
     DoesNotFitError,
     TargetError,
@@ -81,7 +80,7 @@ and --optimizer.build; the estimate then tries meshes only.
 OF_ALL_STEPS = ("data.path", "data.long_documents", "data.batches", "train.epochs")
 """Settings that decide the number of steps, and so the cost of a run."""
 SHOWN_FIRST = (
-    *("hardware", "tier", "meshes", "as_configured", "price", "generate", "json", "write", "plot"),
+    *("hardware", "tier", "meshes", "as_configured", "price", "json", "write", "plot"),
     *(name for name in in_short_help(TrainConfig) if name not in OF_ALL_STEPS),
 )
 WRITTEN = "# The best of jaxtp estimate for"
@@ -101,10 +100,6 @@ class EstimateConfig(foreign.OnHardware, TrainConfig):
 
     price: Positive | None = None
     """Price of a device hour, in any currency, for the cost of all steps."""
-
-    generate: CountOrZero = 0
-    """Texts of data.sequence_length tokens to generate at a time, whose memory and speed are added;
-    0 adds none."""
 
     write: Annotated[UserPath | None, Argument("FILE.yaml")] = None
     """YAML file to write the best setting to, if one fits."""
@@ -190,8 +185,7 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
 def _search(
     options: EstimateConfig, config: TrainConfig, where: Target, model: Model
 ) -> tuple[Setting, Record]:
-    # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers
-    # for --json.
+    # Prints the ranking; returns the best setting, and numbers for --json.
     meshes: Sequence[Sizes] = parse_meshes(options.meshes, options.hardware, where.devices)
     meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
     results = search(config, where, model, meshes, as_configured=options.as_configured)
@@ -218,13 +212,6 @@ def _search(
     ]
     title = f"{model.parameters:,} parameters on {options.hardware}"
     write_picture("--plot", options.plot, partial(draw, results, title))
-    if options.generate:
-        length = config.data.sequence_length
-        generating = generation.generations(
-            config.model, where, model, meshes, options.generate, length
-        )
-        print("", generation.table(generating, length), sep="\n", flush=True)
-        numbers["generation"] = list(map(generation.record, generating))
     return best, numbers
 
 
@@ -249,7 +236,7 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
 def _refuse_for_own_parts(options: EstimateConfig) -> None:
     flags = ", ".join(
         f"--{name.replace('_', '-')}"
-        for name in ("tier", "as_configured", "price", "generate", "write", "plot")
+        for name in ("tier", "as_configured", "price", "write", "plot")
         if getattr(options, name) != getattr(EstimateConfig, name)
     )
     if flags:

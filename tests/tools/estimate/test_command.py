@@ -320,12 +320,6 @@ def test_the_update_by_muon_is_modelled(estimated, capsys):
     assert kind == "all-to-all"
 
 
-def test_generation_is_estimated_too(estimated, capsys):
-    one, *_ = estimated(*TINY, *OVER_TP, "--generate=16")["generation"]
-    assert one["bytes_per_device"]["cache"] > 0
-    assert "generating 16 rows of 128 tokens" in capsys.readouterr().out
-
-
 @pytest.mark.wide
 def test_nothing_is_written_where_nothing_fits(tmp_path, capsys):
     (tmp_path / "small.yaml").write_text("like: rtx4090\nmemory: 2.5e+9")
