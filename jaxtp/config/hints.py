@@ -116,6 +116,7 @@ INSTEAD = {
         "python scripts/bench.py measures each axis of a mesh; {} is the axis between hosts",
     ),
     "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
+    "picture plot": ("tier", "python scripts/plot_estimate.py FILE draws what --json FILE has"),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
     "generate": (
         "tier",
