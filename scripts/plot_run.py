@@ -10,13 +10,13 @@ import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from jaxtp.config.files import require_picture, write_picture
+from jaxtp.config.files import require_writable, writing
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.metrics import read_metrics
 
@@ -167,6 +167,26 @@ def _draw_curve(panel: Any, curve: _Curve, color: int, *, name_run: bool) -> Non
         panel.plot(xs, ys, line, color=f"C{number}", label=label, linewidth=1.2, marker=marker)
 
 
+def write_picture(path: Path, draw: Callable[[Any], None]) -> None:
+    """Calls `draw` on a matplotlib `Figure`, and writes it to the file of --out.
+
+    Raises:
+      ConfigError: matplotlib is missing, or the file cannot be written as a picture.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("a picture needs matplotlib: pip install 'jaxtp[plot]'") from None
+    figure = Figure(layout="constrained")
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in formats:
+        raise ConfigError(f"--out {path}: pictures are .{', .'.join(sorted(formats))}")
+    require_writable("--out", path)
+    draw(figure)
+    with writing("--out", path):
+        figure.savefig(path, dpi=120)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -180,9 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     try:
-        require_picture("--out", arguments.out)
         write_picture(
-            "--out",
             arguments.out,
             lambda figure: draw(arguments.runs, figure, arguments.metrics, arguments.x),
         )

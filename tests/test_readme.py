@@ -176,7 +176,7 @@ class Reader:
         if script.endswith("compiled_step.py"):
             return  # in a test of its own
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
-            patch.syspath_prepend(str(ROOT / "scripts/examples"))
+            patch.syspath_prepend(str(Path(script).parent.resolve()))
             patch.setattr("sys.argv", [script, *flags])
             runpy.run_path(script, run_name="__main__")
 

@@ -259,13 +259,11 @@ class Product:
 class Bytes:
     """Bytes of memory, or of traffic through it."""
 
-    kind: Literal[
-        "elementwise", "scores", "logits", "saved", "copied", "workspace", "gradient", "cached"
-    ]
+    kind: Literal["elementwise", "scores", "logits", "saved", "copied", "workspace", "gradient"]
     """elementwise: traffic of a forward pass, each operation fused into one kernel; scores and
     logits: estimated traffic outside of products, in all passes; saved: activations that the remat
     policy saves; copied: their copies before the backward pass; workspace: activations alive at
-    once in the branch's backward pass; gradient: the head's; cached: KV cache for these tokens."""
+    once in the branch's backward pass; gradient: the head's."""
     bytes: float
     module: str = ""  # as in `Product`
 
@@ -600,8 +598,6 @@ def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) 
         in_float32 = replace(layer.precision, compute="float32")
         split = config.heads.numbers()
         yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
-    cached = work.tokens * config.heads.on_device(work.tp)[1] * config.head_dim
-    yield Bytes("cached", 2 * cached * compute_itemsize(layer))
     yield from heads_costs(layer, work)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
@@ -630,9 +626,7 @@ def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: boo
             factors = weight(size=features * lora.rank), weight(size=lora.rank * rank, fsdp=False)
             yield from lora_costs(lora, own, (features, rank), factors, recomputed=recomputed)
         yield from norm_costs(norm, work)
-    cached_width = config.kv_rank + config.rope_head_dim
-    yield Bytes("cached", work.tokens * cached_width * compute)
-    token = (cached_width + config.query_rank) * compute
+    token = (config.kv_rank + config.rope_head_dim + config.query_rank) * compute
     again = work.regathers
     yield from enter(LATENT, work, work.tokens * token, split=split, again=again)
     saved = {"none": 2 * work.tokens, "save_gathered": work.tokens, "save_dots": own.tokens}

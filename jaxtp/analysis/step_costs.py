@@ -8,7 +8,7 @@ its memory assumes that residuals are divided evenly over all devices.
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import repeat
@@ -55,7 +55,7 @@ from jaxtp.analysis.layer_costs import (
 )
 from jaxtp.layers import remat
 from jaxtp.layers.balance import BALANCE
-from jaxtp.layers.branch import Branch, KVCache
+from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.linear import LayerContext
@@ -130,7 +130,6 @@ class StepCosts:
     loss: int
     # Bytes of the head's gradient before it is reduced, which is after the blocks' backward passes
     head: int
-    cached: int  # bytes of the KV caches and states of all blocks, for all rows
     adapters: int  # elements of all adapters
     # Elements of a device's weights that none of its tokens uses, on average: weights of experts
     # that no token chooses
@@ -228,7 +227,6 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
         weights=int(loaded),
         loss=int(_bytes("workspace", outside)),
         head=int(_bytes("gradient", outside)),
-        cached=int(_bytes("cached", every_cost)),
         adapters=adapter_size,
         unused=unused,
         padding=padded_size / size - 1,
@@ -460,9 +458,7 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
     The projections have formulas; the computation between them is traced.
     """
     config = layer.config
-    compute = itemsize(layer.precision.compute)
     heads = config.delta_heads
-    width = config.delta_key_dim
     values = config.delta_value_dim
     queries, keys = heads.on_device(work.tp)
     numbers = heads.numbers()
@@ -474,8 +470,6 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
         yield weight(size=config.delta_conv * split.size, split=split, group=group)
     yield from [weight(size=numbers.size, split=numbers)] * 2
     yield weight(size=values, tp=False, used_by_all_tp=True)
-    window = (config.delta_conv - 1) * sum(split.local(work.tp) for split in taps)
-    yield Bytes("cached", work.rows * (FLOAT32 * queries * width * values + compute * window))
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
     shape = {
@@ -567,13 +561,6 @@ def traced_costs(
 
     copied = unreduced if work.training and work.accumulation > 1 else None
     yield from _program_costs(forward, ((x, trained), untrained), work, copied)
-    cache: KVCache = ()
-    with _abstract(work.sizes), suppress(NotImplementedError):  # the branch cannot generate
-        cache = jax.eval_shape(
-            lambda: nnx.merge(graph, trained, untrained).init_cache(rows, work.length)
-        )
-    cached = sum(map(array_bytes, cache))
-    yield Bytes("cached", cached / math.prod(work.sizes.values()))
 
 
 def _program_costs(

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import stat
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -146,32 +147,3 @@ def write_json(flag: str, path: Path | None, record: Mapping[str, object]) -> No
     if path is not None:
         with writing(flag, path):
             path.write_text(json.dumps(record, indent=2) + "\n")
-
-
-def require_picture(flag: str, path: Path | None) -> None:
-    """Checks matplotlib, and the suffix and folder of a flag's picture, if any."""
-    if path is None:
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(f"{flag} needs matplotlib: pip install 'jaxtp[plot]'") from None
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in formats:
-        raise ConfigError(f"{flag} {path}: pictures are .{', .'.join(sorted(formats))}")
-    require_writable(flag, path)
-
-
-def write_picture(flag: str, path: Path | None, draw: Callable[[Any], None]) -> None:
-    """Calls `draw` on a matplotlib `Figure` and writes a flag's picture, if any.
-
-    Call it after `require_picture`.
-    """
-    if path is None:
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained")
-    draw(figure)
-    with writing(flag, path):
-        figure.savefig(path, dpi=120)

@@ -116,21 +116,24 @@ INSTEAD = {
         "python scripts/bench.py measures each axis of a mesh; {} is the axis between hosts",
     ),
     "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
+    "picture plot": ("tier", "python scripts/plot_estimate.py FILE draws what --json FILE has"),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
-<<<<<<< HEAD
     "cache": (
         "tasks",
         "answers are not stored; name one task by {} in each command, and an interruption loses "
         "only that",
     ),
     "verify": ("out", "the command that wrote {} compares the checksums when it runs again"),
-=======
     "train_bpe bpe_sample": (
         "tokenizer",
         "python scripts/train_bpe.py INPUT --size 8192 --out FOLDER trains one on the same inputs; "
         "give that folder by {}",
     ),
->>>>>>> 89942b1d (prepare trains no tokenizer: scripts/train_bpe.py does, on the same inputs, and --tokenizer reads it)
+    "generate": (
+        "tier",
+        "weights take 2 x parameters / tp bytes of each device, and a token in the cache takes 4 x "
+        "layers x kv heads x head_dim / tp (jaxtp/generate/README.md)",
+    ),
     "speculate": (
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "

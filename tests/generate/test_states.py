@@ -19,7 +19,6 @@ import jaxtp
 from jaxtp.generate import engine
 from jaxtp.generate.decode_model import (
     decode_mesh,
-    decode_sizes,
     has_states,
     model_mesh,
     to_decode_model,
@@ -27,8 +26,6 @@ from jaxtp.generate.decode_model import (
 from jaxtp.generate.programs import Programs, Shape
 from jaxtp.layers.cache import DROPPED, NewTokens
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
-from jaxtp.mesh import mesh_sizes
-from jaxtp.tools.estimate.generation import cache_bytes as estimated_bytes
 
 CONFIG = small_model(
     vocab_size=259,
@@ -178,15 +175,6 @@ def test_a_token_updates_the_states_in_place():
         if instruction.opcode not in passed_on and re.match(states, instruction.type)
     ]
     assert made == ["fusion"]
-
-
-@pytest.mark.wide
-def test_the_estimate_of_a_cache_is_its_size():
-    for axes in ((1, 1, 4), (2, 1, 2)):
-        model = SMALL.on(axes)
-        placed = decode_mesh(model_mesh(model))
-        expected = engine.cache_bytes(to_decode_model(model, placed), placed, 8, 64)
-        assert estimated_bytes(CONFIG, decode_sizes(mesh_sizes(placed)), 8, 64) == expected, axes
 
 
 def test_a_state_has_one_size_for_rows_of_any_length():

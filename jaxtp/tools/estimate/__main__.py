@@ -8,7 +8,6 @@ if __name__ == "__main__":
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Literal
 
 import jax
@@ -18,17 +17,16 @@ from jaxtp.analysis.tables import Record, gigabytes
 from jaxtp.config import entry
 from jaxtp.config.affects import Argument, in_short_help
 from jaxtp.config.command_line import Command
-from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
+from jaxtp.config.files import require_writable, write_json, writing
 from jaxtp.config.schema import (
     ConfigError,
-    CountOrZero,
     Positive,
     UserPath,
     replace_nested,
     to_short_yaml,
 )
 from jaxtp.mesh import MeshError, Sizes, mesh_shape, resolve_sizes
-from jaxtp.tools.estimate import foreign, generation
+from jaxtp.tools.estimate import foreign
 from jaxtp.tools.estimate.compiler import (
     DoesNotFitError,
     TargetError,
@@ -49,7 +47,6 @@ from jaxtp.tools.estimate.search import (
     target,
 )
 from jaxtp.tools.estimate.summary import (
-    draw,
     explained,
     heading,
     ranking,
@@ -81,7 +78,7 @@ and --optimizer.build; the estimate then tries meshes only.
 OF_ALL_STEPS = ("data.path", "data.long_documents", "data.batches", "train.epochs")
 """Settings that decide the number of steps, and so the cost of a run."""
 SHOWN_FIRST = (
-    *("hardware", "tier", "meshes", "as_configured", "price", "generate", "json", "write", "plot"),
+    *("hardware", "tier", "meshes", "as_configured", "price", "json", "write"),
     *(name for name in in_short_help(TrainConfig) if name not in OF_ALL_STEPS),
 )
 WRITTEN = "# The best of jaxtp estimate for"
@@ -102,15 +99,8 @@ class EstimateConfig(foreign.OnHardware, TrainConfig):
     price: Positive | None = None
     """Price of a device hour, in any currency, for the cost of all steps."""
 
-    generate: CountOrZero = 0
-    """Texts of data.sequence_length tokens to generate at a time, whose memory and speed are added;
-    0 adds none."""
-
     write: Annotated[UserPath | None, Argument("FILE.yaml")] = None
     """YAML file to write the best setting to, if one fits."""
-
-    plot: Annotated[UserPath | None, Argument("FILE.png")] = None
-    """Picture of memory and time over tp (pip install 'jaxtp[plot]')."""
 
     timeout: Positive = 300.0
     """Seconds that tier 3 waits for the compiler."""
@@ -137,7 +127,6 @@ def _estimate(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     require_writable("--json", options.json)
     _check_overwrite(options)
-    require_picture("--plot", options.plot)
     config = training_of(options)
     if config.origin.build or config.data.batches or config.optimizer.build:
         _refuse_for_own_parts(options)
@@ -190,8 +179,7 @@ def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]
 def _search(
     options: EstimateConfig, config: TrainConfig, where: Target, model: Model
 ) -> tuple[Setting, Record]:
-    # Prints the ranking and what --plot and --generate add; returns the best setting, and numbers
-    # for --json.
+    # Prints the ranking; returns the best setting, and numbers for --json.
     meshes: Sequence[Sizes] = parse_meshes(options.meshes, options.hardware, where.devices)
     meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
     results = search(config, where, model, meshes, as_configured=options.as_configured)
@@ -216,15 +204,6 @@ def _search(
     numbers["alternatives"] = [
         {"change": other.change, **setting_record(other.setting)} for other in alternatives
     ]
-    title = f"{model.parameters:,} parameters on {options.hardware}"
-    write_picture("--plot", options.plot, partial(draw, results, title))
-    if options.generate:
-        length = config.data.sequence_length
-        generating = generation.generations(
-            config.model, where, model, meshes, options.generate, length
-        )
-        print("", generation.table(generating, length), sep="\n", flush=True)
-        numbers["generation"] = list(map(generation.record, generating))
     return best, numbers
 
 
@@ -249,7 +228,7 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
 def _refuse_for_own_parts(options: EstimateConfig) -> None:
     flags = ", ".join(
         f"--{name.replace('_', '-')}"
-        for name in ("tier", "as_configured", "price", "generate", "write", "plot")
+        for name in ("tier", "as_configured", "price", "write")
         if getattr(options, name) != getattr(EstimateConfig, name)
     )
     if flags:

@@ -58,7 +58,6 @@ MEMORY_ERROR = 0.2
 NEAR = 1.05  # times within this factor count as equal
 MIN_PART = 8192  # with cp, minimum tokens of a sequence on each device
 MAX_REASONS = 3  # in the error that no mesh works
-FURTHEST = 64  # devices more or fewer that this error may propose
 MAX_ACCUMULATIONS = 16  # numbers of micro-batches to try on a mesh
 MAX_SETTINGS = 4096  # approximate limit per search; each takes milliseconds
 
@@ -274,7 +273,7 @@ def search(
     """
     runs, refused = runnable(config, meshes, as_configured=as_configured)
     if not runs:
-        raise ConfigError(_none_can(config, where.devices, refused))
+        raise ConfigError(_none_can(where.devices, refused))
     max_counts = max(2, min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(runs))))
     best = []
     settings: list[Setting] = []
@@ -358,30 +357,14 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
         yield replace_nested(config, {"model.remat": remat, "train.accumulation": accumulation})
 
 
-def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
-    def can_run(number: int) -> bool:
-        for sizes in meshes_to_try(config, number):
-            if next(violations_on(config, sizes), None) is None:
-                return True
-        return False
-
-    problem = (
-        f"none of the requested meshes can run this configuration; others of {devices:,} "
-        "devices can:"
-    )
-    if not can_run(devices):
-        fewer = range(devices - 1, max(0, devices - FURTHEST), -1)
-        more = range(devices + 1, devices + FURTHEST)
-        nearest = (next(filter(can_run, numbers), None) for numbers in (fewer, more))
-        near = [f"{number:,}" for number in nearest if number is not None]
-        instead = f"; {' or '.join(near)} devices could" if near else ""
-        problem = f"no mesh of {devices:,} devices can run this configuration{instead}:"
+def _none_can(devices: int, refused: Mapping[str, str]) -> str:
     first_mesh: dict[str, str] = {}
     for mesh, reason in refused.items():
         first_mesh.setdefault(reason, mesh)
     lines = [f"  {mesh}: {reason}" for reason, mesh in first_mesh.items()]
     if (more_reasons := len(lines) - MAX_REASONS) > 0:
         lines[MAX_REASONS:] = [f"  ... and {more_reasons} more reasons"]
+    problem = f"no mesh of {devices:,} devices that was tried can run this configuration:"
     return "\n".join([problem, *lines])
 
 

@@ -1,9 +1,8 @@
-"""An estimate's table, JSON record and picture."""
+"""An estimate's table and JSON record."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, cycle, starmap
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from itertools import starmap
 
 import jax
 
@@ -13,7 +12,7 @@ from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.analysis.tables import Cells, Record, between, columns, gigabytes
 from jaxtp.distributed.allocator import advice
-from jaxtp.mesh import TP, mesh_shape
+from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
 from jaxtp.tools.estimate.search import MEMORY_ERROR, Model, Search, Setting, Target, is_plain
 from jaxtp.train import optimizer as optimizers
@@ -26,18 +25,10 @@ from jaxtp.train.run_report import (
     describe_matmul,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 MAX_ROWS = 10
 EXACT = "exact"
 MODELLED = "modelled"
 AT_MOST = "at most"
-_COLORS = (
-    *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
-    *("teal", "goldenrod", "slateblue", "yellowgreen", "lightcoral", "skyblue", "silver", "black"),
-)
 EXACT_MEMORY = ("parameters", "optimizer", "batch")
 
 
@@ -206,16 +197,12 @@ def _memory(setting: Setting) -> str:
     for kind, amount in kinds:
         if amount:
             texts = exact if kind in EXACT_MEMORY else modelled
-            texts.append(f"{label(kind)} {amount / size:,.2f}")
+            label = "head and logits" if kind == "logits" else kind.replace("_", " ")
+            texts.append(f"{label} {amount / size:,.2f}")
     total = (
         f"{setting.memory.total / size:,.2f} of {setting.target.room / size:,.2f} {unit} for JAX"
     )
     return f"{total}: exact {', '.join(exact)};\n{'':<8}modelled {', '.join(modelled)}"
-
-
-def label(kind: str) -> str:
-    """Returns a memory kind's printed name."""
-    return "head and logits" if kind == "logits" else kind.replace("_", " ")
 
 
 def _warnings(best: Setting) -> Iterator[str]:
@@ -337,97 +324,3 @@ def _collective_record(collective: Collective, times: float) -> Record:
         "count": times,
         "bytes_sent": times * collective.bytes_sent,
     }
-
-
-def draw(results: Search, title: str, figure: "Figure") -> None:
-    """Draws bars of memory by kind and seconds by part, for the best setting of each tp.
-
-    The best setting of all is marked.
-    """
-    by_tp: dict[int, Setting] = {}
-    for setting in results.settings:
-        by_tp.setdefault(setting.sizes[TP], setting)
-    settings = [by_tp[tp] for tp in sorted(by_tp)]
-    figure.set_size_inches(13, 6.5)
-    figure.suptitle(title, fontsize=13)
-    memory_panel, time_panel = figure.subplots(1, 2)
-    memory = list(map(_gigabytes, settings))
-    seconds = list(map(_seconds, settings))
-    colors = _part_colors([*memory, *seconds])
-    _draw_bars(memory_panel, memory, colors, "{:.1f}")
-    memory_panel.set_title("Memory of each device", fontsize=11)
-    memory_panel.set_ylabel("GB")
-    _draw_bars(time_panel, seconds, colors, "{:.2f}")
-    time_panel.set_title("Time of a step, modelled, if nothing overlaps", fontsize=11)
-    time_panel.set_ylabel("seconds")
-    for panel in (memory_panel, time_panel):
-        _name_bars(panel, settings, best=results.settings[0])
-    room = settings[0].target.room / GB
-    memory_panel.axhline(room, color="black", linestyle="--", linewidth=1)
-    memory_panel.annotate(
-        f"limit {room:.1f} GB",
-        xy=(0.99, room),
-        xycoords=("axes fraction", "data"),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="right",
-        fontsize=9,
-    )
-
-
-def _gigabytes(setting: Setting) -> dict[str, float]:
-    sizes = dataclasses.asdict(setting.memory)
-    return {label(kind): size / GB for kind, size in sizes.items()}
-
-
-def _part_colors(bars: Sequence[Mapping[str, float]]) -> dict[str, str]:
-    """Returns a colour for each part, so that no colour has two meanings in a picture."""
-    parts = dict[str, None]()
-    for bar in bars:
-        parts |= dict.fromkeys(part for part, value in bar.items() if value)
-    return dict(zip(parts, cycle(_COLORS), strict=False))
-
-
-def _draw_bars(
-    panel: "Axes", bars: Sequence[Mapping[str, float]], colors: Mapping[str, str], total: str
-) -> None:
-    below = [0.0] * len(bars)
-    visible = max(sum(bar.values()) for bar in bars) / 200
-    for part in dict.fromkeys(chain(*bars)):
-        values = [bar.get(part, 0.0) for bar in bars]
-        if max(values) < visible:
-            continue
-        panel.bar(
-            range(len(values)), values, bottom=below, width=0.6, label=part, color=colors[part]
-        )
-        below = [bottom + value for bottom, value in zip(below, values, strict=True)]
-    for place, bar in enumerate(bars):
-        height = sum(bar.values())
-        panel.annotate(
-            total.format(height),
-            xy=(place, height),
-            xytext=(0, 2),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
-    panel.margins(y=0.12)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(
-        frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16)
-    )
-
-
-def _name_bars(panel: "Axes", settings: Sequence[Setting], best: Setting) -> None:
-    names = []
-    for setting in settings:
-        mark = "does not fit"
-        if setting.fits:
-            mark = "best" if setting is best else ""
-        names.append(f"{setting}\n{setting.config.model.remat}\n{mark}")
-    panel.set_xticks(range(len(settings)), names, fontsize=9)
-    for text, setting in zip(panel.get_xticklabels(), settings, strict=True):
-        if not setting.fits:
-            text.set_color("tab:red")
-        elif setting is best:
-            text.set_fontweight("bold")

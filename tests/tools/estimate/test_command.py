@@ -212,14 +212,6 @@ def test_one_mesh_and_its_settings_as_they_are(estimated, capsys):
     assert " x as fast as --model.precision.matmul compute: modelled, not measured" in out
 
 
-@pytest.mark.journey
-def test_a_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "plot.png"
-    assert main([*TINY, "--hardware=a100x8", "--mesh=fsdp=2,tp=4", f"--plot={file}"]) == 0
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.fixture
 def compile_by(monkeypatch):
     """Returns a function that sets the compiler."""
@@ -303,12 +295,6 @@ def test_the_update_by_muon_is_modelled(estimated, capsys):
     assert kind == "all-to-all"
 
 
-def test_generation_is_estimated_too(estimated, capsys):
-    one, *_ = estimated(*TINY, *OVER_TP, "--generate=16")["generation"]
-    assert one["bytes_per_device"]["cache"] > 0
-    assert "generating 16 rows of 128 tokens" in capsys.readouterr().out
-
-
 @pytest.mark.wide
 def test_nothing_is_written_where_nothing_fits(tmp_path, capsys):
     (tmp_path / "small.yaml").write_text("like: rtx4090\nmemory: 2.5e+9")
@@ -335,24 +321,6 @@ def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
     assert file.read_text() == own
 
 
-@pytest.mark.wide
-def test_the_colors_and_lines_of_a_picture_are_explained(monkeypatch):
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    monkeypatch.setattr(command, "write_picture", lambda flag, path, draw: draw(figure))
-    words = ["--hardware=h100x2", "--mesh", "tp=2", "fsdp=2", "--as-configured"]
-    assert main([*TINY, *words]) == 0
-    colors = {}
-    for panel, unit in zip(figure.axes, ("GB", "seconds"), strict=True):
-        assert panel.get_title()
-        assert panel.get_ylabel() == unit
-        for bars in panel.containers:
-            colors[bars.get_label()] = bars.patches[0].get_facecolor()
-        ticks = "; ".join(text.get_text() for text in panel.get_xticklabels())
-        assert ticks.count("\nbest") == 1
-    assert len(set(colors.values())) == len(colors), "a color is one part"
-    assert any(text.get_text().startswith("limit ") for text in figure.axes[0].texts)
-
-
 H100S = "--hardware h100x8"
 IN_CUDNN = "x8 --model.attention cudnn"
 REFUSED = {
@@ -366,7 +334,6 @@ REFUSED = {
     "--hardware h100x3 --mesh fsdp=3": "model.d_model=128 is not divisible by mesh.fsdp=3",
     f"{H100S} --json /proc/nothing/x.json": "--json /proc/nothing/x.json: No such file",
     f"{H100S} --write /proc/nothing/x.yaml": "--write /proc/nothing/x.yaml: No such file",
-    f"{H100S} --plot plot.xyz": "--plot plot.xyz: pictures are ",
     f"{H100S} --memory-fraction 2": "--memory-fraction 2: should be",
     f"--hardware mi300x{IN_CUDNN}": "it runs on cuda, not on rocm; use auto (blockwise or xla)",
     f"--hardware v5e{IN_CUDNN}": "it runs on cuda, not on tpu; use auto (blockwise or xla)",

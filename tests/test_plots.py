@@ -1,4 +1,4 @@
-"""`scripts/plot_run.py`: curves of runs."""
+"""`scripts/plot_run.py` and `scripts/plot_estimate.py`: pictures of runs and of estimates."""
 
 import importlib
 import json
@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 
+from jaxtp.tools.estimate.__main__ import main as estimate
+
+ROOT = Path(__file__).parent.parent
+
 
 @pytest.fixture
-def plot_run(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
-    return importlib.import_module("plot_run")
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def plot_run(script):
+    return script("plot_run")
 
 
 def picture(script, folder, records, **options):
@@ -68,3 +77,28 @@ def test_a_plot_leaves_out_lines_that_are_no_records(plot_run, tmp_path):
     out = tmp_path / "plot.png"
     assert plot_run.main([str(tmp_path), "--metrics=loss", f"--out={out}"]) == 0
     assert out.is_file()
+
+
+@pytest.mark.wide
+def test_the_colors_and_lines_of_an_estimate_are_explained(script, tmp_path, capsys):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    plot_estimate = script("plot_estimate")
+    file = tmp_path / "estimate.json"
+    words = ["--hardware=h100x2", "--mesh", "tp=2", "fsdp=2", "--as-configured", f"--json={file}"]
+    assert estimate([f"--config={ROOT}/configs/tiny.yaml", *words]) == 0
+    plot_estimate.draw(json.loads(file.read_text()), figure)
+    colors = {}
+    for panel, unit in zip(figure.axes, ("GB", "seconds"), strict=True):
+        assert panel.get_title()
+        assert panel.get_ylabel() == unit
+        for bars in panel.containers:
+            colors[bars.get_label()] = bars.patches[0].get_facecolor()
+        ticks = "; ".join(text.get_text() for text in panel.get_xticklabels())
+        assert ticks.count("\nbest") == 1
+    assert len(set(colors.values())) == len(colors), "a color is one part"
+    assert any(text.get_text().startswith("limit ") for text in figure.axes[0].texts)
+    out = tmp_path / "estimate.png"
+    assert plot_estimate.main([str(file), f"--out={out}"]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert plot_estimate.main([str(file), "--out=plot.xyz"]) == 2
+    assert "--out plot.xyz: pictures are " in capsys.readouterr().err
