@@ -910,15 +910,18 @@ def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight
     stacked = StackedDims.of(layer.d_model, config, work.tp, parts(work.sizes, STORAGE))
     gathered = _placement(layer, work).shards == 1
 
-    def weight(variable: Variable, dims: str, **facts: Any) -> Weight:
+    def weight(
+        variable: Variable, dims: str, precision: Precision = layer.precision, **facts: Any
+    ) -> Weight:
         return weight_of(
             variable,
             EXPERTS,
+            precision,
             spec=stacked.spec(dims),
             split=stacked.sizes["F"] if "F" in dims else None,
             gathered=gathered,
             active=config.experts_per_token / config.num_experts,
-            **{"precision": layer.precision, **facts},
+            **facts,
         )
 
     for name, dims in config.projections().items():
@@ -926,7 +929,7 @@ def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight
         kernel = getattr(layer, name)
         if isinstance(kernel, Float8Kernel):
             yield weight(kernel.bits, dims, float8=True)
-            yield weight(kernel.scale, without_inputs, precision=in_float32(layer.precision))
+            yield weight(kernel.scale, without_inputs, in_float32(layer.precision))
         else:
             yield weight(kernel, dims)
         if config.experts_bias:
