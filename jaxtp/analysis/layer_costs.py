@@ -250,7 +250,7 @@ def weight_of(
     """
     spec = spec_of(variable) if spec is None else spec
     over_tp = dim_over(TP, spec) is not None
-    described = {
+    own: dict[str, Any] = {
         "size": math.prod(logical_shape(variable)),
         "split": next((split for _, split in padding_of(variable)), None),
         "tp": over_tp,
@@ -258,7 +258,7 @@ def weight_of(
         "used_by_all_tp": summed and not over_tp,
         "adapter": isinstance(variable, nnx.LoRAParam),
     }
-    return Weight(module=module, precision=precision, **{**described, **facts})
+    return Weight(module=module, precision=precision, **(own | facts))
 
 
 def kernel_weights(
