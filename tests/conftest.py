@@ -13,7 +13,7 @@ import hypothesis
 import jax
 import pytest
 from case_reports import TIERS, tier_of
-from fast_programs import compile_fast, use_cheap_random_bits
+from fast_programs import compile_fast, keep_partitioned_texts, use_cheap_random_bits
 from made_once import byte_dataset, tiny_export, tiny_run
 
 from jaxtp.distributed.environment import evict_oldest
@@ -56,6 +56,7 @@ def pytest_configure(config):
     if config.option.as_users:
         return
     compile_fast()
+    keep_partitioned_texts()
     # Journeys compare this process with runs in other processes, which use Threefry. An empty
     # expression asks for all tiers.
     expression = config.option.markexpr

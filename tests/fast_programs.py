@@ -1,16 +1,26 @@
-"""Makes programs compile fast, and draw random numbers cheaply. `--as-users` leaves both as
-users have them.
+"""Makes programs compile fast, keeps their partitioned text, and draws random numbers cheaply.
+`--as-users` leaves all three as users have them.
 """
 
+import hashlib
 import itertools
+import json
 import os
+import sys
+import tempfile
+from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 
+import jax
 import numpy as np
 from environment import USERS_XLA_FLAGS
 from jax._src.interpreters import mlir as mlir_of_jax
 from jax.extend.core.primitives import threefry2x32_p
 from jax.interpreters import mlir
+
+from jaxtp.analysis import compiling
+from jaxtp.config.files import write_atomically
 
 
 def compile_fast():
@@ -29,6 +39,54 @@ def compile_fast():
     os.environ["XLA_FLAGS"] = " ".join(flags)
     if version("jax").startswith("0.10."):
         mlir_of_jax.make_ir_context = one_context_for_many(mlir_of_jax.make_ir_context)
+
+
+def keep_partitioned_texts():
+    """Keeps the text of a program beside the program in JAX's cache, and what the compiler warned
+    of, so that a program with a text is compiled once too.
+    """
+    compile_and_dump = compiling.compile_and_dump
+
+    def read_or_dump(lowered, options):
+        folder = jax.config.jax_compilation_cache_dir
+        if not folder:
+            return compile_and_dump(lowered, options)
+        options = dict(options or {})
+        program = lowered.as_text(debug_info=True)
+        flags = os.environ.get("XLA_FLAGS")
+        key = repr((version("jaxlib"), flags, sorted(options.items()), program))
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        place = Path(folder) / f"partitioned-{digest}.json"
+        if place.exists():
+            text, warnings = json.loads(place.read_text())
+            os.write(2, warnings.encode())
+            return lowered.compile(compiler_options=options), text
+        with captured_stderr() as lines:
+            compiled, text = compile_and_dump(lowered, options)
+        warnings = "".join(lines)
+        os.write(2, warnings.encode())
+        if text:
+            write_atomically(place, json.dumps([text, warnings]).encode())
+        return compiled, text
+
+    compiling.compile_and_dump = read_or_dump
+
+
+@contextmanager
+def captured_stderr():
+    """Collects lines on stderr, also from the compiler's C++."""
+    lines = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            lines += file.readlines()
 
 
 def one_context_for_many(make_context):

@@ -1,10 +1,11 @@
 """Costs of each layer on one device: closed formulas, fast enough to search many settings.
 
 A layer yields records: weights, collectives, products, and bytes of memory and of traffic through
-it; `step_costs.py` sums them. The formulas derive from a layer's sizes and one device's workload,
-not from the layer's code, so that `tests/models/test_budget.py` and `test_work.py`, which compare
-them with jaxprs and compiled programs, find mistakes in both. `branch_costs` dispatches on the
-class of a branch: register a function for a new class, or it is traced.
+it; `step_costs.py` sums them. Sizes and splits of weights are those of the layer's variables. The
+other formulas derive from a layer's sizes and one device's workload, not from the layer's code, so
+that `tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled
+programs, find mistakes in both. `branch_costs` dispatches on the class of a branch: register a
+function for a new class, or it is traced.
 
 `tools/estimate/README.md` has the bytes that a device sends for each layer. Layers in float8 gather
 kernels, and tokens in the forward pass, in 8 bits with float32 scales. Each scale is an all-reduced
@@ -12,13 +13,15 @@ maximum over the devices that split its token or input features.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
 
 from jaxtp.analysis.collective import (
     ALL_GATHER,
@@ -34,6 +37,7 @@ from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Placement
+from jaxtp.layers.experts.placement import StackedDims
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import Kernel, num_scores, pick_kernel
 from jaxtp.layers.latent_attention import LATENT, LatentAttention
@@ -41,10 +45,20 @@ from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLi
 from jaxtp.layers.lora import Float8Kernel, Lora
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
 from jaxtp.layers.norm import ATTEND, Norm, QKNorm
-from jaxtp.layers.parameter import GRADIENTS, Matmul, PaddedDim, Precision
+from jaxtp.layers.parameter import (
+    GRADIENTS,
+    Matmul,
+    PaddedDim,
+    Precision,
+    Variable,
+    logical_shape,
+    padding_of,
+    spec_of,
+)
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape, Method
 from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, Sizes, gradient_sum_axes, parts
+from jaxtp.plans.layouts import dim_over
 
 Projection = ColumnParallelLinear | RowParallelLinear
 
@@ -128,7 +142,6 @@ class Weight:
     # Whether parts over fsdp are gathered; else each is used for the tokens of all devices along
     # fsdp
     gathered: bool = True
-    group: int = 1  # neighbours over tp that gather each other's parts
     used_by_all_tp: bool = False  # its gradient is summed over tp
     again: bool = True  # it is loaded again for the backward pass
     adapter: bool = False  # it is trained where there are adapters, and other weights are not
@@ -137,6 +150,10 @@ class Weight:
     traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
     float8: bool = False  # it is stored and gathered in 8 bits
     matmul: Matmul = "compute"  # float8: it is gathered and multiplied in 8 bits
+
+    def group(self, tp: int) -> int:
+        """Returns how many neighbours over tp gather each other's parts."""
+        return 1 if self.split is None else self.split.shared_by(tp)
 
     def is_frozen(self, work: Workload) -> bool:
         """Returns whether it has no gradient."""
@@ -162,13 +179,14 @@ class Weight:
             element_bytes += compute
         if self.reduced_bytes(work):
             element_bytes += compute
-        loaded = self.over_tp(work.sizes) * self.group * element_bytes
+        loaded = self.over_tp(work.sizes) * self.group(work.tp) * element_bytes
         return loaded if self.gathered else loaded / shards
 
     def reduced_bytes(self, work: Workload) -> float:
         """Returns the bytes of the gradient during its reduction."""
         reduced = parts(work.sizes, STORAGE) > 1 and self.gathered and not self.is_frozen(work)
-        return self.over_tp(work.sizes) * self.group * itemsize(self.precision.reduce) * reduced
+        elements = self.over_tp(work.sizes) * self.group(work.tp)
+        return elements * itemsize(self.precision.reduce) * reduced
 
     def stored(self, sizes: Sizes) -> float:
         """Returns the elements a device stores."""
@@ -201,30 +219,63 @@ class Weight:
         in_8_bits = self.float8 or self.matmul == "float8"
         gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
         num_gathers = 1 + (self.again and work.training)
-        groups: list[tuple[Axes, int, float]] = [((TP,), self.group, self.stored(work.sizes))]
+        group = self.group(work.tp)
+        groups: list[tuple[Axes, int, float]] = [((TP,), group, self.stored(work.sizes))]
         if self.fsdp and self.gathered:
             groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes)))
         for axes, devices, elements in groups:
-            gathered = elements * self.group * gathered_itemsize
-            reduced = elements * self.group * itemsize(self.precision.reduce)
+            gathered = elements * group * gathered_itemsize
+            reduced = elements * group * itemsize(self.precision.reduce)
             gather = Collective(ALL_GATHER, axes, devices, gathered, self.module)
             reduction = Collective(REDUCE_SCATTER, axes, devices, reduced, self.module)
             yield CollectiveCost(gather, num_gathers)
             yield CollectiveCost(reduction, int(trained))
 
 
-def kernel_weights(kernel: object, weight: Weight, bias: Weight) -> list[Weight]:
-    """Returns a projection's kernel, and the scales of one in 8 bits.
+def weight_of(
+    variable: Variable,
+    module: str,
+    precision: Precision,
+    *,
+    spec: PartitionSpec | None = None,
+    summed: bool = True,
+    **facts: Any,
+) -> Weight:
+    """Returns a parameter of a layer, with the variable's size, padding and split.
 
-    The scales are split like the projection's bias.
+    Args:
+      spec: replaces the variable's spec where the layout depends on the workload's mesh.
+      summed: the gradient is summed over tp unless tp splits the parameter.
+      **facts: other fields of `Weight`; `size` and `split` replace the variable's.
     """
+    spec = spec_of(variable) if spec is None else spec
+    over_tp = dim_over(TP, spec) is not None
+    own: dict[str, Any] = {
+        "size": math.prod(logical_shape(variable)),
+        "split": next((split for _, split in padding_of(variable)), None),
+        "tp": over_tp,
+        "fsdp": dim_over(STORAGE, spec) is not None,
+        "used_by_all_tp": summed and not over_tp,
+        "adapter": isinstance(variable, nnx.LoRAParam),
+    }
+    return Weight(module=module, precision=precision, **(own | facts))
+
+
+def kernel_weights(
+    kernel: Variable | Float8Kernel, module: str, precision: Precision, **facts: Any
+) -> Iterator[Weight]:
+    """Yields a projection's kernel, and the scales of one in 8 bits."""
+    weight = partial(weight_of, module=module)
     if isinstance(kernel, Float8Kernel):
-        return [replace(weight, float8=True), _scales(bias)]
-    return [weight]
+        yield weight(kernel.bits, precision=precision, float8=True, **facts)
+        yield weight(kernel.scale, precision=in_float32(precision))
+    else:
+        yield weight(kernel, precision=precision, **facts)
 
 
-def _scales(bias: Weight) -> Weight:
-    return replace(bias, precision=replace(bias.precision, compute="float32"))
+def in_float32(precision: Precision) -> Precision:
+    """Returns the dtypes of a weight that is loaded in float32."""
+    return replace(precision, compute="float32")
 
 
 @dataclass(frozen=True)
@@ -373,14 +424,10 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     compute = compute_itemsize(layer)
     recomputed = work.reprojects
     local = [f.local(work.tp) for f in layer.features]
-    weight = partial(Weight, module=COLUMN, precision=layer.precision)
-    for f, kernel in zip(layer.features, layer.kernels, strict=True):
-        group = f.shared_by(work.tp)
-        bias = weight(size=f.size, split=f, group=group, fsdp=False)
-        whole = weight(size=layer.in_features * f.size, split=f, group=group)
-        yield from projection_weights(layer, kernel, work, (whole, bias), STORAGE)
-        if layer.biases:
-            yield replace(bias, again=recomputed)
+    for kernel in layer.kernels:
+        yield from projection_weights(layer, kernel, COLUMN, work, STORAGE)
+    for bias in layer.biases:
+        yield weight_of(bias, COLUMN, layer.precision, again=recomputed)
     hidden = moved = tokens * layer.in_features * compute
     if layer.matmul == "float8":
         moved = tokens * (layer.in_features + FLOAT32)
@@ -412,7 +459,10 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
         "save_dots": outputs * compute,
     }
     yield Bytes("saved", saved.get(work.remat, 0))
-    yield from _column_lora_costs(layer, work)
+    for i, lora in zip(layer.adapted, layer.loras, strict=True):
+        features = layer.in_features, local[i]
+        weight = partial(weight_of, module=COLUMN, precision=layer.precision)
+        yield from lora_costs(lora, work, features, weight, recomputed=recomputed)
 
 
 def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool) -> Costs:
@@ -420,19 +470,17 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     compute = compute_itemsize(layer)
     split = work.is_split(layer.sequence_parallel)
     recomputed = read and work.rereduces
-    rows = layer.in_features
-    local = rows.padded(work.tp) // work.tp
-    weight = partial(Weight, module=ROW, precision=layer.precision)
-    kernel = weight(size=rows.size * layer.features, split=rows)
-    bias = weight(size=layer.features, tp=False, used_by_all_tp=split or layer.transport.joined)
-    yield from projection_weights(layer, layer.kernel, work, (kernel, bias), (TP,))
+    local = layer.in_features.local(work.tp)
+    weight = partial(weight_of, module=ROW, precision=layer.precision)
+    yield from projection_weights(layer, layer.kernel, ROW, work, (TP,))
     if layer.matmul == "float8":  # each token's maximum
         again = work.recomputes and (not work.frozen or recomputed)
         yield collective_cost(
             ALL_REDUCE, (TP,), ROW, work, FLOAT32 * work.tokens, work.num_evals(again, 0)
         )
     if layer.bias is not None:
-        yield replace(bias, again=read and work.recomputes)
+        summed = split or layer.transport.joined
+        yield weight(layer.bias, summed=summed, again=read and work.recomputes)
     chunks = 1
     size = work.tokens * layer.features * compute
     if layer.transport.is_ring(work.tp, split=split):
@@ -444,23 +492,31 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
     if read and work.saves_reduced:
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
-    yield from _row_lora_costs(layer, work, recomputed=recomputed)
+    for lora in layer.loras:
+        features = local, layer.features
+        yield from lora_costs(lora, work, features, weight, recomputed=recomputed)
 
 
 def projection_weights(
-    layer: Projection, kernel: object, work: Workload, weights: tuple[Weight, Weight], axes: Axes
+    layer: Projection, kernel: Variable | Float8Kernel, module: str, work: Workload, axes: Axes
 ) -> Costs:
-    """Yields the costs of loading a kernel.
-
-    `weights` are the kernel and its bias; `axes` split its input features.
-    """
-    weight, bias = weights
-    yield from kernel_weights(kernel, replace(weight, matmul=layer.matmul), bias)
+    """Yields the costs of loading a kernel; `axes` split its input features."""
+    yield from kernel_weights(kernel, module, layer.precision, matmul=layer.matmul)
     if layer.matmul == "float8" and not isinstance(kernel, Float8Kernel):  # for each gather
-        scales = _scales(bias)
+        *_, features = logical_shape(kernel)
+        *_, split_by = spec_of(kernel)
+        # One scale for each output feature
+        scales = weight_of(
+            kernel,
+            module,
+            in_float32(layer.precision),
+            spec=PartitionSpec(split_by),
+            size=features,
+            split=dict(padding_of(kernel)).get(-1),
+        )
         times = 1 + work.training
         yield collective_cost(
-            ALL_REDUCE, axes, scales.module, work, FLOAT32 * scales.stored(work.sizes), times
+            ALL_REDUCE, axes, module, work, FLOAT32 * scales.stored(work.sizes), times
         )
         yield from scales.loads(work, trained=False)
 
@@ -508,42 +564,22 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
         )
 
 
-def _column_lora_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
-    weight = partial(Weight, module=COLUMN, precision=layer.precision)
-    recomputed = work.reprojects
-    for i, lora in zip(layer.adapted, layer.loras, strict=True):
-        f = layer.features[i]
-        a = weight(size=layer.in_features * lora.rank, tp=False, used_by_all_tp=True)
-        b = weight(size=lora.rank * f.size, split=f, fsdp=False, group=f.shared_by(work.tp))
-        features = layer.in_features, f.local(work.tp)
-        yield from lora_costs(lora, work, features, (a, b), recomputed=recomputed)
-
-
-def _row_lora_costs(layer: RowParallelLinear, work: Workload, *, recomputed: bool) -> Costs:
-    weight = partial(Weight, module=ROW, precision=layer.precision)
-    rows = layer.in_features
-    for lora in layer.loras:
-        a = weight(size=rows.size * lora.rank, split=rows, fsdp=False)
-        b = weight(size=lora.rank * layer.features, tp=False, used_by_all_tp=True)
-        features = rows.local(work.tp), layer.features
-        yield from lora_costs(lora, work, features, (a, b), recomputed=recomputed)
-
-
 def lora_costs(
     lora: Lora,
     work: Workload,
     features: tuple[int, int],
-    weights: tuple[Weight, Weight],
+    weight: Callable[[Variable], Weight],
     *,
     recomputed: bool,
 ) -> Costs:
-    """Yields the costs of an adapter with local `features` and weights A and B.
+    """Yields the costs of an adapter with local `features`.
 
-    The product of the weights may be recomputed.
+    `weight` is `weight_of` in its layer. The product of A and B may be recomputed.
     """
-    compute = itemsize(weights[0].precision.compute)
-    for weight in weights:
-        yield replace(weight, adapter=True)
+    a = weight(lora.a)
+    compute = itemsize(a.precision.compute)
+    yield a
+    yield weight(lora.b)
     in_features, out_features = features
     a_count = work.num_evals(work.reprojects, 2)
     b_count = work.num_evals(recomputed, 2)
@@ -560,11 +596,10 @@ def norm_costs(
 
     A backward pass reloads scales inside of blocks, and biases if they are recomputed.
     """
-    weight = partial(Weight, module=norm.name, precision=norm.precision)
-    used_by_all = work.is_split(norm.sequence_parallel)
+    split = work.is_split(norm.sequence_parallel)
     for param, again in ((norm.scale, inside), (norm.bias, recomputed)):
         if param is not None:
-            yield weight(size=norm.features, tp=False, used_by_all_tp=used_by_all, again=again)
+            yield weight_of(param, norm.name, norm.precision, summed=split, again=again)
     if inside:
         residual = work.between(norm.sequence_parallel) * norm.features
         yield Bytes("elementwise", 2 * residual * itemsize(norm.precision.compute), norm.name)
@@ -573,15 +608,9 @@ def norm_costs(
 
 
 def _qk_norm_costs(norm: QKNorm, work: Workload) -> Costs:
-    weight = partial(Weight, module=ATTEND, precision=norm.precision)
-    heads = norm.heads
-    if norm.one_scale:
-        scale = weight(size=heads.factors[-1], fsdp=False, tp=False, used_by_all_tp=True)
-        yield scale
-        if norm.bias is not None:
-            yield scale
-    elif norm.kind != "head_plain":
-        yield weight(size=heads.size, fsdp=False, group=heads.shared_by(work.tp), split=heads)
+    for param in (norm.scale, norm.bias):
+        if param is not None:
+            yield weight_of(param, ATTEND, norm.precision)
     if norm.kind == "projection":
         # The mean square over tp: a float for each token, forward, recomputed and backward.
         runs = 1 + 2 * work.training
@@ -590,14 +619,11 @@ def _qk_norm_costs(norm: QKNorm, work: Workload) -> Costs:
 
 @branch_costs.register
 def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Costs:
-    config = layer.config
     yield from column_costs(layer.qkv, work, "q, k, v")
     for norm in layer.qk_norms:
         yield from _qk_norm_costs(norm, work)
-    if config.attention_sinks:
-        in_float32 = replace(layer.precision, compute="float32")
-        split = config.heads.numbers()
-        yield Weight(module=ATTEND, size=split.size, split=split, fsdp=False, precision=in_float32)
+    if layer.sinks is not None:
+        yield weight_of(layer.sinks, ATTEND, in_float32(layer.precision))
     yield from heads_costs(layer, work)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
@@ -613,18 +639,14 @@ def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: boo
     inputs = [(layer.latent_down, layer.latent_norm)]
     if config.query_rank:
         inputs.append((layer.query_down, layer.query_norm))
-    weight = partial(
-        Weight, module=LATENT, precision=layer.precision, tp=False, used_by_all_tp=split
-    )
+    weight = partial(weight_of, module=LATENT, precision=layer.precision, summed=split)
     for down, norm in inputs:
-        features, rank = down.kernel.shape[-2:]
-        scales = weight(size=rank, fsdp=False)
-        yield from kernel_weights(down.kernel, weight(size=features * rank), scales)
+        features, rank = down.kernel.shape
+        yield from kernel_weights(down.kernel, LATENT, layer.precision, summed=split)
         count = work.num_evals(recomputed)
         yield Product.of("latent", (own.tokens, features, rank), compute, count)
         for lora in down.loras:
-            factors = weight(size=features * lora.rank), weight(size=lora.rank * rank, fsdp=False)
-            yield from lora_costs(lora, own, (features, rank), factors, recomputed=recomputed)
+            yield from lora_costs(lora, own, (features, rank), weight, recomputed=recomputed)
         yield from norm_costs(norm, work)
     token = (config.kv_rank + config.rope_head_dim + config.query_rank) * compute
     again = work.regathers
@@ -808,13 +830,13 @@ def _mlp_costs(layer: MLP, work: Workload, *, read: bool) -> Costs:
     features = work.tokens * layer.hidden.padded(work.tp) // work.tp
     yield from column_costs(layer.columns, work, "gate, up" if columns == 2 else "up")
     yield from row_costs(layer.down, work, "down", read=read)
-    in_float32 = 0
+    further = 0
     if layer.config.activation == XIELU:
-        scalar = partial(Weight, size=1, tp=False, fsdp=False, used_by_all_tp=True)
-        yield from [scalar(module=XIELU, precision=layer.precision)] * 2
-        # The input, its exponent and its square; and two masks
-        in_float32 = (3 * FLOAT32 + 2) * features
-    yield from hidden_costs(columns, work, features * compute_itemsize(layer), in_float32)
+        for alpha in (layer.alpha_p, layer.alpha_n):
+            yield weight_of(alpha, XIELU, layer.precision)
+        # The input, its exponent and its square in float32; and two masks
+        further = (3 * FLOAT32 + 2) * features
+    yield from hidden_costs(columns, work, features * compute_itemsize(layer), further)
 
 
 def num_columns(config: MLPConfig) -> int:
@@ -822,14 +844,14 @@ def num_columns(config: MLPConfig) -> int:
     return 2 if config.mlp == "gated" else 1
 
 
-def hidden_costs(columns: int, work: Workload, features: int, in_float32: int) -> Costs:
+def hidden_costs(columns: int, work: Workload, features: int, further: int) -> Costs:
     """Yields the costs of an MLP between its products.
 
-    `features` are bytes of the hidden features, `in_float32` further bytes that are saved.
+    `features` are bytes of the hidden features, `further` bytes of other saved arrays.
     """
     yield Bytes("elementwise", (columns + 1) * features)
     # The gate, up, sigmoid, silu, its derivative and the product
-    saved = 3 * columns * features + in_float32
+    saved = 3 * columns * features + further
     yield Bytes("workspace", saved)
     if not work.recomputes:
         yield Bytes("saved", saved)
@@ -841,24 +863,16 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
     config = layer.config
     experts = config.num_experts
     split = work.is_split(layer.sequence_parallel)
-    in_float32 = replace(layer.precision, compute="float32")
-    whole = partial(Weight, module=EXPERTS, tp=False, used_by_all_tp=split, precision=in_float32)
-    yield whole(size=layer.d_model * experts)
+    whole = partial(weight_of, module=EXPERTS, summed=split)
+    whole_in_float32 = partial(whole, precision=in_float32(layer.precision))
+    yield whole_in_float32(layer.router)
     if config.router_bias:
-        yield whole(size=experts, fsdp=False, again=work.recomputes)
-    for name, dims in config.projections().items():
-        bias = _of_experts(layer, work, dims[0] + dims[2])
-        yield from kernel_weights(getattr(layer, name), _of_experts(layer, work, dims), bias)
-        if config.experts_bias:
-            # The weights of experts have a gradient.
-            yield replace(bias, again=dims[2] == "D" or work.reprojects)
-        if lora := getattr(layer, f"{name}_lora", None):
-            for factor in (f"{dims[:2]}r", f"Er{dims[2]}"):
-                yield replace(_of_experts(layer, work, factor, rank=lora.rank), adapter=True)
+        yield whole_in_float32(layer.router_bias, again=work.recomputes)
+    yield from _stacked_weights(layer, work)
     if config.dense_mlp:
-        yield whole(size=layer.d_model, precision=layer.precision)
-        yield whole(size=layer.d_model)
-        yield whole(size=experts, fsdp=False)
+        yield whole(layer.input_scale, precision=layer.precision)
+        yield whole_in_float32(layer.router_scale)
+        yield whole_in_float32(layer.expert_scale)
     hidden = work.tokens * layer.d_model * compute_itemsize(layer)
     choices = FLOAT32 * work.tokens * 2 * config.experts_per_token
     gate = FLOAT32 * work.tokens
@@ -883,24 +897,41 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
     yield from _shared_costs(layer, work, read=read)
 
 
-def _of_experts(layer: MixtureOfExperts, work: Workload, dims: str, *, rank: int = 1) -> Weight:
-    """Returns a parameter with dims E, D, F and r, the rank; see `ExpertsConfig.projections`."""
+def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight]:
     config = layer.config
-    over_tp = config.over_tp(work.tp)
-    by_expert = config.stored_by_expert(work.tp, parts(work.sizes, STORAGE))
-    sizes = {"E": config.num_experts, "D": layer.d_model, "F": config.d_ff, "r": rank}
-    is_split = over_tp or "F" in dims
-    return Weight(
-        module=EXPERTS,
-        size=math.prod(sizes[dim] for dim in dims),
-        precision=layer.precision,
-        split=PaddedDim((config.d_ff,)) if "F" in dims and not over_tp else None,
-        tp=is_split,
-        fsdp=by_expert or "D" in dims,
-        gathered=_placement(layer, work).shards == 1,
-        used_by_all_tp=not is_split,
-        active=config.experts_per_token / config.num_experts,
-    )
+    # The split of the layer's arrays is another mesh's.
+    stacked = StackedDims.of(layer.d_model, config, work.tp, parts(work.sizes, STORAGE))
+    gathered = _placement(layer, work).shards == 1
+
+    def weight(
+        variable: Variable, dims: str, precision: Precision = layer.precision, **facts: Any
+    ) -> Weight:
+        return weight_of(
+            variable,
+            EXPERTS,
+            precision,
+            spec=stacked.spec(dims),
+            split=stacked.sizes["F"] if "F" in dims else None,
+            gathered=gathered,
+            active=config.experts_per_token / config.num_experts,
+            **facts,
+        )
+
+    for name, dims in config.projections().items():
+        without_inputs = dims[0] + dims[2]
+        kernel = getattr(layer, name)
+        if isinstance(kernel, Float8Kernel):
+            yield weight(kernel.bits, dims, float8=True)
+            yield weight(kernel.scale, without_inputs, in_float32(layer.precision))
+        else:
+            yield weight(kernel, dims)
+        if config.experts_bias:
+            # The weights of experts have a gradient.
+            again = dims[2] == "D" or work.reprojects
+            yield weight(getattr(layer, f"{name}_bias"), without_inputs, again=again)
+        if lora := getattr(layer, f"{name}_lora", None):
+            yield weight(lora.a, f"{dims[:2]}r")
+            yield weight(lora.b, f"Er{dims[2]}")
 
 
 def _placement(layer: MixtureOfExperts, work: Workload) -> Placement:
@@ -950,11 +981,8 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
 def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Costs:
     if not work.regathers:
         yield Bytes("saved", FLOAT32 * work.tokens)
-    in_float32 = replace(layer.precision, compute="float32")
     split = work.is_split(layer.sequence_parallel)
-    yield Weight(
-        module=EXPERTS, size=layer.d_model, tp=False, used_by_all_tp=split, precision=in_float32
-    )
+    yield weight_of(layer.shared_gate, EXPERTS, in_float32(layer.precision), summed=split)
     count = work.num_evals(work.recomputes)
     shape = work.between(layer.sequence_parallel), layer.d_model, 1
     yield Product.of("shared experts' gate", shape, FLOAT32, count)
@@ -1070,8 +1098,5 @@ def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bo
 
 def positions_costs(layer: LearnedPositions, work: Workload) -> Costs:
     """Yields the costs of learned positions."""
-    weight = partial(Weight, module="learned_positions", precision=layer.precision)
     split = work.is_split(layer.sequence_parallel)
-    yield weight(
-        size=layer.num_positions * layer.features, tp=False, used_by_all_tp=split, again=False
-    )
+    yield weight_of(layer.table, "learned_positions", layer.precision, summed=split, again=False)

@@ -52,23 +52,16 @@ from jaxtp.analysis.layer_costs import (
     norm_costs,
     positions_costs,
     row_costs,
+    weight_of,
 )
 from jaxtp.layers import remat
 from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.gated_delta import DELTA, GatedDeltaConfig, GatedDeltaNet
+from jaxtp.layers.gated_delta import DELTA, INSIDE, GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.loss import LOSS
-from jaxtp.layers.parameter import (
-    PARAMETERS,
-    PaddedDim,
-    Precision,
-    logical_shape,
-    mark_unreduced,
-    padding_of,
-    spec_of,
-)
+from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, mark_unreduced
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import (
     BATCH,
@@ -85,7 +78,6 @@ from jaxtp.mesh import (
 )
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
-from jaxtp.plans.layouts import dim_over
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps
@@ -235,7 +227,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
 
 @lru_cache(maxsize=32)
 def _stacked_blocks(model: Decoder) -> tuple[tuple[DecoderBlock, int], ...]:
-    """Returns each stacked block and its number of layers.
+    """Returns one block of each stack and its number of layers.
 
     Equal blocks are one object, so that `costs_of` prices them once.
     """
@@ -244,8 +236,13 @@ def _stacked_blocks(model: Decoder) -> tuple[tuple[DecoderBlock, int], ...]:
     for stack, stacked in model.stacked():
         for block in stacked:
             graph, state = nnx.split(block)
-            shapes = tuple((leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(state))
-            blocks.append((equal_blocks.setdefault((graph, shapes), block), stack.repeats))
+            unstacked = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state
+            )
+            key = (graph, tuple(jax.tree.leaves(unstacked)))
+            if key not in equal_blocks:
+                equal_blocks[key] = nnx.merge(graph, unstacked)
+            blocks.append((equal_blocks[key], stack.repeats))
     return tuple(blocks)
 
 
@@ -281,9 +278,7 @@ def block_costs(block: DecoderBlock, work: Workload) -> Costs:
         if has_formulas(branch):
             costs = branch_costs(branch, work, read=read)
         else:
-            costs = traced_costs(
-                _unstacked(branch), work, config.d_model, config.precision, read=read
-            )
+            costs = traced_costs(branch, work, config.d_model, config.precision, read=read)
         yield from _within(name, costs)
         yield Bytes("elementwise", 3 * size, "norm")
 
@@ -300,13 +295,6 @@ def _within(branch_name: str, costs: Iterable[Cost]) -> Costs:
         else:
             yield replace(cost, module=f"{branch_name}/{cost.module}")
     yield Bytes("workspace", workspace)
-
-
-def _unstacked(branch: Branch) -> Branch:
-    graph, state = nnx.split(branch)
-    return nnx.merge(
-        graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), state)
-    )
 
 
 def decoder_costs(model: Decoder, work: Workload) -> Costs:
@@ -461,15 +449,9 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
     heads = config.delta_heads
     values = config.delta_value_dim
     queries, keys = heads.on_device(work.tp)
-    numbers = heads.numbers()
-    taps = heads.keys, heads.keys, heads.numbers(values)
     yield from column_costs(layer.in_proj, work, "delta in")
-    weight = partial(Weight, module=DELTA, fsdp=False, precision=layer.precision)
-    for split in taps:
-        group = split.shared_by(work.tp)
-        yield weight(size=config.delta_conv * split.size, split=split, group=group)
-    yield from [weight(size=numbers.size, split=numbers)] * 2
-    yield weight(size=values, tp=False, used_by_all_tp=True)
+    for name in INSIDE:
+        yield weight_of(getattr(layer, name), DELTA, layer.precision)
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
     shape = {
@@ -543,7 +525,8 @@ def traced_costs(
       features: D.
       read: as in `branch_costs`.
     """
-    yield from _traced_weights(branch, precision)
+    for _, variable in nnx.to_flat_state(nnx.state(branch, PARAMETERS)):
+        yield weight_of(variable, type(branch).__name__, precision, traced=True)
     rows = work.rows * batch_parts(work.sizes)
     x = jax.ShapeDtypeStruct((rows, work.length, features), precision.compute)
     graph, *states = nnx.split(branch, nnx.Param, ...)
@@ -627,22 +610,6 @@ def _abstract(sizes: Sizes, platform: str | None = None) -> Iterator[None]:
     mesh = abstract_mesh(sizes).update(abstract_device=device)
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         yield
-
-
-def _traced_weights(branch: Branch, precision: Precision) -> Iterator[Weight]:
-    for _, variable in nnx.to_flat_state(nnx.state(branch, PARAMETERS)):
-        spec = spec_of(variable)
-        split = next((split for _, split in padding_of(variable)), None)
-        yield Weight(
-            module=type(branch).__name__,
-            size=math.prod(logical_shape(variable)),
-            precision=precision,
-            split=split,
-            tp=dim_over(TP, spec) is not None,
-            fsdp=dim_over(STORAGE, spec) is not None,
-            adapter=isinstance(variable, nnx.LoRAParam),
-            traced=True,
-        )
 
 
 def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:

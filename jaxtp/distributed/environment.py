@@ -264,11 +264,6 @@ def evict_oldest(folder: Path, limit: int = _MAX_CACHE_BYTES) -> None:
             path.unlink(missing_ok=True)
 
 
-def xla_flags() -> str:
-    """Returns XLA_FLAGS."""
-    return os.environ.get("XLA_FLAGS", "")
-
-
 def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Returns the names of the visible GPUs.
 

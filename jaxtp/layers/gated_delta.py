@@ -44,7 +44,7 @@ DELTA = "gated_delta"  # name in profiles of the layer without its projections
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
 # Outputs of `in_proj`
 DELTA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
-_INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
+INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +147,8 @@ class GatedDeltaNet(Branch):
 
     def _inner(self) -> tuple[Weights, dict[str, P]]:
         weights, specs = params_and_specs(self)
-        inner = {name: weights[name] for name in _INSIDE}
-        return inner, {name: specs[name] for name in _INSIDE}
+        inner = {name: weights[name] for name in INSIDE}
+        return inner, {name: specs[name] for name in INSIDE}
 
     def _read(self, weights: Weights, projected: tuple[Array, ...], sequences: Sequences) -> Array:
         *qkv, gate, write, decay = projected  # [b, T/cp, F/tp]

@@ -36,7 +36,6 @@ from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
 from jaxtp.train.own_model import set_precision
-from jaxtp.train.state import plan_state
 
 
 class Buffer(nnx.Variable):

@@ -97,7 +97,7 @@ class MixtureOfExperts(PositionwiseBranch):
             self.selection_bias = parameter("selection bias", bias, P(None), kind=SelectionBias)
 
     def _add_experts(self, lora: LoraConfig, rngs: nnx.Rngs) -> None:
-        stacked = StackedDims.of(self.d_model, self.config)
+        stacked = StackedDims.of(self.d_model, self.config, axis_size(TP), axis_size(*STORAGE))
         projections = self.config.projections()
         dtype = self.precision.param
         for name, dims in projections.items():
@@ -250,8 +250,9 @@ class MixtureOfExperts(PositionwiseBranch):
         for name, dims in self.config.projections().items():
             adapter = {f"{name}_lora.a": f"{dims[:2]}r", f"{name}_lora.b": f"Er{dims[2]}"}
             arrays |= {name: dims, f"{name}_bias": dims[0] + dims[2], **adapter}
-        stored = storage_dim(self.config)
-        over_tp = self.config.over_tp(axis_size(TP))
+        tp = axis_size(TP)
+        stored = storage_dim(self.config, tp, axis_size(*STORAGE))
+        over_tp = self.config.over_tp(tp)
         load = partial(self.precision.load, gathered=gathered)
         loaded: Weights = {}
         for name, dims in arrays.items():

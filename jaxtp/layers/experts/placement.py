@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_index, axis_size
+from jaxtp.collectives import axis_index
 from jaxtp.layers.experts.experts_config import ExpertsConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Variable, parameter
 from jaxtp.mesh import STORAGE, TP
@@ -93,12 +93,12 @@ class StackedDims:
     axes: Mapping[str, tuple[str, ...]]  # mesh axes that split each dim
 
     @classmethod
-    def of(cls, d_model: int, config: ExpertsConfig) -> "StackedDims":
-        """Returns the dims of a layer on the mesh in context."""
-        over_tp = config.over_tp(axis_size(TP))
+    def of(cls, d_model: int, config: ExpertsConfig, tp: int, shards: int) -> "StackedDims":
+        """Returns the dims of a layer; `shards` devices are along the storage."""
+        over_tp = config.over_tp(tp)
         axes = dict[str, tuple[str, ...]](E=(), D=(), F=())
         axes["E" if over_tp else "F"] += (TP,)
-        axes[storage_dim(config)] += STORAGE
+        axes[storage_dim(config, tp, shards)] += STORAGE
         features = ExactDim if over_tp else PaddedDim
         sizes = {
             "E": ExactDim((config.num_experts,)),
@@ -121,9 +121,9 @@ class StackedDims:
         return P(*(self.axes.get(dim) or None for dim in dims))
 
 
-def storage_dim(config: ExpertsConfig) -> str:
-    """Returns the letter of the dim that the storage splits, on the mesh in context."""
-    return "E" if config.stored_by_expert(axis_size(TP), axis_size(*STORAGE)) else "D"
+def storage_dim(config: ExpertsConfig, tp: int, shards: int) -> str:
+    """Returns the letter of the dim that the storage splits."""
+    return "E" if config.stored_by_expert(tp, shards) else "D"
 
 
 def on_first_device(x: Array) -> Array:

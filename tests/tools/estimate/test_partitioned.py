@@ -10,6 +10,7 @@ from dataclasses import replace
 import jax
 import pytest
 import yaml
+from fast_programs import captured_stderr
 from hf_reference import FOLDER, TRAINED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,7 +19,6 @@ from support import swept
 import jaxtp
 from jaxtp.analysis.audit import audit
 from jaxtp.analysis.collective import bytes_by
-from jaxtp.analysis.compiling import captured_stderr
 from jaxtp.analysis.hardware import find
 from jaxtp.config.schema import replace_nested, validate
 from jaxtp.mesh import AXES, TP, mesh_of
