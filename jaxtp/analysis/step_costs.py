@@ -447,7 +447,6 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
     """
     config = layer.config
     heads = config.delta_heads
-    values = config.delta_value_dim
     queries, keys = heads.on_device(work.tp)
     yield from column_costs(layer.in_proj, work, "delta in")
     for name in INSIDE:
