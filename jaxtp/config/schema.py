@@ -213,15 +213,19 @@ def validate(
             _by_field(schema, values), by_alias=True, by_name=True
         )
     except pydantic.ValidationError as error:
-        hosts = sections_within(schema)
         for item in error.errors():
-            keys = list(item["loc"])
-            if keys and keys[0] in hosts:
-                _, keys[0] = hosts[keys[0]]
+            keys = _keys_in_file(schema, item["loc"])
             problems.append(f"{describe(keys, item['input'])}: {_complaint(item)}")
     if not problems:
         return config
     raise ConfigError("\n  ".join([f"{source}:", *first_lines(problems, _MAX_PROBLEMS)]))
+
+
+def _keys_in_file(schema: Any, path: Sequence[int | str]) -> Sequence[int | str]:
+    for guest, (_, host) in sections_within(schema).items():
+        if path[:1] == (guest,):
+            return host, *path[1:]
+    return path
 
 
 def _by_field(schema: Any, values: Mapping[str, object]) -> dict[str, object]:
@@ -304,7 +308,8 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
     if not values:
         return config
     sections: dict[str, Any] = {}
-    settings = settings_of(type(config))
+    kind: Any = type(config)
+    settings = settings_of(kind)
     for name, value in values.items():
         path = ".".join(settings[name].path) if name in settings else name
         section, _, inner_name = path.partition(".")
@@ -317,16 +322,18 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
 
 def value_of(config: object, name: str) -> Any:
     """Returns the value of a setting by its dotted name."""
-    return reduce(getattr, settings_of(type(config))[name].path, config)
+    kind: Any = type(config)
+    return reduce(getattr, settings_of(kind)[name].path, config)
 
 
 def to_plain(config: object) -> dict[str, Any]:
     """Returns plain dicts, lists, strings and numbers, with the fields of a section's subclass."""
-    plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
+    kind: Any = type(config)
+    plain: dict[str, Any] = _adapter(kind).dump_python(config, mode="json", by_alias=True)
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
             plain[name] = to_plain(value)
-    for guest, (_, host) in sections_within(type(config)).items():
+    for guest, (_, host) in sections_within(kind).items():
         plain[host] = plain.pop(guest) | plain[host]
     return plain
 
