@@ -19,7 +19,7 @@ from tables import assert_errors, raised_by, read_json, read_table
 
 from jaxtp.__main__ import COMMANDS as JAXTP_COMMANDS
 from jaxtp.__main__ import main as jaxtp_main
-from jaxtp.config.affects import POSITIONAL, Argument
+from jaxtp.config.affects import POSITIONAL, Argument, settings_of
 from jaxtp.config.command_line import (
     Command,
     completion,
@@ -119,13 +119,7 @@ def test_lists_of_settings_name_those_that_there_are():
     """
     for command in COMMANDS.values():
         for name in (*command.short_help, *command.ignored):
-            schema = command.schema
-            for key in name.split("."):
-                schema = (
-                    schema.__dataclass_fields__[key].default
-                    if isinstance(schema, type)
-                    else getattr(schema, key)
-                )
+            assert name in settings_of(command.schema), name
 
 
 def test_help_of_a_section(terminal, capsys):

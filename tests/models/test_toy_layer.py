@@ -184,7 +184,7 @@ def test_over_cp_it_is_refused_and_not_wrong():
 
 
 def test_its_settings_are_written_and_read_back():
-    plain = to_plain(CONFIG)["model"]
+    plain = to_plain(CONFIG.model)
     assert plain["pattern"] == [{"conv_width": 2}, {}]
     assert validate(ToyModel, plain, source="a file") == PATTERN
 

@@ -35,6 +35,7 @@ import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
+from jaxtp.train.loss import inspect_loss
 from jaxtp.train.own_model import set_precision
 
 
@@ -343,6 +344,32 @@ def test_a_loss_may_draw_its_weight_or_be_no_sum_over_rows(tmp_path, capsys):
         assert (
             "WARNING: the loss is not a sum over rows" in capsys.readouterr().out
         ) == is_warned_of
+
+
+class Stacked(nnx.Module):
+    """Layers in a scan that recomputes them: Flax returns their variables from both."""
+
+    def __init__(self, *, layer, rngs):
+        self.layers = nnx.split_rngs(splits=2)(nnx.vmap(layer))(rngs)
+        self.head = nnx.Linear(16, 10, rngs=rngs)
+
+    def __call__(self, x):
+        call = nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
+        scan = nnx.jit(nnx.scan(call, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry))
+        return self.head(scan(x, self.layers))
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes"),
+    [
+        (lambda rngs: nnx.Linear(16, 16, rngs=rngs), ()),
+        (lambda rngs: nnx.BatchNorm(16, rngs=rngs), ("layers.mean", "layers.var")),
+    ],
+    ids=["linear", "statistics"],
+)
+def test_what_scans_and_recomputation_return_unchanged_is_not_assigned(layer, changes):
+    model = Stacked(layer=layer, rngs=nnx.Rngs(0))
+    assert inspect_loss(loss, model, jax.eval_shape(lambda: batches(0))).changes == changes
 
 
 def in_16_bits(model, batch, key):
