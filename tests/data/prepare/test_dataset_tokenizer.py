@@ -99,10 +99,11 @@ def test_datasets_of_different_first_or_last_tokens_are_told_apart():
             load_corpus(None, {"d": 1.0, name: 1.0})
 
 
-def test_a_manifest_of_an_earlier_version_says_nothing_of_first_tokens():
+def test_a_manifest_of_an_earlier_version_has_other_settings_and_no_first_tokens():
     tokenizer = made("--bos none").tokenizer
     record = read_json(MANIFEST)
     del record["tokenizer"]["prefix"]
+    record["arguments"]["bpe_sample"] = 2**28
     write_json(MANIFEST, record)
     assert open_dataset(Path("d")).tokenizer == tokenizer
     assert "is finished; there is nothing to do" in output(f"a.jsonl {COMMAND} --bos none")

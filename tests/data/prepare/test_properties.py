@@ -112,7 +112,6 @@ def test_an_unfinished_dataset_of_an_older_version_resumes_with_the_share_itself
     journal = Path("d") / JOURNAL
     record = read_json(journal)
     del record["threshold"]
-    record["arguments"] |= {"train_bpe": None, "bpe_sample": 2**28}
     write_json(journal, record)
     output(f"{command} --on-error skip")
     assert contents("d") == contents("whole")
