@@ -43,7 +43,7 @@ def test_scan_counts_every_turn():
 def test_a_loop_has_a_count_if_its_bounds_are_constants():
     turn = lambda i, x: moved(x)
     assert counts_of(lambda x: jax.lax.fori_loop(1, 5, turn, x)) == {("all-reduce", ""): 4}
-    going = lambda c: (c[0] < 5) & (jax.lax.psum(c[1][0], "tp") > 0)
+    going = lambda c: (c[0] < 5) & (jax.lax.psum(c[1], "tp")[0] > 0)
     loop = lambda x: jax.lax.while_loop(going, lambda c: (c[0] + 1, moved(c[1])), (0, x))[1]
     assert counts_of(loop) == {("all-reduce", "a turn"): 2}, "the condition counts, too"
 

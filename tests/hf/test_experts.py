@@ -264,10 +264,10 @@ def test_mxfp4_numbers(tmp_path):
     )
     tensors = with_scales(read_header(tmp_path / "it"), (128, 128))
     assert tensors.keys() == {"down_blocks", "other"}
-    for first, last, num_bytes in ((0, 5, 1), (1, 3, 500), (4, 5, 2**24)):
+    for first, last in ((0, 5), (1, 3), (4, 5)):
         read = {
             row: block.astype(np.float64)
-            for row, block in tensors["down_blocks"].blocks(first, last, num_bytes)
+            for row, block in tensors["down_blocks"].blocks(first, last)
         }
         assert next(iter(read)) == first
         np.testing.assert_array_equal(

@@ -128,7 +128,7 @@ def random_features(*, rngs):
 
 def numpy_features(*, rngs):
     model = FixedFeatures(rngs=rngs)
-    model.frequencies = np.random.default_rng().normal(size=(16, 32)).astype(np.float32)
+    model.frequencies = nnx.data(np.random.default_rng().normal(size=(16, 32)).astype(np.float32))
     return model
 
 
