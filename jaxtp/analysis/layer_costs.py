@@ -57,8 +57,7 @@ from jaxtp.layers.parameter import (
 )
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape, Method
-from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, Sizes, gradient_sum_axes, parts
-from jaxtp.plans.layouts import dim_over
+from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, Sizes, axes_of, gradient_sum_axes, parts
 
 Projection = ColumnParallelLinear | RowParallelLinear
 
@@ -184,9 +183,10 @@ class Weight:
 
     def reduced_bytes(self, work: Workload) -> float:
         """Returns the bytes of the gradient during its reduction."""
-        reduced = parts(work.sizes, STORAGE) > 1 and self.gathered and not self.is_frozen(work)
+        if self.is_frozen(work) or not self.gathered or parts(work.sizes, STORAGE) == 1:
+            return 0.0
         elements = self.over_tp(work.sizes) * self.group(work.tp)
-        return elements * itemsize(self.precision.reduce) * reduced
+        return elements * itemsize(self.precision.reduce)
 
     def stored(self, sizes: Sizes) -> float:
         """Returns the elements a device stores."""
@@ -249,13 +249,13 @@ def weight_of(
       **facts: other fields of `Weight`; `size` and `split` replace the variable's.
     """
     spec = spec_of(variable) if spec is None else spec
-    over_tp = dim_over(TP, spec) is not None
+    axes = set(chain.from_iterable(map(axes_of, spec)))
     own: dict[str, Any] = {
         "size": math.prod(logical_shape(variable)),
         "split": next((split for _, split in padding_of(variable)), None),
-        "tp": over_tp,
-        "fsdp": dim_over(STORAGE, spec) is not None,
-        "used_by_all_tp": summed and not over_tp,
+        "tp": TP in axes,
+        "fsdp": not axes.isdisjoint(STORAGE),
+        "used_by_all_tp": summed and TP not in axes,
         "adapter": isinstance(variable, nnx.LoRAParam),
     }
     return Weight(module=module, precision=precision, **(own | facts))

@@ -3,13 +3,15 @@
 A matrix product takes the longer of computing and moving its operands; everything else runs at
 memory speed (Williams et al., "Roofline", CACM 2009).
 
-A collective takes a start, its sequential steps, and its bytes at the speed of the slowest link;
-README.md has the formulas.
+A collective takes a start, its sequential steps, and its bytes at the speed of the slowest link.
+The faster protocol counts; README.md has the formulas. `Hardware` has the numbers of the protocol
+Simple. If `hop` or `network_hop` is 0, the measured latency includes the protocols.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxtp.analysis.collective import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Axes, Collective, Traffic
 from jaxtp.analysis.hardware import Hardware, inside_domain, link_of
@@ -124,8 +126,22 @@ def communication_seconds(hardware: Hardware, sizes: Sizes, traffic: Traffic) ->
     return seconds
 
 
+class Protocol(NamedTuple):
+    """A protocol of NCCL, by shares of the numbers of `Hardware`."""
+
+    start: float
+    hop: float
+    network_hop: float
+    speed: float
+
+
+SIMPLE = Protocol(1, 1, 1, 1)
+# 0.38: at most 88 GB/s of the 240 that an A100's links reach, and 141 of an H100's 360
+LL = Protocol(6.6 / 8.4, 0.6 / 3.4, 2.7 / 14, 0.38)
+
+
 def collective_seconds(hardware: Hardware, sizes: Sizes, collective: Collective) -> float:
-    """Returns the seconds of a collective, by NCCL's ring or tree with its protocol Simple."""
+    """Returns the seconds of a collective by the faster protocol."""
     axes = collective.axes
     kind = collective.kind
     devices = parts(sizes, axes)
@@ -136,16 +152,27 @@ def collective_seconds(hardware: Hardware, sizes: Sizes, collective: Collective)
         network = hardware.network * hardware.link_efficiency
         # Of each device's devices - 1 messages, devices - per_host leave the host.
         speed = min(speed, network * (devices - 1) / (devices - per_host))
-    hops = devices - hosts
-    network_hops = hosts - 1
+    # Of a ring
+    hops: float = devices - hosts
+    network_hops: float = hosts - 1
     if kind == PERMUTE:
         hops = int(hosts == 1)
         network_hops = int(hosts > 1)
-    steps = hops * hardware.hop + network_hops * hardware.network_hop
-    if kind == ALL_REDUCE:
-        tree = (per_host - 1) * hardware.hop + math.log2(hosts) * hardware.network_hop
-        steps = 2 * (steps if hardware.platform == "tpu" else min(steps, tree))
-    return hardware.latency + steps + collective.bytes_sent / speed
+    elif kind == ALL_REDUCE:
+        if hardware.platform != "tpu":  # a tree of chains, which in one host is a ring
+            hops = per_host - 1
+            network_hops = math.log2(hosts)
+        hops *= 2
+        network_hops *= 2
+    is_measured = 0 in (hardware.hop, hardware.network_hop)
+    protocols = (SIMPLE,) if is_measured or hardware.platform == "tpu" else (SIMPLE, LL)
+    return min(
+        hardware.latency * protocol.start
+        + hops * hardware.hop * protocol.hop
+        + network_hops * hardware.network_hop * protocol.network_hop
+        + collective.bytes_sent / (speed * protocol.speed)
+        for protocol in protocols
+    )
 
 
 def leaves_domain(hardware: Hardware, sizes: Sizes, axes: Axes) -> bool:
