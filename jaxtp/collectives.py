@@ -1,8 +1,8 @@
 """All collectives of the package, written from the point of view of one device.
 
 A parallel layer runs its body through `device_view`; inside, arrays are this device's shards and
-each function below is one collective. Autodiff derives the backward pass, except for `load_weight`
-and `average_gradient`:
+each function below is one collective. Autodiff derives the backward pass, except for `load_weight`,
+`average_gradient`, and `gather_weight` outside of `device_view`:
 
     function                       forward          backward
     enter_parallel, no sequence    nothing          all-reduce      (Megatron's f)
@@ -44,7 +44,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.compiler_hints import by_rows, computed_here, sequence_first
+from jaxtp.compiler_hints import by_rows, computed_here, swap_sequence
 from jaxtp.config.entry import UserError
 from jaxtp.mesh import (
     AXES,
@@ -256,8 +256,8 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
     """
     if sequence_dim is None or current_mesh() is None:
         return vary(checkpoint_name(x, GATHERED), TP)
-    gathered = all_gather(sequence_first(x, sequence_dim), TP)
-    return sequence_first(checkpoint_name(gathered, GATHERED), sequence_dim)
+    gathered = all_gather(swap_sequence(x, sequence_dim), TP)
+    return swap_sequence(checkpoint_name(gathered, GATHERED), sequence_dim)
 
 
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
@@ -268,8 +268,8 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
     """
     if sequence_dim is None:
         return checkpoint_name(all_reduce(x, TP), REDUCED)
-    reduced = reduce_scatter(sequence_first(x, sequence_dim), TP)
-    return sequence_first(checkpoint_name(reduced, REDUCED), sequence_dim)
+    reduced = reduce_scatter(swap_sequence(x, sequence_dim), TP)
+    return swap_sequence(checkpoint_name(reduced, REDUCED), sequence_dim)
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
@@ -348,12 +348,12 @@ class WeightDtypes(NamedTuple):
 class WeightLayout:
     """How a device's shard of a weight is stored, and which part the device multiplies with."""
 
-    fsdp_dim: int | None
-    """Dim that is split over fsdp and gathered; None if fsdp holds replicas."""
+    storage_dim: int | None
+    """Dim that the storage, fsdp and cp, splits and that is gathered; None if it holds replicas."""
 
     gathered: bool = True
-    """False keeps the weight split over fsdp, for layers that gather tokens; replicas alone sum its
-    gradient."""
+    """False keeps the weight split over the storage, for layers that gather tokens; replicas alone
+    sum its gradient."""
 
     tp_gather: tuple[int, int] = (0, 1)
     """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv
@@ -374,9 +374,9 @@ class WeightLayout:
         if group > 1:
             groups = _groups_over_tp(group)
             shard = lax.all_gather(shard, TP, axis=dim, axis_index_groups=groups, tiled=True)
-        if self.fsdp_dim is None or not self.gathered:
+        if self.storage_dim is None or not self.gathered:
             return shard
-        return all_gather(shard, *STORAGE, dim=self.fsdp_dim)
+        return all_gather(shard, *STORAGE, dim=self.storage_dim)
 
     def summed(self, grad: Array, shard: Array, dtype: DTypeLike) -> Array:
         """Returns the gradient of `shard`, summed in `dtype`.
@@ -385,8 +385,8 @@ class WeightLayout:
         """
         dim, group = self.tp_gather
         grad = grad.astype(dtype)
-        if self.fsdp_dim is not None and self.gathered:
-            grad = reduce_scatter(grad, *STORAGE, dim=self.fsdp_dim)
+        if self.storage_dim is not None and self.gathered:
+            grad = reduce_scatter(grad, *STORAGE, dim=self.storage_dim)
             if self.early and axis_size(*STORAGE) > 1:
                 grad = computed_here(grad)
         if group > 1:
@@ -404,7 +404,7 @@ class WeightLayout:
         if current_mesh() is None:
             return ()
         copied = gradient_sum_axes(
-            stored_split=self.fsdp_dim is not None, used_by_all_tp=self.used_by_all_tp
+            stored_split=self.storage_dim is not None, used_by_all_tp=self.used_by_all_tp
         )
         return tuple(axis for axis in copied if axis not in _varying_axes(shard))
 

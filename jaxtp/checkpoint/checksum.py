@@ -47,7 +47,8 @@ class UnequalCopiesError(NumericsError):
 
 
 class NonFiniteError(NumericsError):
-    """A state is not finite, so it is never saved: training could not recover from it."""
+    """A state, a gradient or an update is not finite; such a state is never saved: training could
+    not recover from it."""
 
 
 GROUP = 64

@@ -440,7 +440,7 @@ class CausalSelfAttention(Branch):
             return run
         is_split = shape.is_split(self.out.sequence_parallel)
         is_ring = self.out.transport.is_ring(shape.tp, split=True)
-        # Whether `sequence_first` has swapped the projections
+        # Whether `swap_sequence` has swapped the projections
         is_swapped = is_split and shape.tp > 1 and not is_ring
         return partial(rows_as_heads, run) if is_swapped else run
 

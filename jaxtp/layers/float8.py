@@ -195,13 +195,6 @@ def load_dequantised(shard: Float8, dtypes: WeightDtypes, layout: WeightLayout) 
 
 def _gathered(shard: Float8, layout: WeightLayout) -> Float8:
     # The scale is split like the kernel, except along `in`, where its size is 1.
-    splits_in = layout.fsdp_dim == len(shard.shape) - 2
+    splits_in = layout.storage_dim == len(shard.shape) - 2
     scale_layout = replace(layout, gathered=False) if splits_in else layout
     return Float8(layout.whole(shard.bits), scale_layout.whole(shard.scale))
-
-
-def kernel_gradient(x: Array | Float8, grad: Array, dtype: DTypeLike) -> Array:
-    """Returns the gradient of `w` in `x @ w`, multiplied in the dtype of `grad`."""
-    tokens = list(range(grad.ndim - 1))
-    x = x.astype(grad.dtype)
-    return jnp.tensordot(x, grad, (tokens, tokens), preferred_element_type=dtype)

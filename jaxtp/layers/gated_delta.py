@@ -189,7 +189,7 @@ class GatedDeltaNet(Branch):
         before a document.
         """
         config = self.config
-        load = partial(self.precision.load, fsdp_dim=None, accumulate="float32")
+        load = partial(self.precision.load, storage_dim=None, accumulate="float32")
         local_taps = weights["k_conv"].shape[1]
         num_shards = config.delta_heads.keys.num_shards(axis_size(TP), local_taps)
         q_taps = load(weights["q_conv"], tp_gather=(1, num_shards))

@@ -68,7 +68,7 @@ class LayerContext:
     # The rest says when the layers of a block communicate: it depends on the block and its remat
     # policy, not on settings of a layer.
 
-    # The block gathers the input of its branches and reduces their outputs (`Joined`).
+    # The caller gathers the input of several layers and reduces their outputs (`Joined`).
     joined: bool = False
     # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
     # that it receives in that second run, because they live for one block only.
@@ -174,6 +174,7 @@ class ColumnParallelLinear(nnx.Module):
         run = device_view(
             partial(self.project, sequence),
             COLUMN,
+            # A gathered input of each device is a part of a global `[B, T, tp * D]`, see `Gather`.
             in_specs=(inside if self.transport.joined else outside, weight_specs),
             out_specs=(inside,) * len(self.features),
         )
@@ -250,8 +251,8 @@ class ColumnParallelLinear(nnx.Module):
             outputs[i] = lora.add(outputs[i], inner[at], b)
         return outputs
 
-    def _load(self, shard: Array, fsdp_dim: int | None, dim: PaddedDim) -> Array:
-        return self.precision.load(shard, fsdp_dim, tp_gather=_tp_gather(shard, dim))
+    def _load(self, shard: Array, storage_dim: int | None, dim: PaddedDim) -> Array:
+        return self.precision.load(shard, storage_dim, tp_gather=_tp_gather(shard, dim))
 
 
 def _tp_gather(shard: Array, features: PaddedDim) -> tuple[int, int]:
@@ -318,7 +319,8 @@ class RowParallelLinear(nnx.Module):
         x = x.astype(self.precision.compute)
         load = self.precision.load
         inputs = [as_operand(x, self.matmul, TP)]
-        # `computed_here`: XLA moves the reduction in row layers without tp.
+        # In row layers without tp XLA would move the reduction of the gradient, and copy it
+        # (`computed_here` in compiler_hints.py).
         early = axis_size(TP) == 1
         kernel = weights["kernel"]
         kernels = [load_kernel(self.precision, self.matmul, kernel, 1, (TP,), early=early)]

@@ -34,7 +34,7 @@ from jaxtp.collectives import (
     enter_parallel,
     token_spec,
 )
-from jaxtp.compiler_hints import sequence_first
+from jaxtp.compiler_hints import swap_sequence
 from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
@@ -160,9 +160,9 @@ def _on_devices(
         def reduce_chunk(x: Array, *labels: Array) -> _PerToken:
             return reduce_logits(_logits(head, table, bias, x), *labels)
 
-        arrays = sequence_first((x, *labels), split_dim)
+        arrays = swap_sequence((x, *labels), split_dim)
         numbers = _map_chunks(reduce_chunk, arrays, head.chunk_size)
-        return finish(sequence_first(numbers, split_dim), *labels)
+        return finish(swap_sequence(numbers, split_dim), *labels)
 
     bias_spec = None if bias_V is None else head.bias_spec
     label_specs = (token_spec(),) * len(labels)

@@ -83,7 +83,8 @@ class MLP(PositionwiseBranch):
         column = partial(
             ColumnParallelLinear,
             d_model,
-            # Attention's backward pass follows the columns'.
+            # Attention's backward pass follows that of the columns. XLA would move the reduction of
+            # their gradients into it, and copy them (`computed_here` in compiler_hints.py).
             context=replace(context, early_reduction=True),
             use_bias=config.mlp_bias,
             rngs=rngs,
@@ -120,7 +121,7 @@ class MLP(PositionwiseBranch):
         in_float32 = replace(self.precision, compute="float32")
 
         def activate(x: Array, alpha_p: Array, alpha_n: Array) -> Array:
-            load = partial(in_float32.load, fsdp_dim=None, used_by_all_tp=True)
+            load = partial(in_float32.load, storage_dim=None, used_by_all_tp=True)
             return xielu(x, load(alpha_p), load(alpha_n))
 
         spec = token_spec(TP)

@@ -11,9 +11,9 @@ them only on request (`keep`). Weight gradients are summed in float32 and rounde
 unidirectional: XLA runs one collective at a time, at the full bandwidth of a switch.
 
 In each turn of a ring a device sends an array to the next device, multiplies others meanwhile, and
-has the array of the previous device when the turn ends. `in_turn` is a barrier at both ends of a
-turn: inside `_begin_turn`, which sends, and after the products. The loops over turns are unrolled,
-because XLA would copy what a loop sends.
+has the array of the previous device when the turn ends. A ring that scatters sends in each half of
+a turn. `in_turn` is a barrier before the products, inside `_begin_send`, and after them. The loops
+over turns are unrolled, because XLA would copy what a loop sends.
 """
 
 import operator
@@ -30,13 +30,14 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import axis_index, axis_size, permute
 from jaxtp.compiler_hints import by_rows, in_turn
-from jaxtp.layers.float8 import Float8, kernel_gradient
+from jaxtp.layers.float8 import Float8
 from jaxtp.layers.products import (
     NeedsGrad,
     Operand,
     Value,
     gradient_of,
     input_gradient_operands,
+    kernel_gradient,
     product,
     unwrapped,
     value_of,
@@ -77,9 +78,9 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
     products_by_turn = []
     for turn in range(axis_size(TP)):
         parts.append(part)
-        arrived, _, part, _ = _begin_gather_turn(turn, part)
+        arriving, _, part, _ = _begin_gather_turn(turn, part)
         products = [product(part, w, x.dtype) for w in factors]
-        part, products = in_turn(arrived, products)
+        part, products = in_turn(arriving, products)
         products_by_turn.append(products)
     ys = _in_order(products_by_turn)
     if len(ys) < len(kernels):
@@ -131,9 +132,9 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     part = x
     grad_w = None
     for turn in range(axis_size(TP)):
-        arrived, grad_w, part, start = _begin_gather_turn(turn, part, grad_w)
+        arriving, grad_w, part, start = _begin_gather_turn(turn, part, grad_w)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
-        part, grad_w = in_turn(arrived, grad_w)
+        part, grad_w = in_turn(arriving, grad_w)
     return grad_w
 
 
@@ -172,8 +173,9 @@ def _scatter_ring(
 ) -> tuple[Array, Array | None]:
     """Returns this device's part of the sum, and a gradient of kernels.
 
-    That gradient is of `part @ kernels` for `kept_parts`, which hold the parts of each turn, and
-    the gradients `grads` of the whole products. It is computed together with the sum.
+    That gradient is of the kernels of `gather_matmul`, of which `kernels` are the transposes here:
+    `kept_parts` are the parts of its ring by turn, and `grads` the gradients of its products. It is
+    computed together with the sum.
     """
     tp = axis_size(TP)
     size = inputs[0].shape[SEQUENCE_DIM] // tp
@@ -186,19 +188,19 @@ def _scatter_ring(
     grad_w = None
     for turn in range(1, tp + 1):
         start = _part_start(turn, size)
-        arrived, low_sum, grad_w, start = _begin_turn(high_sum, low_sum, grad_w, start)
+        arriving, low_sum, grad_w, start = _begin_send(high_sum, low_sum, grad_w, start)
         parts = [_part(x, start, size) for x in inputs]
         part = _as_one_factor(parts, -1)
         low_sum = _plus_products(low_sum, part, low_factors, dtype)
         if kept_parts:
             # In turn t this ring has the part that a gathering ring has in turn t mod tp.
             grad_w = _plus_kernel_gradient(grad_w, kept_parts[turn % tp], grads, start)
-        high_sum, part, low_sum, grad_w = in_turn(arrived, part, low_sum, grad_w)
+        high_sum, part, low_sum, grad_w = in_turn(arriving, part, low_sum, grad_w)
 
         sending = low_sum if turn < tp else None
-        arrived, high_sum, part, ws = _begin_turn(sending, high_sum, part, high_factors)
+        arriving, high_sum, part, ws = _begin_send(sending, high_sum, part, high_factors)
         high_sum = _plus_products(high_sum, part, ws, dtype)
-        arrived, high_sum = in_turn(arrived, high_sum)
+        arrived, high_sum = in_turn(arriving, high_sum)
         low_sum = arrived if turn < tp else low_sum
     return jnp.concatenate([low_sum, high_sum], -1), grad_w  # type: ignore[list-item]
 
@@ -223,11 +225,11 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
     products_by_turn = []
     part = grad
     for turn in range(axis_size(TP)):
-        arrived, sums, part, start = _begin_gather_turn(turn, part, sums)
+        arriving, sums, part, start = _begin_gather_turn(turn, part, sums)
         products = [product(*input_gradient_operands(part, kernels[i]), part.dtype) for i in needed]
         kernel_grads = [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
         sums = _plus(sums, kernel_grads)
-        part, products, sums = in_turn(arrived, products, sums)
+        part, products, sums = in_turn(arriving, products, sums)
         products_by_turn.append(products)
     input_grads = dict(zip(needed, _in_order(products_by_turn), strict=True))
     # An input is in 8 bits if its kernel is.
@@ -239,7 +241,7 @@ gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
-def _begin_turn(sending: object, *operands: object) -> Any:
+def _begin_send(sending: object, *operands: object) -> Any:
     """Sends an array to the next device; returns what arrives, and operands to multiply now."""
     sending, *operands_now = in_turn(sending, *operands)
     arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
@@ -249,7 +251,7 @@ def _begin_turn(sending: object, *operands: object) -> Any:
 def _begin_gather_turn(turn: int, part: Value, sums: object = None) -> Any:
     """Returns what arrives, `sums`, the part to multiply now, and where it begins."""
     start = _part_start(turn, part.shape[SEQUENCE_DIM])
-    return _begin_turn(_unless_last(turn, part), sums, part, start)
+    return _begin_send(_unless_last(turn, part), sums, part, start)
 
 
 def _unless_last(turn: int, part: V) -> V | None:

@@ -89,14 +89,14 @@ class Precision(Settings):
     def load(
         self,
         shard: Array | Float8,
-        fsdp_dim: int | None,
+        storage_dim: int | None,
         *,
         accumulate: DType | None = None,
         **layout: Any,
     ) -> Array:
         """Loads a weight; gradients of its uses accumulate in `accumulate`."""
         dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
-        weight_layout = WeightLayout(fsdp_dim=fsdp_dim, **layout)
+        weight_layout = WeightLayout(storage_dim=storage_dim, **layout)
         if isinstance(shard, Float8):
             return load_dequantised(shard, dtypes, weight_layout)
         return load_weight(shard, dtypes, weight_layout)

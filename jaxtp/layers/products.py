@@ -21,7 +21,6 @@ from jaxtp.layers.float8 import (
     FLOAT8,
     Float8,
     Quantised,
-    kernel_gradient,
     load_float8,
     tokens_in_float8,
 )
@@ -47,45 +46,49 @@ class NeedsGrad:
         return cls(tuple(map(perturbed, inputs)), tuple(map(perturbed, kernels)))
 
 
-def as_operand(x: Array, matmul: Matmul, *axes: str) -> Operand:
-    """Returns an activation as an operand of a layer; the mesh axes `axes` split its features."""
-    return tokens_in_float8(x, *axes) if matmul == "float8" else x
+def as_operand(x: Array, matmul: Matmul, *feature_axes: str) -> Operand:
+    """Returns an activation as an operand of a layer.
+
+    Mesh axes split its features: in float8 their devices share the scales.
+    """
+    return tokens_in_float8(x, *feature_axes) if matmul == "float8" else x
 
 
 def load_kernel(
     precision: Precision,
     matmul: Matmul,
     shard: Array | Float8,
-    fsdp_dim: int,
-    axes: tuple[str, ...],
+    storage_dim: int,
+    input_axes: tuple[str, ...],
     **layout: Any,
 ) -> Operand:
-    """Loads a kernel as an operand of a layer; the mesh axes `axes` split its input features."""
+    """Loads a kernel as an operand of a layer; mesh axes split its input features."""
     if matmul == "float8":
         dtypes = WeightDtypes(precision.compute, precision.reduce, precision.compute)
-        weight_layout = WeightLayout(fsdp_dim=fsdp_dim, **layout)
-        return load_float8(shard, dtypes, weight_layout, axes)
-    return precision.load(shard, fsdp_dim, **layout)
+        weight_layout = WeightLayout(storage_dim=storage_dim, **layout)
+        return load_float8(shard, dtypes, weight_layout, input_axes)
+    return precision.load(shard, storage_dim, **layout)
 
 
-def multiply(x: Operand, w: Operand, *axes: str) -> Array:
+def multiply(x: Operand, w: Operand, *output_axes: str) -> Array:
     """Returns `x @ w`, in the dtype of the kernel.
 
-    The mesh axes `axes` split the output features.
+    Mesh axes split the output features: in float8 their devices share the scales of the gradient.
     """
     if isinstance(x, Quantised) and isinstance(w, Quantised):
-        return _multiply(x, w, axes)
+        return _multiply(x, w, output_axes)
     x = x.astype(w.dtype)
     # Dequantises a kernel in 8 bits, whose dtype is the compute dtype.
     w = w.astype(w.dtype)
-    # With tp, XLA chooses the order of the gradients: see `kernel_gradient_first`.
+    # The gradients have an order only where a reduction over the storage can start early, and not
+    # with tp, where XLA chooses it: see `kernel_gradient_first`.
     if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
         return compiler_hints.matmul(x, w)
-    return _multiply(vary_like(x, w), vary_like(w, x), axes)
+    return _multiply(vary_like(x, w), vary_like(w, x), output_axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _multiply(x: Operand, w: Operand, axes: tuple[str, ...]) -> Array:
+def _multiply(x: Operand, w: Operand, output_axes: tuple[str, ...]) -> Array:
     return product(value_of(x), value_of(w), x.dtype)
 
 
@@ -93,15 +96,17 @@ def _multiply(x: Operand, w: Operand, axes: tuple[str, ...]) -> Array:
 _Residuals = tuple[Value | None, Value | None]
 
 
-def _multiply_forward(x: object, w: object, axes: tuple[str, ...]) -> tuple[Array, _Residuals]:
-    y = _multiply.fun(unwrapped(x), unwrapped(w), axes)
+def _multiply_forward(
+    x: object, w: object, output_axes: tuple[str, ...]
+) -> tuple[Array, _Residuals]:
+    y = _multiply.fun(unwrapped(x), unwrapped(w), output_axes)
     saved_x = value_of(unwrapped(x)) if perturbed(w) else None
     saved_w = value_of(unwrapped(w)) if perturbed(x) else None
     return y, (saved_x, saved_w)
 
 
 def _multiply_backward(
-    axes: tuple[str, ...], residuals: _Residuals, grad: Array
+    output_axes: tuple[str, ...], residuals: _Residuals, grad: Array
 ) -> tuple[object, object]:
     x, w = residuals
     grad_x = None
@@ -110,7 +115,7 @@ def _multiply_backward(
     if isinstance(x, Array):
         x, grad = compiler_hints.product_apart(x, grad)
     if w is not None:
-        scaled_grad, transposed = input_gradient_operands(grad, w, *axes)
+        scaled_grad, transposed = input_gradient_operands(grad, w, *output_axes)
         grad_x = product(scaled_grad, transposed, grad.dtype)
     if x is not None:
         grad_w = kernel_gradient(x, grad, grad.dtype)
@@ -146,16 +151,23 @@ def product(x: Value, w: Value, dtype: DTypeLike) -> Array:
     return scaled.astype(dtype)
 
 
-def input_gradient_operands(grad: Array, w: Value, *axes: str) -> tuple[Value, Value]:
+def input_gradient_operands(grad: Array, w: Value, *output_axes: str) -> tuple[Value, Value]:
     """Returns the operands of the gradient of `x` in `x @ w`.
 
-    The mesh axes `axes` split the output features.
+    Mesh axes split the output features.
     """
     if not isinstance(w, Float8):
         return grad, w.T
     scaled_grad = grad.astype(jnp.float32) * w.scale[0]
-    quantised = Float8.of(scaled_grad, dim=-1, axes=axes)
+    quantised = Float8.of(scaled_grad, dim=-1, axes=output_axes)
     return quantised, Float8(w.bits.T, jnp.ones((1, w.shape[0])))
+
+
+def kernel_gradient(x: Value, grad: Array, dtype: DTypeLike) -> Array:
+    """Returns the gradient of `w` in `x @ w`, multiplied in the dtype of `grad`."""
+    tokens = list(range(grad.ndim - 1))
+    x = x.astype(grad.dtype)
+    return jnp.tensordot(x, grad, (tokens, tokens), preferred_element_type=dtype)
 
 
 def unwrapped(operands: object) -> Any:

@@ -7,8 +7,9 @@ over the group. A layer chooses one of three ways when it is constructed:
              parallelism it all-reduces.
     Ring     under sequence parallelism multiplies each part of the sequence while another part
              moves (`overlap.py`).
-    Joined   only multiplies: the block has gathered the input for all its branches, and reduces the
-             sum of their outputs.
+    Joined   only multiplies: the caller has gathered the input for several layers, and reduces the
+             sum of their outputs. It is a parallel block, a mixture of experts with shared ones, or
+             latent attention.
 
 In the methods, `sequence_dim` is the dim of activations that tp splits outside of the layers, if
 any; b is `B/(dp*fsdp)`, and T is a device's part of the sequence over cp.
@@ -25,7 +26,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import GATHERED, REDUCED, axis_size, enter_parallel, leave_parallel
-from jaxtp.compiler_hints import inputs_of_separate_products, sequence_first
+from jaxtp.compiler_hints import inputs_of_separate_products, swap_sequence
 from jaxtp.layers.float8 import Quantised, enter_float8
 from jaxtp.layers.overlap import gather_matmul, matmul_scatter
 from jaxtp.layers.products import Operand, multiply
@@ -38,7 +39,7 @@ class Gather:
 
     joined: ClassVar[bool] = False
     """Whether the layers communicate nothing: inputs of column layers come gathered, and outputs of
-    row layers are summands. As a global array, an activation between the block and its layers is
+    row layers are summands. As a global array, an activation between the caller and its layers is
     `[B, T, tp * D]`, split over tp: one array `[B, T, D]` of each device."""
 
     def is_ring(self, tp: int, *, split: bool) -> bool:
@@ -63,9 +64,9 @@ class Gather:
         Kernels are this device's rows. Inputs are `[b, T, F_i/tp]`, the result `[b, T/tp, D]` or
         `[b, T, D]`.
         """
-        pairs = zip(sequence_first(inputs, sequence_dim), kernels, strict=True)
+        pairs = zip(swap_sequence(inputs, sequence_dim), kernels, strict=True)
         products = (multiply(x, w) for x, w in pairs)
-        summand = sequence_first(reduce(operator.add, products), sequence_dim)
+        summand = swap_sequence(reduce(operator.add, products), sequence_dim)
         return self._reduce(summand, sequence_dim)
 
     def _gather(self, x: Operand, sequence_dim: int | None) -> Operand:
@@ -79,7 +80,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Joined(Gather):
-    """Only multiplies; the block communicates for all its branches."""
+    """Only multiplies; the caller communicates for several layers."""
 
     joined = True
 
@@ -123,7 +124,7 @@ class Ring(Gather):
 def _multiply_each(
     x: Operand, kernels: Sequence[Operand], sequence_dim: int | None
 ) -> tuple[Array, ...]:
-    x = sequence_first(x, sequence_dim)
+    x = swap_sequence(x, sequence_dim)
     # Dequantised once; the products of all adapters read it.
     plain = x.astype(x.dtype)
     inputs = inputs_of_separate_products(plain, kernels)
@@ -131,5 +132,5 @@ def _multiply_each(
     for kernel, plain_input in zip(kernels, inputs, strict=True):
         operand = x if isinstance(kernel, Quantised) else plain_input
         y = multiply(operand, kernel, TP)
-        products.append(sequence_first(y, sequence_dim))
+        products.append(swap_sequence(y, sequence_dim))
     return tuple(products)

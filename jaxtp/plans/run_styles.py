@@ -495,7 +495,7 @@ def _load(plan: _CallPlan, name: str, shard: Array) -> Array:
     layout = style.output_layout if plan.is_added_last(name) else style.input_layout
     used_by_all_tp = plan.splits_columns or isinstance(layout, Shard)
     layout_of_weight = WeightLayout(
-        fsdp_dim=dim_over(STORAGE, spec),
+        storage_dim=dim_over(STORAGE, spec),
         used_by_all_tp=used_by_all_tp and dim_over(TP, spec) is None,
     )
     return load_weight(shard, dtypes, layout_of_weight)

@@ -406,7 +406,7 @@ def summed_gradient(reduce):
     tokens, in bfloat16.
     """
     tokens = jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
-    layout = WeightLayout(fsdp_dim=0, used_by_all_tp=True)
+    layout = WeightLayout(storage_dim=0, used_by_all_tp=True)
 
     def scaled(scale, x):
         return load_weight(scale, WeightDtypes("bfloat16", reduce, "bfloat16"), layout)[:1] * x

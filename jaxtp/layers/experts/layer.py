@@ -22,7 +22,7 @@ from jaxtp.collectives import (
     reduce_scatter,
     token_spec,
 )
-from jaxtp.compiler_hints import sequence_first
+from jaxtp.compiler_hints import swap_sequence
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
@@ -171,7 +171,7 @@ class MixtureOfExperts(PositionwiseBranch):
             choices.append(jax.nn.sigmoid(router.project(x, "shared_gate")))
         choice = enter_parallel(jnp.concatenate(choices, axis=-1), split_dim)
         # Here and for `x` below, [b, T/cp, ...] becomes [T/cp, b, ...] if `split_dim` is 1.
-        choice = sequence_first(choice, split_dim)
+        choice = swap_sequence(choice, split_dim)
         gates = choice[..., :k]
         experts = choice[..., k : 2 * k].astype(jnp.int32)
         shared_gate = choice[..., 2 * k :]
@@ -179,7 +179,7 @@ class MixtureOfExperts(PositionwiseBranch):
             is_split = split_dim is not None
             x = x * self.precision.load(weights["input_scale"], 0, used_by_all_tp=is_split)
         x = enter_parallel(x.astype(self.precision.compute), split_dim)
-        x = sequence_first(x, split_dim)
+        x = swap_sequence(x, split_dim)
         tokens = x.reshape(-1, x.shape[-1])  # [N, D]
         gates = gates.reshape(-1, k)
         experts = experts.reshape(-1, k)
@@ -189,9 +189,10 @@ class MixtureOfExperts(PositionwiseBranch):
         if not config.over_tp(axis_size(TP)):
             # Every device of a tp group computes a part of each row; only the first counts it.
             num_rows = on_first_device(num_rows)
+        # The rows are of all sequences together; one sequence counts them.
         is_first_sequence = jnp.arange(len(routing.entropy))[:, None] == 0
         computed = jnp.where(is_first_sequence, num_rows, 0.0)
-        y = sequence_first(y.reshape(*x.shape[:2], -1), split_dim)
+        y = swap_sequence(y.reshape(*x.shape[:2], -1), split_dim)
         return leave_parallel(y, split_dim), replace(routing, computed=computed)
 
     def _routed(
@@ -257,9 +258,9 @@ class MixtureOfExperts(PositionwiseBranch):
         loaded: Weights = {}
         for name, dims in arrays.items():
             if name in weights:
-                fsdp_dim = dims.index(stored) if stored in dims else None
+                stored_dim = dims.index(stored) if stored in dims else None
                 is_whole = "F" not in dims and not over_tp
-                loaded[name] = load(weights[name], fsdp_dim, used_by_all_tp=is_whole)
+                loaded[name] = load(weights[name], stored_dim, used_by_all_tp=is_whole)
         return loaded
 
     def _compute(self, operands: Operands, frozen: Weights, rows: Rows) -> Array:
@@ -302,6 +303,7 @@ class MixtureOfExperts(PositionwiseBranch):
         hidden = hidden_features(ACTIVATIONS[config.activation], products, config.swiglu_limit)
         if config.shared_experts_gate:
             hidden = (hidden * gate).astype(hidden.dtype)
+        # As a row layer, without its reduction, and with products in the compute dtype alone.
         down = _weights_of("shared.down", weights)
         y = hidden @ load(down["kernel"], 1)
         for lora in self.shared.down.loras:

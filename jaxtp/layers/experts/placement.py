@@ -12,7 +12,8 @@ only concatenates. Otherwise it splits D. If the tokens take fewer bytes than ke
 each device gathers tokens instead of kernels, multiplies them with the experts that it stores, and
 reduce-scatters the outputs.
 
-All tokens may choose one device's experts, so rows are computed in parts of 1.5 times the average.
+All tokens may choose one device's experts, so rows are computed in parts of 1.5 times the average,
+and at least 8192.
 """
 
 import math
@@ -75,13 +76,13 @@ def place(
         devices *= tp
         width = config.d_ff
     choices = shards * tokens * config.experts_per_token
-    max_rows = max(FEW_ROWS, math.ceil(SPARE * choices / devices))
+    rows_of_part = max(FEW_ROWS, math.ceil(SPARE * choices / devices))
     return Placement(
         shards=shards,
         experts=config.num_experts // devices,
         width=width,
         rows=choices // devices,
-        part_rows=min(choices, max_rows),
+        part_rows=min(choices, rows_of_part),
     )
 
 

@@ -79,9 +79,9 @@ class Router:
         x32 = x.astype(jnp.float32)
         return jnp.einsum("btd,de->bte", x32, kernel, precision=jax.lax.Precision.HIGHEST)
 
-    def _load(self, name: str, fsdp_dim: int | None) -> Array:
+    def _load(self, name: str, storage_dim: int | None) -> Array:
         in_float32 = replace(self.precision, compute="float32")
-        return in_float32.load(self.weights[name], fsdp_dim, used_by_all_tp=self.is_split)
+        return in_float32.load(self.weights[name], storage_dim, used_by_all_tp=self.is_split)
 
     def _scores(self, x: Array) -> Scores:
         logits = self.project(x, "router")
@@ -166,4 +166,5 @@ class Router:
         sums = [times_chosen, probabilities, squared_normaliser, entropy]
         if not self.is_split:  # every device of a tp group has the same tokens
             sums = [on_first_device(x) for x in sums]
+        # `computed` is set after the experts' products.
         return Routing(*(x[:, None] for x in sums), computed=valid)  # type: ignore[misc]
