@@ -25,6 +25,7 @@ from jaxtp.checkpoint.logical import (
     select_paths,
 )
 from jaxtp.config.entry import say
+from jaxtp.config.schema import to_plain
 from jaxtp.hf.config_json import dtype_of, family_of, model_config
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, Shape, StoredTensor, StoredTensors
@@ -98,13 +99,13 @@ def import_config(
 ) -> ModelConfig:
     """Returns a folder's model configuration; raises as `load_hf`."""
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
-    settings = sorted(vars(config).keys() - architecture(config).keys())
+    settings = sorted(to_plain(config).keys() - architecture(config).keys())
     unknown = [name for name in overrides if name not in settings]
     if unknown:
         raise HFError(
-            f"{', '.join(unknown)}: {folder.path / CONFIG} determines the architecture, and "
-            "jaxtp.add_adapters(model, LoraConfig(rank=8)) adds adapters to a loaded model; other "
-            f"settings are {', '.join(settings)}"
+            f"{', '.join(unknown)}: load_hf takes {', '.join(settings)}. "
+            f"{folder.path / CONFIG} determines the architecture, and jaxtp.add_adapters(model, "
+            "LoraConfig(rank=8)) adds adapters to a loaded model"
         )
     if precision is None:
         precision = Precision(param="bfloat16" if dtype_of(folder) == "bfloat16" else "float32")

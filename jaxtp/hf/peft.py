@@ -34,7 +34,7 @@ from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import check_adaptable, choose_family
-from jaxtp.hf.families.family import EXPERT, TEXT_PREFIXES, Family, Layout
+from jaxtp.hf.families.family import EXPERT, TEXT_IN_MEMORY, TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.load import load_tensors, print_notes
 from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
@@ -122,7 +122,7 @@ def _by_kernel(config: ModelConfig) -> _Adapters:
 def _in_memory(module: str, family: Family) -> str:
     # The name in transformers' memory. Multimodal models and files have other names, and so did
     # older versions.
-    in_memory = family.prefix if family.wrapper is None else TEXT_PREFIXES[1][0]
+    in_memory = family.prefix if family.wrapper is None else TEXT_IN_MEMORY
     for prefix, _ in (*TEXT_PREFIXES, (family.prefix, "")):
         if module.startswith(prefix):
             return in_memory + module.removeprefix(prefix)
@@ -510,9 +510,9 @@ def _stored_modules(
         # For square kernels, only the version tells.
         if is_old and _is_stacked(kernel) and kernel.transposed and a.shape[1:] == outputs:
             raise HFError(
-                f"{truncate(a.name, 200)}: PEFT before {_VERSION} exchanged A and B of experts "
-                "that are stacked in one parameter; merge them into the model by that version: "
-                "merge_and_unload()"
+                f"{truncate(a.name, 200)}: PEFT before {_VERSION}, or of a version that the "
+                "configuration does not name, exchanged A and B of experts that are stacked in one "
+                "parameter; merge them into the model by that version: merge_and_unload()"
             )
         modules[name] = _StoredModule(kernels, a, stored[_tensor_name(stems[name], "B")])
     return modules

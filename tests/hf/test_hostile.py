@@ -393,8 +393,9 @@ def test_a_folder_that_its_mesh_or_options_do_not_fit_is_refused(whole):
             pytest.raises(HFError, match=rf"{axis} can be 1, 2"),
         ):
             jaxtp.load_hf(whole)
-    with pytest.raises(HFError, match=r"norm_eps: .* determines the architecture"):
-        jaxtp.load_hf(whole, norm_eps=1e-3)
+    for name in ("norm_eps", "remta", "lora"):
+        with pytest.raises(HFError, match=rf"{name}: load_hf takes .*remat.* the architecture"):
+            jaxtp.load_hf(whole, **{name: 1e-3})
 
 
 def test_weights_may_lie_on_another_disk(whole, tmp_path):

@@ -1,7 +1,7 @@
 """Reads documents in hashed batches.
 
-Only a document's hash decides whether it is held out, a duplicate, or in the tokenizer's training
-sample.
+Only a document's hash decides whether it is held out, a duplicate, or in the sample of
+`scripts/train_bpe.py`.
 """
 
 import hashlib

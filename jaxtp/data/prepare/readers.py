@@ -58,10 +58,11 @@ SKIP_BYTES = 2**20
 _PEEKED_ROWS = 100  # `first_row` returns an object among these rows
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
 _PDF = b"%PDF-"  # The start of the only common files that are no text and may have no such byte
-_LIST = re.compile(rb"\s*\[\s*\{")  # The start of a list of objects
+# The start of a list of objects, in the first member of a packed file
+_LIST = re.compile(rb"\s*\[\s*\{")
 MAX_LIST = 2**30
-"""Maximum bytes of the file of a JSON list, which is parsed as a whole and takes several times its
-size in memory. ShareGPT's list, of 0.7 GB, is read."""
+"""Maximum bytes of a JSON list, which is parsed as a whole and takes several times its size in
+memory. ShareGPT's list, of 0.7 GB, is read."""
 MAX_VALUES = 2**22  # Maximum number of values of a row; each takes some 100 bytes of memory
 _DECODING = 2**30
 _EXPANSION = 64
@@ -224,9 +225,9 @@ def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
         if b"\0" in content or content.startswith(_PDF):
             raise BadInputError(
                 BINARY_FILE,
-                "not UTF-8 text. Convert UTF-16 with iconv -f UTF-16 -t UTF-8 FILE > NEW, and "
-                "other files to text or JSON Lines; names of gzip, zstd and Parquet files end with "
-                ".gz, .zst and .parquet",
+                "not text: it has a NUL byte or is a PDF. Convert UTF-16 with iconv -f UTF-16 -t "
+                "UTF-8 FILE > NEW, and other files to text or JSON Lines; names of gzip, zstd and "
+                "Parquet files end with .gz, .zst and .parquet",
                 is_harmless=source.in_folder,
             )
         content += stream.read(max(0, source.max_document + 1 - len(content)))
@@ -250,16 +251,22 @@ def _read_json(source: Source, start: int, _: Fields) -> Iterator[Item]:
         # --on-error.
         skips = source.skips or start > 0
         rows: Iterable[object] = _lines(content, source.max_document, skips)
+        list_length = 0
         if _LIST.match(content.peek(1)):
-            if source.size > MAX_LIST:
+            text = content.read(MAX_LIST + 1)
+            if len(text) > MAX_LIST:
                 raise BadInputError(
                     TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {_to_json_lines('.[]')}"
                 )
             with _limited_memory(source.max_memory):
-                rows = cast(Iterable[object], _decode(content.read(), partial(_unique, None)))
+                decoded = cast(Sequence[object], _decode(text, partial(_unique, None)))
+            list_length = len(decoded)
+            rows = decoded
         for number, row in enumerate(rows, 1):
             if number > start:
-                yield number, file.tell(), row
+                # A list is read before its first row.
+                bytes_read = source.size * number // list_length if list_length else file.tell()
+                yield number, bytes_read, row
 
 
 def _read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Item]:

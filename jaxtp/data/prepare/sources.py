@@ -67,7 +67,8 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
         kind = "conversations"
         config = replace(config, messages=config.fields.text)
         check(config)
-    print(f"{'layout':<12}pairs of {kind}, 'chosen' and 'rejected'", flush=True)
+    if row:
+        print(f"{'layout':<12}pairs of {kind}, 'chosen' and 'rejected'", flush=True)
     return config
 
 
@@ -160,10 +161,10 @@ def _format(path: Path, config: PrepareConfig, in_folder: bool) -> str:
         if suffix == _JSON and not config.has_prompts:
             return TEXT
     elif suffix in _TABLES:
+        unpack = "unpack it, and " if is_packed else ""
         raise PrepareError(
-            f"{path} is a table, which would be read as one text; make JSON Lines of it:\n  "
-            f"{_CONVERT.format(_TABLES[suffix])}\n"
-            "--format text reads it as one text"
+            f"{path} is a table, which would be read as one text; {unpack}make JSON Lines of it:"
+            f"\n  {_CONVERT.format(_TABLES[suffix])}\n--format text reads it as one text"
         )
     return _FORMATS.get(suffix, TEXT)
 

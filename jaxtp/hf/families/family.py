@@ -130,7 +130,9 @@ class Wrapper:
     """Attributes of the text model with one supported value here."""
 
 
-TEXT_PREFIXES = (("language_model.model.", "language_model."), ("model.language_model.", ""))
+TEXT_IN_MEMORY = "model.language_model."
+"""Prefix of the names of a multimodal model's text modules in transformers' memory."""
+TEXT_PREFIXES = (("language_model.model.", "language_model."), (TEXT_IN_MEMORY, ""))
 """Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes
 its head."""
 

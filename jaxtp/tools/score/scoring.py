@@ -221,11 +221,7 @@ class _Writer:
         self._files: dict[str, IO[bytes]] = {}
         self.finished: dict[str, int] | None = None
         if self._record.sha256:
-            for name, checksum in self._record.sha256.items():
-                path = scores_file(job.out, name)
-                require_size(path, self._record.num_bytes(len(job.rows[name])))
-                for problem in verify_sum(path, checksum):
-                    raise DatasetError(f"{problem}; delete {job.out} to score again")
+            self._verify()
             return
         self.finished = {
             name: min(self._record.finished.get(name, 0), len(rows))
@@ -244,6 +240,18 @@ class _Writer:
                     "start over"
                 )
             file.truncate(size)
+
+    def _verify(self) -> None:
+        """Raises `DatasetError` if a finished file is not as `scores.json` says."""
+        for name, checksum in self._record.sha256.items():
+            path = scores_file(self._job.out, name)
+            try:
+                require_size(path, self._record.num_bytes(len(self._job.rows[name])))
+                problems = list(verify_sum(path, checksum))
+            except DatasetError as error:
+                problems = [str(error)]
+            for problem in problems:
+                raise DatasetError(f"{problem}; delete {self._job.out} to score again")
 
     def write(self, split: str, count: int, scores: Scores) -> None:
         """Writes the scores of the next `count` rows; saves from time to time."""

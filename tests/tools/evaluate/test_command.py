@@ -291,7 +291,7 @@ REFUSED = {
     "--model {here}/nowhere --text {here}/one.txt": "no such folder",
     "--model {model} --text {here}/one.txt": "no document has more than one",
     "--model {model} --text {here}/empty.txt": "the file is empty",
-    "--model {model} --text {here}/binary.txt": "not UTF-8 text. Convert",
+    "--model {model} --text {here}/binary.txt": "not text: it has a NUL byte or is a PDF. Convert",
     "--model {model} --text {here}/blank.jsonl": "all documents are empty",
     "--model {model} --text {here}/broken.jsonl": "line 2: not JSON",
     "--model {model} --text {here}/other.jsonl": "did you mean 'txt'?",
