@@ -4,8 +4,8 @@
     python scripts/parts.py best.yaml h100
 
 Compiles the step of a run for GPUs that need not be present, as `jaxtp estimate --tier 3` does, and
-prints a table. `gpu_acceptance.py` and `step_beside_plain.py` print it for the steps that they
-measure. Needs the extra estimate-gpu.
+prints a table; other flags are those of `jaxtp train`. `step_beside_plain.py --absent` prints it
+too; `gpu_acceptance.py` and `step_on_h100.py` take numbers of it. Needs the extra estimate-gpu.
 
 - Each operation of a compiled program outside of fusions is a kernel, which reads its operands and
   writes its results once. The name of an operation gives its part; a fusion with a product is in
@@ -49,12 +49,14 @@ from jaxtp.analysis.schedule import (
 )
 from jaxtp.analysis.step_costs import LOGIT_PASSES, StepCosts
 from jaxtp.analysis.tables import columns
-from jaxtp.config.schema import from_yaml, replace_nested
+from jaxtp.config.entry import UserError
+from jaxtp.config.schema import replace_nested
 from jaxtp.mesh import mesh_of
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, TARGET_CONFIGS, topology, trace
 from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting, describe_model, estimate, target
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.__main__ import COMMAND as TRAIN
+from jaxtp.train.config import training_of
 from jaxtp.train.memory import costs_of_step, with_attention
 from jaxtp.train.step import compiler_options
 from jaxtp.train.validation import chosen_kernels
@@ -331,14 +333,20 @@ def main() -> None:
         "file", type=Path, help="configuration of a run, with the sizes of its mesh"
     )
     parser.add_argument("hardware", choices=list(TARGET_CONFIGS))
-    arguments = parser.parse_args()
+    arguments, words = parser.parse_known_args()
     jax.config.update("jax_platforms", "cpu")
-    config = from_yaml(TrainConfig, arguments.file)
+    try:
+        options, _ = TRAIN.load([f"--config={arguments.file}", *words])
+    except UserError as error:
+        parser.error(str(error))
+    config = training_of(options)
     sizes = config.mesh.sizes
+    devices = math.prod(sizes.values())
+    if min(sizes.values()) < 1 or (devices > 8 and devices % 8):
+        parser.error(f"the mesh {sizes} does not fill hosts of 8 devices")
     hardware = find(arguments.hardware)
     if "cudnn" in chosen_kernels(config, sizes, hardware.architecture):
         config = with_attention(config, "fused")  # it needs no library, and as little memory
-    devices = math.prod(sizes.values())
     gpus = topology(arguments.hardware, max(devices // 8, 1), min(devices, 8))
     mesh = mesh_of(sizes, gpus.devices())
     traced = trace(config, mesh)

@@ -154,11 +154,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         estimate = parse_json(file.read_bytes(), str(file))
         write_picture(arguments.out, lambda figure: draw(estimate, figure))
-    except KeyError as error:
-        print(
-            f"plot_estimate: error: {file} has no {error}; an estimate of a decoder has it",
-            file=sys.stderr,
-        )
+    except (KeyError, TypeError):
+        print(f"plot_estimate: error: {file} is no estimate of a decoder", file=sys.stderr)
         return 2
     except (OSError, ValueError, ConfigError) as error:
         print(f"plot_estimate: error: {error}", file=sys.stderr)

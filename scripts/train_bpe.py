@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxtp.config import entry
 from jaxtp.config.files import write_atomically
+from jaxtp.config.schema import ConfigError
 from jaxtp.data.manifest import TOKENIZER
 from jaxtp.data.prepare.__main__ import COMMAND
 from jaxtp.data.prepare.batches import batches, fraction, threshold
@@ -46,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_tokenizer(words: Sequence[str], options: argparse.Namespace) -> None:
     config, _ = COMMAND.load(words)
+    if config.verify or config.tokenizer or config.messages or config.preference or config.eos:
+        raise ConfigError(
+            "--verify, --tokenizer, --messages, --preference and --eos are for jaxtp prepare, "
+            "which takes the trained tokenizer by --tokenizer"
+        )
     check(config)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

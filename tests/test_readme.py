@@ -4,7 +4,6 @@ Each page runs separately, from its first command to its last, in a folder with 
 assumes: the repository's configurations and scripts, texts, conversations, and tiny models.
 """
 
-import contextlib
 import dataclasses
 import io
 import json
@@ -175,10 +174,15 @@ class Reader:
         flags += SHORTER.get(Path(script).stem, [])
         if script.endswith("compiled_step.py"):
             return  # in a test of its own
-        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
+        with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(Path(script).parent.resolve()))
             patch.setattr("sys.argv", [script, *flags])
-            runpy.run_path(script, run_name="__main__")
+            code = 0
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except SystemExit as end:
+                code = end.code
+            assert not code, script
 
 
 @pytest.fixture(scope="module")

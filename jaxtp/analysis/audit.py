@@ -186,7 +186,9 @@ class Audit:
             )
 
     def _uncounted(self) -> Iterator[str]:
-        for collective, times in self.realised.items():
+        # A budget is compared with the jaxpr, where the compiler may count more iterations.
+        moved = self.realised if self.budget is None else {**self.written, **self.realised}
+        for collective, times in moved.items():
             name = _outermost(collective)
             if collective.counted == A_TURN and name not in self.uncounted:
                 allow = f'uncounted=("{name}",)'
@@ -323,7 +325,10 @@ def _paths(tree: object) -> list[Any]:
 def added_by_compiler(
     written: Mapping[Collective, int], realised: Mapping[Collective, int]
 ) -> Counter[Collective]:
-    """Returns the collectives of partitioned HLO (`realised`) that the jaxpr (`written`) lacks."""
+    """Returns the collectives of partitioned HLO (`realised`) that the jaxpr (`written`) lacks.
+
+    Those that are like one in a loop with an unknown trip count are never among them.
+    """
     left = Counter[tuple[object, ...]]()
     for collective, times in written.items():
         left[_likeness(collective)] += times

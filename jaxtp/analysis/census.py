@@ -1,7 +1,7 @@
 """Counts collectives in a jaxpr: the program's own, before compilation.
 
-In a conditional every branch counts, which is an upper bound. In a scan each iteration counts, and
-so in a `fori_loop` with constant bounds, which JAX makes a scan. In a `while` one iteration counts.
+In a conditional every branch counts, which is an upper bound. In a scan each iteration counts, also
+in a `fori_loop` with constant bounds, which JAX makes a scan. In a `while` one iteration counts.
 `hlo.py`, where a scan is a `while`, counts each iteration if the trip count can be read.
 """
 

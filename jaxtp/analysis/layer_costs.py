@@ -1,9 +1,10 @@
 """Costs of each layer on one device: closed formulas, fast enough to search many settings.
 
 A layer yields records: weights, collectives, products, and bytes of memory and of traffic through
-it; `step_costs.py` sums them. Sizes and splits of weights are those of the layer's variables. The
-other formulas derive from a layer's sizes and one device's workload, not from the layer's code, so
-that `tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled
+it; `step_costs.py` sums them. Sizes and splits of weights are those of the layer's variables, but
+for the vocabulary's, which the embedding and the head may share. The other formulas derive from a
+layer's sizes and one device's workload, not from the layer's code, so that
+`tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled
 programs, find mistakes in both. `branch_costs` dispatches on the class of a branch: register a
 function for a new class, or it is traced.
 
@@ -452,9 +453,9 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     yield Bytes("workspace", 3 * hidden)
     outputs = tokens * sum(local)
     # Outputs are in float32 when they are scaled, before the cast.
-    in_float32 = outputs * (FLOAT32 - compute) * (layer.matmul == "float8")
+    scaled = outputs * (FLOAT32 - compute) * (layer.matmul == "float8")
     saved = {
-        "none": saved_input + in_float32,
+        "none": saved_input + scaled,
         "save_gathered": saved_input,
         "save_dots": outputs * compute,
     }

@@ -116,6 +116,8 @@ INSTEAD = {
         "python scripts/bench.py measures each axis of a mesh; {} is the axis between hosts",
     ),
     "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
+    # Of two entries for plot the first whose setting the command has is shown; the word before it
+    # only makes another key.
     "picture plot": ("tier", "python scripts/plot_estimate.py FILE draws what --json FILE has"),
     "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
     "cache": (
@@ -131,8 +133,8 @@ INSTEAD = {
     ),
     "generate": (
         "tier",
-        "weights take 2 x parameters / tp bytes of each device, and a token in the cache takes 4 x "
-        "layers x kv heads x head_dim / tp (jaxtp/generate/README.md)",
+        "weights take 2 x parameters / tp bytes of each device, and a token in the cache of "
+        "attention takes 4 x layers x kv heads x head_dim / tp (jaxtp/generate/README.md)",
     ),
     "speculate": (
         "batch_size",

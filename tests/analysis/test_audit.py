@@ -211,6 +211,8 @@ def test_a_loop_that_only_the_compiler_counts_is_the_program_s():
     assert [(c.counted, times) for c, times in found.written.items()] == [("a turn", 1)]
     assert [(c.counted, times) for c, times in found.realised.items()] == [("", 3)]
     assert not found.added
+    (problem,) = replace(found, budget={("", ("tp",)): 1e9}).problems()
+    assert "whose trip count is unknown" in problem
 
 
 def test_a_budget_is_kept_where_there_is_one():

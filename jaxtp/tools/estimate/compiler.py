@@ -144,7 +144,7 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
     """
     if hardware not in TARGET_CONFIGS:
         raise TargetError(
-            f"no compiler works for {hardware} without the device; choose one of "
+            f"jaxtp does not compile for {hardware} without the device; choose one of "
             f"{', '.join(TARGET_CONFIGS)}"
         )
     return Topology(

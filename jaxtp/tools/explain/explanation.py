@@ -67,8 +67,8 @@ _BY_COMPILER = "the compiler"
 _MODULE_HEADER = ("module", "class", "style", "parameter", "shape", "split", "bytes on a device")
 _TRAFFIC_HEADER = ("module", "pass", "collective", "over", "by", "count", "bytes sent")
 _INEXACT = {
-    A_TURN: "collectives in a while_loop are counted for one turn (in a fori_loop with constant "
-    "bounds for all)",
+    A_TURN: "collectives in a while_loop are counted for one turn; a fori_loop with constant "
+    "bounds is counted in full",
     AT_MOST: "all branches of a conditional are counted, so less may be sent",
 }
 

@@ -151,7 +151,7 @@ def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monke
 
 def test_a_target_that_cannot_be_compiled_for_is_refused():
     for hardware in ("mi300x", "v5e"):
-        with pytest.raises(TargetError, match=rf"no compiler works for {hardware} .* h100"):
+        with pytest.raises(TargetError, match=rf"jaxtp does not compile for {hardware} .* h100"):
             topology(hardware, 1, 8)
     with pytest.raises(
         TargetError, match=r"dp 1 x fsdp 2 x cp 1 x tp 4 needs 8 devices, and 2 hosts of 8 have 16"

@@ -2,6 +2,8 @@
 
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from runs import run_program
@@ -9,7 +11,7 @@ from support import sweep_of, swept
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
-from jaxtp.config.schema import replace_nested
+from jaxtp.config.schema import replace_nested, to_yaml
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.compiler import (
@@ -20,7 +22,7 @@ from jaxtp.tools.estimate.compiler import (
     topology,
     with_cudnn,
 )
-from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, with_attention
 
 
@@ -44,6 +46,7 @@ def without_flags_for_cpus(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
 
 
+PARTS = Path(__file__).parents[3] / "scripts/parts.py"
 SIZES = mesh_shape(fsdp=2, tp=4)
 FSDP = mesh_shape(fsdp=8)
 IN_HALF = jaxtp.Precision(compute="bfloat16")
@@ -82,6 +85,15 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there():
     for kind in ("all-gather", "reduce-scatter"):
         assert moved[kind, ("fsdp",)].count > CONFIG.model.num_layers
     assert moved["all-gather", ("tp",)].overlapped > 0
+
+
+def test_the_parts_of_a_step_are_printed(tmp_path):
+    config = replace(CONFIG, mesh=MeshConfig(fsdp=2, tp=4))
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    done = run_program(sys.executable, PARTS, tmp_path / "run.yaml", "h100")
+    assert done.returncode == 0, done.stderr
+    flops = {line.split()[0]: line.split()[2] for line in done.stdout.splitlines() if line}
+    assert all(float(flops[part]) > 0 for part in ("MLP", "attention", "all")), done.stdout
 
 
 def test_no_stack_of_frozen_weights_is_copied():
