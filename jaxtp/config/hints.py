@@ -125,7 +125,10 @@ INSTEAD = {
         "answers are not stored; name one task by {} in each command, and an interruption loses "
         "only that",
     ),
-    "verify": ("out", "the command that wrote {} compares the checksums when it runs again"),
+    "verify": (
+        "dataset",
+        "the command that wrote the scores compares the checksums when it runs again",
+    ),
     "train_bpe bpe_sample": (
         "tokenizer",
         "python scripts/train_bpe.py INPUT --size 8192 --out FOLDER trains one on the same inputs; "

@@ -83,7 +83,7 @@ def decoder_settings(model: Any, origin: OriginConfig) -> ModelConfig | None:
         settings: ModelConfig | None = replace(model, decoder=model.decoder or Decoder)
     else:
         settings = _settings_of_built(builder(model, origin), origin)
-    if origin.from_hf is not None or (settings is not None and settings.lora.rank):
+    if settings is not None and (settings.lora.rank or origin.from_hf is not None):
         raise ConfigError(
             f"{origin.build}: a Decoder of your own takes weights by --run.init-from, and has no "
             "adapters"
@@ -136,6 +136,9 @@ def _settings_of_built(build: Builder, origin: OriginConfig) -> ModelConfig | No
 def recorded(config: ModelConfig) -> dict[str, object]:
     """Returns the settings of a run for a subclass of ModelConfig: it, its name and arguments."""
     kind: Any = type(config)
+    taken = settings_of(OriginConfig).keys() & settings_of(kind).keys()
+    if taken:
+        raise ConfigError(f"{kind.__name__} has fields of jaxtp's names: rename {', '.join(taken)}")
     plain = to_plain(config)
     arguments = {}
     for setting in settings_of(kind).values():

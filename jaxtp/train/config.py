@@ -58,8 +58,8 @@ Folder = Annotated[UserPath, AfterValidator(_not_here)]
 def _not_aim(name: object) -> object:
     if name == "aim":
         raise ValueError(
-            "is a tracker no more; tensorboard and wandb are, and a callback may be any other "
-            "(--train.callbacks FILE.py:NAME)"
+            "is no longer a tracker; tensorboard and wandb are, and a callback can write to any "
+            "other (--train.callbacks FILE.py:NAME)"
         )
     return name
 

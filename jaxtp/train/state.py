@@ -168,7 +168,8 @@ def plan_state(
     """Traces a `TrainState` on a mesh, which may be abstract.
 
     Raises:
-      ConfigError: nothing is trained, or an array that is random or a Decoder's is not a variable.
+      ConfigError: nothing is trained; or a random array, or any array of a Decoder, is an attribute
+        and not a variable. On an abstract mesh, no array is known to be random.
       UserError: two variables have the same dotted path.
     """
     with as_current(mesh):

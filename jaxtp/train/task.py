@@ -107,7 +107,7 @@ class Task:
 
 def _recorded(config: ModelConfig) -> dict[str, object]:
     if type(config) is ModelConfig:
-        return {"model": config}
+        return {"model": config, "model.build": None, "model.arguments": {}}
     from jaxtp.models.own_decoder import recorded
 
     return recorded(config)
@@ -148,7 +148,7 @@ def with_references(
     functions = [part for part in (task.model, task.loss, task.batches) if callable(part)]
     for part, setting in _REFERENCES.items():
         value = getattr(task, part)
-        if value is None or part in task.settings():
+        if value is None:
             continue
         arguments = recordable_arguments(value) if part == "loss" else None
         for name in explicit:
@@ -157,6 +157,8 @@ def with_references(
                 raise ConfigError(
                     f"{name} is set, and the task has a {part} too; leave one of them out"
                 )
+        if part in task.settings():
+            continue
         names[setting] = reference_to(value if arguments is None else type(value), functions)
         if arguments is not None:
             names[LOSS_ARGUMENTS] = arguments

@@ -229,8 +229,8 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     assert_refused(
         generate,
         prompt,
-        f"a model of {FILE}:build, and jaxtp runs no code that a folder names; if you trust that "
-        "code, name it: by --model.build of jaxtp train, by --build of other commands",
+        "jaxtp runs no code that a folder names; if you trust that code, name it: by --model.build "
+        "of jaxtp train, by --build of other commands",
         capsys,
     )
     assert generate([*prompt, "--build", f"{FILE}:build", "--json=-"]) == 0
@@ -415,6 +415,7 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
 WITHOUT_EFFECT = {
     "data.global_batch_size": (7, "data.global_batch_size=7 is not divisible"),
     "model.d_model": (64, "model.d_model=64: the model is your own"),
+    "model.from_hf": ("models/x", "model.from_hf=models/x: the model is your own"),
     "train.z_loss": (1e-4, "train.z_loss=0.0001: the loss is your own"),
     "model.build": ("mine.py:build", "model.build is set, and the task has a model too"),
 }
