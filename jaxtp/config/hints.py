@@ -126,7 +126,7 @@ INSTEAD = {
         "only that",
     ),
     "verify": (
-        "dataset",
+        "out",
         "the command that wrote the scores compares the checksums when it runs again",
     ),
     "train_bpe bpe_sample": (

@@ -18,7 +18,7 @@ are mapped.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,7 +180,7 @@ class _Columns:
             columns[name] = numbers.astype(np.int32 if name == TOP_IDS else np.float32)
         return columns
 
-    def _check(self, name: str, numbers: NDArray[np.generic]) -> None:
+    def _check(self, name: str, numbers: NDArray[Any]) -> None:
         lowest = numbers.min()
         highest = numbers.max()
         if name == TOP_IDS:

@@ -136,9 +136,11 @@ def _settings_of_built(build: Builder, origin: OriginConfig) -> ModelConfig | No
 def recorded(config: ModelConfig) -> dict[str, object]:
     """Returns the settings of a run for a subclass of ModelConfig: it, its name and arguments."""
     kind: Any = type(config)
-    taken = settings_of(OriginConfig).keys() & settings_of(kind).keys()
-    if taken:
-        raise ConfigError(f"{kind.__name__} has fields of jaxtp's names: rename {', '.join(taken)}")
+    clashes = settings_of(OriginConfig).keys() & settings_of(kind).keys()
+    if clashes:
+        raise ConfigError(
+            f"{kind.__name__} has fields of jaxtp's names: rename {', '.join(clashes)}"
+        )
     plain = to_plain(config)
     arguments = {}
     for setting in settings_of(kind).values():
