@@ -16,6 +16,7 @@ from typing import Any
 from plot_run import write_picture
 
 from jaxtp.analysis.hardware import GB
+from jaxtp.config import entry
 from jaxtp.config.reading import parse_json
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import AXES, TP, describe_split
@@ -151,17 +152,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_args(argv)
     file = arguments.estimate
-    try:
-        estimate = parse_json(file.read_bytes(), str(file))
-        write_picture(arguments.out, lambda figure: draw(estimate, figure))
-    except (KeyError, TypeError):
-        print(f"plot_estimate: error: {file} is no estimate of a decoder", file=sys.stderr)
-        return 2
-    except (OSError, ValueError, ConfigError) as error:
-        print(f"plot_estimate: error: {error}", file=sys.stderr)
-        return 2
-    print(arguments.out)
-    return 0
+
+    def write() -> None:
+        try:
+            estimate = parse_json(file.read_bytes(), str(file))
+            write_picture(arguments.out, lambda figure: draw(estimate, figure))
+        except (KeyError, TypeError):
+            raise ConfigError(f"{file} is not an estimate of a decoder") from None
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        print(arguments.out)
+
+    return entry.attempt("plot_estimate", write)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from jaxtp.config import entry
 from jaxtp.config.files import require_writable, writing
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.metrics import read_metrics
@@ -199,16 +200,15 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=Path("runs/plot.png"), help="default: runs/plot.png"
     )
     arguments = parser.parse_args(argv)
-    try:
+
+    def write() -> None:
         write_picture(
             arguments.out,
             lambda figure: draw(arguments.runs, figure, arguments.metrics, arguments.x),
         )
-    except (OSError, ConfigError) as error:
-        print(f"plot_run: error: {error}", file=sys.stderr)
-        return 2
-    print(arguments.out)
-    return 0
+        print(arguments.out)
+
+    return entry.attempt("plot_run", write)
 
 
 if __name__ == "__main__":

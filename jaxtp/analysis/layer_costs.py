@@ -1,8 +1,8 @@
 """Costs of each layer on one device: closed formulas, fast enough to search many settings.
 
 A layer yields records: weights, collectives, products, and bytes of memory and of traffic through
-it; `step_costs.py` sums them. Sizes and splits of weights are those of the layer's variables, but
-for the vocabulary's, which the embedding and the head may share. The other formulas derive from a
+it; `step_costs.py` sums them. The size and split of a weight come from the layer's variable, except
+for the vocabulary, which the embedding and the head may share. The other formulas derive from a
 layer's sizes and one device's workload, not from the layer's code, so that
 `tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled
 programs, find mistakes in both. `branch_costs` dispatches on the class of a branch: register a

@@ -66,85 +66,100 @@ _BRANCHES = "{} drops out of the result of each branch"
 _LOSS = (
     "a loss has settings of its own, such as --train.loss jaxtp:DPO --train.loss-arguments.beta 0.1"
 )
-INSTEAD = {
-    "lora_dropout lora.dropout": ("model.dropout", f"adapters have no dropout; {_BRANCHES}"),
-    "attention_dropout attn_pdrop attn_dropout": (
+INSTEAD: tuple[tuple[str, str, str], ...] = (
+    ("lora_dropout lora.dropout", "model.dropout", f"adapters have no dropout; {_BRANCHES}"),
+    (
+        "attention_dropout attn_pdrop attn_dropout",
         "model.dropout",
         f"attention weights have no dropout; {_BRANCHES}",
     ),
-    "resid_pdrop hidden_dropout hidden_dropout_prob": ("model.dropout", _BRANCHES),
-    "load_in_4bit load_in_8bit quantization_config bnb_4bit_quant_type use_4bit": (
+    ("resid_pdrop hidden_dropout hidden_dropout_prob", "model.dropout", _BRANCHES),
+    (
+        "load_in_4bit load_in_8bit quantization_config bnb_4bit_quant_type use_4bit",
         "model.lora.base",
         "{} float8 keeps the frozen kernels of adapters in 8 bits; 4 bits are not supported",
     ),
-    "use_dora modules_to_save lora.bias lora_bias": (
+    (
+        "use_dora modules_to_save lora.bias lora_bias",
         "model.lora.targets",
         "adapters are plain LoRA, and nothing else is trained beside them; {} chooses the layers",
     ),
-    "warmup_ratio warmup_fraction": (
+    (
+        "warmup_ratio warmup_fraction",
         "optimizer.warmup_steps",
         "{} is a number of updates, not a share",
     ),
-    "min_lr min_lr_ratio end_lr": (
+    (
+        "min_lr min_lr_ratio end_lr",
         "optimizer.final_fraction",
         "{} is the last learning rate as a share of the highest",
     ),
-    "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size micro_batch_size "
-    "train_micro_batch_size_per_gpu": (
+    (
+        "per_device_train_batch_size per_device_batch_size per_gpu_train_batch_size "
+        "micro_batch_size train_micro_batch_size_per_gpu",
         "data.global_batch_size",
         "{} is the number of sequences in a step, on all devices and in all micro-batches",
     ),
-    "per_device_eval_batch_size eval_batch_size": (
+    (
+        "per_device_eval_batch_size eval_batch_size",
         "data.global_batch_size",
         "evaluations read as many sequences at a time as a step, {}",
     ),
-    "fsdp_size deepspeed zero_stage fsdp_config sharding_strategy data_parallel_size": (
+    (
+        "fsdp_size deepspeed zero_stage fsdp_config sharding_strategy data_parallel_size",
         "mesh.fsdp",
         "{} divides weights, gradients and optimizer over devices, as ZeRO 3 does",
     ),
-    "dataset_text_field text_field text_column dataset_config_name dataset_split": (
+    (
+        "dataset_text_field text_field text_column dataset_config_name dataset_split",
         "data.path",
         "jaxtp prepare reads the texts, with --field, and {} names the dataset that it makes",
     ),
-    "push_to_hub hub_model_id": (
+    (
+        "push_to_hub hub_model_id",
         "run.dir",
         "jaxtp convert export writes a folder for the hub from the run in {}",
     ),
-    "dpo_beta loss_type": ("train.loss", _LOSS),
-    "preflight_bandwidth": (
+    ("dpo_beta loss_type", "train.loss", _LOSS),
+    (
+        "preflight_bandwidth",
         "mesh.dp",
         "python scripts/bench.py measures each axis of a mesh; {} is the axis between hosts",
     ),
-    "verbose": ("run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
-    # Of two entries for plot the first whose setting the command has is shown; the word before it
-    # only makes another key.
-    "picture plot": ("tier", "python scripts/plot_estimate.py FILE draws what --json FILE has"),
-    "plot": ("run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
-    "cache": (
+    ("verbose", "run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
+    # Of two rows for one name, that whose setting the command has is shown.
+    ("plot", "tier", "python scripts/plot_estimate.py FILE draws what --json FILE has"),
+    ("plot", "run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
+    (
+        "cache",
         "tasks",
         "answers are not stored; name one task by {} in each command, and an interruption loses "
         "only that",
     ),
-    "verify": (
+    (
+        "verify",
         "out",
         "the command that wrote the scores compares the checksums when it runs again",
     ),
-    "train_bpe bpe_sample": (
+    (
+        "train_bpe bpe_sample",
         "tokenizer",
         "python scripts/train_bpe.py INPUT --size 8192 --out FOLDER trains one on the same inputs; "
         "give that folder by {}",
     ),
-    "generate": (
+    (
+        "generate",
         "tier",
         "weights take 2 x parameters / tp bytes of each device, and a token in the cache of "
         "attention takes 4 x layers x kv heads x head_dim / tp (jaxtp/generate/README.md)",
     ),
-    "speculate": (
+    (
+        "speculate",
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "
         "continues more texts in each step",
     ),
-}
+)
 """Names of other programs, and of settings that jaxtp had, for which it has another concept: its
 setting, and a sentence in which {} is the name of this setting."""
 
@@ -165,7 +180,7 @@ def hint_for(name: str, names: Sequence[str], spell: Callable[[str], str]) -> st
     """
     words = name.lower().split(".")
     endings = {words[-1], dotted(words[-2:])}
-    for foreign_names, (setting, sentence) in INSTEAD.items():
+    for foreign_names, setting, sentence in INSTEAD:
         if setting in names and endings.intersection(foreign_names.split()):
             return sentence.format(spell(setting))
     close = nearest_name(name, names)

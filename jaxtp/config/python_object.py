@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ from jaxtp.config.affects import RUNS_CODE, ArgumentsOf, settings_of
 from jaxtp.config.entry import say
 from jaxtp.config.hints import closest
 from jaxtp.config.reading import parse_yaml, truncate
-from jaxtp.config.schema import ConfigError, nearest_file
+from jaxtp.config.schema import ConfigError, nearest_file, value_at
 
 ALLOW_CODE = "--allow-code"
 _PACKAGE = str(Path(__file__).parent.parent)
@@ -105,7 +105,7 @@ def _named_code(config: Hashable, ignored: Set[tuple[str, ...]]) -> list[tuple[s
     for setting in settings_of(type(config)).values():
         if RUNS_CODE not in setting.marks or setting.keys in ignored:
             continue
-        values = _value_at(config, setting.path)
+        values = value_at(config, setting.path)
         for value in values if isinstance(values, tuple) else (values,):
             # A path is never public, whatever its name.
             is_harmless = value is None or (isinstance(value, str) and is_public(value))
@@ -145,13 +145,13 @@ def require_consent(
         if mark is None:
             continue
         path = (*setting.path[:-1], mark.reference)
-        reference = _value_at(config, path)
+        reference = value_at(config, path)
         if reference is None or is_public(str(reference)):
             continue
-        for name, value in _value_at(file_config, setting.path).items():
+        for name, value in value_at(file_config, setting.path).items():
             # A flag replaces the file's argument, but a mapping is merged with it.
             if isinstance(flags.get((*setting.keys, name), {}), Mapping):
-                is_mixed |= _value_at(file_config, path) not in (None, reference)
+                is_mixed |= value_at(file_config, path) not in (None, reference)
                 shown.append(truncate(_as_flag(f"{setting.flag}.{name}", value), 300))
     if not shown:
         return
@@ -163,10 +163,6 @@ def require_consent(
         raise ConfigError("\n  ".join([message, *shown]))
     content = "names code that runs" if references else "has arguments of code that runs"
     say(f"{file} {content}: {', '.join(shown)}")
-
-
-def _value_at(config: object, path: Iterable[str]) -> Any:
-    return reduce(getattr, path, config)
 
 
 def _as_flag(flag: str, value: object) -> str:

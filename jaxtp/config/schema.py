@@ -320,10 +320,15 @@ def replace_nested(config: T, values: Mapping[str, object]) -> T:
     return dataclasses.replace(config, **sections)  # type: ignore[type-var]
 
 
+def value_at(config: object, path: Iterable[str]) -> Any:
+    """Returns the value of a setting by its `Setting.path`."""
+    return reduce(getattr, path, config)
+
+
 def value_of(config: object, name: str) -> Any:
     """Returns the value of a setting by its dotted name."""
     kind: Any = type(config)
-    return reduce(getattr, settings_of(kind)[name].path, config)
+    return value_at(config, settings_of(kind)[name].path)
 
 
 def to_plain(config: object) -> dict[str, Any]:

@@ -497,7 +497,7 @@ def _stored_modules(
     stored: StoredTensors,
     attributes: Attributes,
 ) -> dict[str, _StoredModule]:
-    """Returns the modules with adapters; raises `HFError` for those of an old version of PEFT."""
+    """Returns the modules with adapters; raises `HFError` if an old version of PEFT wrote them."""
     numbers = re.findall(r"\d{1,4}", str(attributes.get("peft_version")))
     is_old = [int(number) for number in numbers[:2]] < [0, 19]
     modules = {}

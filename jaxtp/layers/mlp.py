@@ -83,8 +83,8 @@ class MLP(PositionwiseBranch):
         column = partial(
             ColumnParallelLinear,
             d_model,
-            # Attention's backward pass follows that of the columns. XLA would move the reduction of
-            # their gradients into it, and copy them (`computed_here` in compiler_hints.py).
+            # In the backward pass attention runs after the columns. XLA would delay the reduction
+            # of their gradients until then, and copy the gradients (`computed_here`).
             context=replace(context, early_reduction=True),
             use_bias=config.mlp_bias,
             rngs=rngs,

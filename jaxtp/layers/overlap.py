@@ -173,9 +173,9 @@ def _scatter_ring(
 ) -> tuple[Array, Array | None]:
     """Returns this device's part of the sum, and a gradient of kernels.
 
-    That gradient is of the kernels of `gather_matmul`, of which `kernels` are the transposes here:
-    `kept_parts` are the parts of its ring by turn, and `grads` the gradients of its products. It is
-    computed together with the sum.
+    The backward pass of `gather_matmul` asks for that gradient: of its kernels, whose transposes
+    `kernels` are then. `kept_parts` are the parts that its ring had in each turn, and `grads` the
+    gradients of its products. The gradient is computed together with the sum.
     """
     tp = axis_size(TP)
     size = inputs[0].shape[SEQUENCE_DIM] // tp

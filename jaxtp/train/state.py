@@ -235,7 +235,7 @@ def _values(
         # NumPy arrays become constants of compiled programs.
         return jax.tree.map(np.asarray, values)
 
-    # Random numbers of JAX differ between seeds, and those of NumPy between any two calls.
+    # JAX's random numbers differ between seeds, NumPy's between any two calls.
     values = values_of(0)
     reseeded = by_dotted_path(nnx.to_flat_state(values_of(1)))
     for name, array in by_dotted_path(nnx.to_flat_state(values)).items():

@@ -216,8 +216,8 @@ def test_mistaken_flags_are_errors_that_name_what_is_meant():
 def test_names_of_other_programs_are_no_settings_and_what_they_mean_is_one():
     known = {name for command in COMMANDS.values() for name in names_of(command.schema)}
     assert OTHER_NAMES.keys() <= known
-    assert {setting for setting, _ in INSTEAD.values()} <= known
-    others = [*OTHER_NAMES.values(), *INSTEAD]
+    assert {setting for _, setting, _ in INSTEAD} <= known
+    others = [*OTHER_NAMES.values(), *(names for names, _, _ in INSTEAD)]
     shadowed = {name for names in others for name in names.split()} & names_of(TRAIN.schema)
     assert not shadowed
 

@@ -40,7 +40,7 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer:
 
 
 def write_tokenizer(job: Job, state: State) -> None:
-    """Writes the file of the dataset's tokenizer, or compares it with that of the tokens so far."""
+    """Writes the tokenizer's file, or checks that it is the one that made the tokens so far."""
     path = job.out / TOKENIZER
     if state.tokenizer is None:
         if isinstance(job.tokenizer, HuggingFaceTokenizer):

@@ -247,11 +247,10 @@ class _Writer:
             path = scores_file(self._job.out, name)
             try:
                 require_size(path, self._record.num_bytes(len(self._job.rows[name])))
-                problems = list(verify_sum(path, checksum))
+                for problem in verify_sum(path, checksum):
+                    raise DatasetError(problem)
             except DatasetError as error:
-                problems = [str(error)]
-            for problem in problems:
-                raise DatasetError(f"{problem}; delete {self._job.out} to score again")
+                raise DatasetError(f"{error}; delete {self._job.out} to score again") from None
 
     def write(self, split: str, count: int, scores: Scores) -> None:
         """Writes the scores of the next `count` rows; saves from time to time."""
