@@ -602,7 +602,7 @@ def ratios_of(script: str, pattern: str, log: Path, *words: str) -> Result:
 
 def start(machine: Machine, out: Path, log: Path) -> Result:
     """Compares the time to the first step, and of a tiny step, with plain JAX."""
-    repeats = "2" if machine.is_small else "3"
+    repeats = "1" if machine.is_small else "3"
     return ratios_of(
         "start_speed.py",
         r"(?m)^  (.*?) +[\d.]+ m?s .*\) +([\d.]+)$",

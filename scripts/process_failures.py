@@ -78,7 +78,8 @@ class Job:
             "PYTHONUNBUFFERED": "1",
         }
         place |= {"JAX_NUM_CPU_DEVICES": str(DEVICES // count), "JAX_PLATFORMS": "cpu"}
-        place |= {"JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "programs")}
+        programs = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(self.folder.parent / "programs"))
+        place |= {"JAX_COMPILATION_CACHE_DIR": programs}
         processes: list[subprocess.Popen] = []
         try:
             for index in range(count):

@@ -30,6 +30,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 HERE = Path(__file__).parent.parent
 ESTIMATE = [
     "-m",
@@ -130,7 +132,6 @@ def plain_step() -> None:
 def tiny_step(folder: Path, repeats: int) -> Times:
     """Returns milliseconds of a step by each way, a value for each block."""
     import jax
-    import numpy as np
 
     import jaxtp
     from jaxtp.train.step import make_train_step
@@ -194,7 +195,7 @@ def show(title: str, found: Times, unit: str, base: str | None = None) -> None:
     """Prints medians and quartiles, and medians of the ratios to `base`."""
     print(f"\n{title}")
     for name, values in found.items():
-        low, median, high = statistics.quantiles(values, n=4)
+        low, median, high = np.percentile(values, (25, 50, 75))
         ratio = (
             ""
             if base is None

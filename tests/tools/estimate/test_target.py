@@ -92,8 +92,9 @@ def test_the_parts_of_a_step_are_printed(tmp_path):
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     done = run_program(sys.executable, PARTS, tmp_path / "run.yaml", "h100")
     assert done.returncode == 0, done.stderr
-    flops = {line.split()[0]: line.split()[2] for line in done.stdout.splitlines() if line}
-    assert all(float(flops[part]) > 0 for part in ("MLP", "attention", "all")), done.stdout
+    # The fourth column divides the FLOPs by their minimum, which full remat computes again.
+    ratios = {line.split()[0]: line.split()[3] for line in done.stdout.splitlines() if line}
+    assert all(1 <= float(ratios[part]) < 2 for part in ("MLP", "attention", "all")), done.stdout
 
 
 def test_no_stack_of_frozen_weights_is_copied():
