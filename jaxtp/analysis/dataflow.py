@@ -97,8 +97,6 @@ class Dataflow:
     # Layers whose output is needed whole, and why
     blocked: dict[str, str] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)  # layers whose split output a loss reduces
-    through: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Operations on the split output of each layer."""
     collectives: dict[Columns, Counter[Collective]] = field(default_factory=dict)
     """Collectives over tp between layers, by the column layers that cause them."""
     outputs: dict[Columns, Any] = field(default_factory=dict)
@@ -283,8 +281,6 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
                 self.block(columns, why_here)
             return [None] * len(equation.outvars)
         self.result.joined.append(columns)
-        for path in columns:
-            self.result.through.setdefault(path, {})[name] = None
         for info, operand in zip(infos, equation.invars, strict=True):
             # The gradient of a whole operand is partial on each device.
             if info.dim is None and info.has_grad:

@@ -25,7 +25,6 @@ from jaxtp.analysis.census import (
 )
 from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
-from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import Sizes, parts
 
 KINDS = (
@@ -47,13 +46,6 @@ _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 """Matrix products in the code of a kernel, in Triton's or Mosaic GPU's names."""
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = re.compile("/(site|dist)-packages/")
-_FLOAT8 = re.compile(rf"\b{FLOAT8}\b")
-"""Scope of products that `layers/products.py` asks for."""
-_TRANSFORMS = re.compile(
-    r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
-)
-"""Parts of a scope that JAX adds to the names of modules."""
-
 Operand = tuple[str, int | None]
 """The name of an instruction that is read; a number selects a part of its tuple (`%p#1`)."""
 
@@ -224,29 +216,6 @@ def is_product(instruction: Instruction) -> bool:
         return instruction.opcode == "dot"
     target = instruction.attribute("custom_call_target") or ""
     return bool(_LIBRARY.search(target) or _IN_BYTECODE.search(instruction.text))
-
-
-def read_float8(text: str) -> tuple[int, Counter[str]]:
-    """Reads the products that a program should compute in float8.
-
-    Returns the number of products in float8, and the products in other dtypes by layer.
-    """
-    module, entry = parse_module(text)
-    num_in_float8 = 0
-    others_by_layer = Counter[str]()
-    for computation, instruction, scope, times, _ in walk(module, entry):
-        if not is_product(instruction) or not _FLOAT8.search(scope):
-            continue
-        operands = operand_types(module[computation], instruction)[:2]
-        dtypes = [operand.partition("[")[0] for operand in operands]
-        if dtypes and all(dtype.startswith("f8") for dtype in dtypes):
-            num_in_float8 += times
-            continue
-        layer = "/".join(filter(None, _TRANSFORMS.split(_FLOAT8.split(scope)[0])))
-        if "transpose(" in scope and "rematted_computation" not in scope:
-            layer = f"input gradient of {layer}"
-        others_by_layer[f"{layer} ({' x '.join(dtypes)})"] += times
-    return num_in_float8, others_by_layer
 
 
 def _source(instruction: Instruction, computation: Computation, frames: Mapping[int, str]) -> str:

@@ -48,6 +48,7 @@ from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
 from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.parameter import (
     GRADIENTS,
+    ExactDim,
     Matmul,
     PaddedDim,
     Precision,
@@ -136,7 +137,7 @@ class Weight:
     module: str  # name of the layer, as `Collective.module` has it
     size: int  # elements of the whole array, without padding
     precision: Precision
-    split: PaddedDim | None = None  # the padding of the dim over tp
+    split: PaddedDim  # the dim over tp with its padding, or a dim without padding
     tp: bool = True  # it is split over tp; `fsdp` likewise
     fsdp: bool = True
     # Whether parts over fsdp are gathered; else each is used for the tokens of all devices along
@@ -151,18 +152,12 @@ class Weight:
     float8: bool = False  # it is stored and gathered in 8 bits
     matmul: Matmul = "compute"  # float8: it is gathered and multiplied in 8 bits
 
-    def group(self, tp: int) -> int:
-        """Returns how many neighbours over tp gather each other's parts."""
-        return 1 if self.split is None else self.split.shared_by(tp)
-
     def is_frozen(self, work: Workload) -> bool:
         """Returns whether it has no gradient."""
         return work.frozen and not self.adapter
 
     def padded(self, tp: int) -> int:
         """Returns the elements of the whole array, padded for `tp`."""
-        if self.split is None:
-            return self.size
         return self.size // self.split.size * self.split.padded(tp)
 
     def over_tp(self, sizes: Sizes) -> float:
@@ -179,14 +174,14 @@ class Weight:
             element_bytes += compute
         if self.reduced_bytes(work):
             element_bytes += compute
-        loaded = self.over_tp(work.sizes) * self.group(work.tp) * element_bytes
+        loaded = self.over_tp(work.sizes) * self.split.shared_by(work.tp) * element_bytes
         return loaded if self.gathered else loaded / shards
 
     def reduced_bytes(self, work: Workload) -> float:
         """Returns the bytes of the gradient during its reduction."""
         if self.is_frozen(work) or not self.gathered or parts(work.sizes, STORAGE) == 1:
             return 0.0
-        elements = self.over_tp(work.sizes) * self.group(work.tp)
+        elements = self.over_tp(work.sizes) * self.split.shared_by(work.tp)
         return elements * itemsize(self.precision.reduce)
 
     def stored(self, sizes: Sizes) -> float:
@@ -220,7 +215,7 @@ class Weight:
         in_8_bits = self.float8 or self.matmul == "float8"
         gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
         num_gathers = 1 + (self.again and work.training)
-        group = self.group(work.tp)
+        group = self.split.shared_by(work.tp)
         groups: list[tuple[Axes, int, float]] = [((TP,), group, self.stored(work.sizes))]
         if self.fsdp and self.gathered:
             groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes)))
@@ -251,9 +246,10 @@ def weight_of(
     """
     spec = spec_of(variable) if spec is None else spec
     axes = set(chain.from_iterable(map(axes_of, spec)))
+    size = math.prod(logical_shape(variable))
     own: dict[str, Any] = {
-        "size": math.prod(logical_shape(variable)),
-        "split": next((split for _, split in padding_of(variable)), None),
+        "size": size,
+        "split": next((split for _, split in padding_of(variable)), ExactDim((size,))),
         "tp": TP in axes,
         "fsdp": not axes.isdisjoint(STORAGE),
         "used_by_all_tp": summed and TP not in axes,
@@ -513,7 +509,7 @@ def projection_weights(
             in_float32(layer.precision),
             spec=PartitionSpec(split_by),
             size=features,
-            split=dict(padding_of(kernel)).get(-1),
+            split=dict(padding_of(kernel)).get(-1, ExactDim((features,))),
         )
         times = 1 + work.training
         yield collective_cost(
@@ -696,8 +692,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
     # selects, which XLA takes out of the loop over the blocks. Two in the compute dtype: the
     # softmax, in the layouts of two products.
     stored_scores = scores.size * kernel.stores_scores
-    remote = remote_bytes(attention, method, head_bytes, work)
-    yield Bytes("workspace", stored_scores * 2 * (FLOAT32 + compute) + remote)
+    yield Bytes("workspace", stored_scores * 2 * (FLOAT32 + compute))
     if not work.recomputes:
         # Scores before and after the softmax, and queries and keys before their rotation, in
         # float32. With several kv heads the backward loop reads the scores in another layout than
@@ -706,7 +701,6 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
         rotated = work.tokens * (heads + kv_heads) * config.head_dim
         yield Bytes("saved", FLOAT32 * 2 * stored_scores + (FLOAT32 + compute) * rotated)
         yield Bytes("copied", FLOAT32 * stored_scores * ((kv_heads > 1) + (kv_heads == 2)))
-        yield Bytes("saved", remote)
     if saves_result:
         yield Bytes("saved", results * compute + work.tokens * heads * FLOAT32)
 
@@ -771,25 +765,6 @@ def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
     return (range(size), last) if work.zigzag else (last,)
 
 
-def remote_bytes(
-    attention: ContextAttention, method: Method, head_bytes: int, work: Workload
-) -> int:
-    """Returns the bytes of queries, keys and values on a device after the exchange over cp.
-
-    `head_bytes` is the size of one head of one token.
-    """
-    cp = work.sizes[CP]
-    token = work.tokens * head_bytes
-    if cp == 1:
-        return 0
-    if method == "ulysses":
-        return (attention.queries + 2 * attention.ulysses_kv_heads(cp)) * token
-    reach = halo(work.length, cp, attention.window, zigzag=work.zigzag)
-    chunks = 1 + work.zigzag
-    positions = work.length if reach is None else work.length // cp + chunks * reach
-    return 2 * attention.keys * head_bytes * work.rows * positions
-
-
 def context_costs(
     attention: ContextAttention,
     method: Method,
@@ -797,12 +772,15 @@ def context_costs(
     work: Workload,
     *,
     result_read: bool = True,
-) -> Iterator[CollectiveCost]:
-    """Yields the collectives of attention over cp.
+) -> Costs:
+    """Yields the collectives of attention over cp, and the memory of what they exchange.
 
-    `result_read`: the backward pass reads the output's input.
+    `head_bytes` is the size of one head of one token. `result_read`: the backward pass reads the
+    output's input.
     """
     cp = work.sizes[CP]
+    if cp == 1:
+        return
     token = work.tokens * head_bytes
     recomputed = work.recomputes
     runs = work.num_evals(recomputed, 1)
@@ -813,16 +791,22 @@ def context_costs(
             yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, heads * token, runs)
         count = work.num_evals(recomputed and result_read, 1)
         yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, attention.queries * token, count)
+        exchanged = (attention.queries + 2 * shared) * token
     elif reach is None:
         size = attention.keys * token * cp
         num_gathers = 2 * work.num_evals(recomputed, 0)
         yield collective_cost(ALL_GATHER, CONTEXT, ATTEND, work, size, num_gathers)
         yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
+        exchanged = 2 * size
     else:
+        position = 2 * attention.keys * head_bytes * work.rows
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
-            size = 2 * attention.keys * head_bytes * work.rows * tokens
             count = num_routes(cp, hop, zigzag=work.zigzag) * runs
-            yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, size, count)
+            yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, position * tokens, count)
+        exchanged = position * (work.length // cp + (1 + work.zigzag) * reach)
+    yield Bytes("workspace", exchanged)
+    if not recomputed:
+        yield Bytes("saved", exchanged)
 
 
 @branch_costs.register
@@ -912,7 +896,7 @@ def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight
             EXPERTS,
             precision,
             spec=stacked.spec(dims),
-            split=stacked.sizes["F"] if "F" in dims else None,
+            split=stacked.sizes["F" if "F" in dims else "E"],
             gathered=gathered,
             active=config.experts_per_token / config.num_experts,
             **facts,

@@ -15,7 +15,6 @@ import jax
 from flax import nnx
 
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall
-from jaxtp.analysis.propagation_rules import ELEMENTWISE
 from jaxtp.analysis.regions import Region, choose, find_regions
 from jaxtp.analysis.traced_model import (
     Forward,
@@ -393,10 +392,7 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
     elif _sharing_modules(draft, path):
         gradient = f"its input is shared by {_names(draft, _sharing_modules(draft, path))}"
     if region.rows:
-        passed = draft.dataflow.through.get(path, {})
-        names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
-        through = f" through {', '.join(names)}" if names else ""
-        return f"its output stays split up to {_names(draft, region.rows)}{through}; {gradient}"
+        return f"its output stays split up to {_names(draft, region.rows)}; {gradient}"
     trade = _saved_and_sent(region)
     if path in draft.dataflow.summed:
         return f"its output stays split in the loss: {trade}; {gradient}"
