@@ -124,7 +124,7 @@ def others(text: str) -> Counter[str]:
     for computation, instruction, scope, times, _ in walk(module, entry):
         if is_product(instruction) and "/attend/" not in scope:
             made = (named(module[computation], name) for name, _ in instruction.operands[:2])
-            dtypes = [one.type.partition("[")[0] for one in made if one]
+            dtypes = [one.type.partition("[")[0] for one in made]
             if not all(dtype.startswith("f8") for dtype in dtypes):
                 found[" x ".join(dtypes)] += times
     return found

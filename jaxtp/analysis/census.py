@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, Literal
 
-import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -49,7 +48,7 @@ def count_collectives(jaxpr: Any, mesh_sizes: Sizes) -> Counter[Collective]:
             largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
             shape = tuple(largest.shape)
             dtype = str(largest.dtype)
-            size = message_bytes(shape, dtype)
+            size = array_bytes(largest)
             counts[Collective(kind, axes, group, size, scope, shape, dtype, counted)] += times
     return counts
 
@@ -88,9 +87,10 @@ def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, 
     name = equation.primitive.name
     params = equation.params
     if name == "while":
-        bodies, conditions, meaning = runs(trip_count(equation), counted)
-        yield params["body_jaxpr"].jaxpr, bodies, meaning
-        yield params["cond_jaxpr"].jaxpr, conditions, meaning
+        rarely = runs_rarely(equation)
+        meaning = counted if rarely else A_TURN
+        yield params["body_jaxpr"].jaxpr, int(not rarely), meaning
+        yield params["cond_jaxpr"].jaxpr, 1, meaning
         return
     times = params["length"] if name == "scan" else 1
     if name == "cond" and len(params["branches"]) > 1 and not counted:
@@ -120,11 +120,6 @@ def arrays(*variables: Any) -> list[ShapedArray]:
 def array_bytes(array: Any) -> int:
     """Returns the bytes of an array, which may be abstract."""
     return int(array.size * array.dtype.itemsize)
-
-
-def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Returns the bytes of an array."""
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
 Products = tuple[int, int, int, int]
@@ -181,16 +176,6 @@ _ATTENTION = {
 gradients of the weights) count once."""
 
 
-def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
-    """Returns how often a loop runs its body and its condition, and the counts' meaning.
-
-    Args:
-      turns: trip count; None if unknown.
-      counted: meaning of the loop's own count.
-    """
-    return (1, 1, A_TURN) if turns is None else (turns, turns + 1, counted)
-
-
-def trip_count(loop: JaxprEqn) -> int | None:
-    """Returns the iterations of a `while` equation: 0 if it runs rarely, else None: unknown."""
-    return 0 if RARELY in str(loop.source_info.name_stack) else None
+def runs_rarely(loop: JaxprEqn) -> bool:
+    """Returns whether a `while` equation has the scope of loops that rarely run."""
+    return RARELY in str(loop.source_info.name_stack)

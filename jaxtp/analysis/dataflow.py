@@ -246,7 +246,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         results = []
         for dim, variable in zip(dims, equation.outvars, strict=True):
             split_by: Columns = frozenset() if dim is None else columns
-            result_grad = has_grad and _is_float(variable.aval)
+            aval: Any = variable.aval
+            result_grad = has_grad and bool(jnp.issubdtype(aval.dtype, jnp.inexact))
             results.append(ArrayInfo(dim, split_by, result_grad, merged.batched, summed, source))
         return results
 
@@ -342,10 +343,6 @@ def _merged(infos: Iterable[ArrayInfo]) -> ArrayInfo:
         has_grad |= info.has_grad
         batched |= info.batched
     return ArrayInfo(None, frozenset(columns), has_grad, batched, frozenset(summed))
-
-
-def _is_float(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def _broadcast_source(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtp.analysis.census import (
@@ -20,8 +21,6 @@ from jaxtp.analysis.census import (
     AT_MOST,
     Counted,
     kernel_products,
-    message_bytes,
-    runs,
 )
 from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
@@ -118,20 +117,16 @@ def parse_module(text: str) -> tuple[Module, str]:
     return module, entry
 
 
-def root_of(computation: Computation) -> Instruction | None:
+def root_of(computation: Computation) -> Instruction:
     """Returns the computation's root."""
-    for instruction in computation:
-        if instruction.root:
-            return instruction
-    return None
+    (root,) = [instruction for instruction in computation if instruction.root]
+    return root
 
 
-def named(computation: Computation, name: str) -> Instruction | None:
-    """Returns the instruction with that name."""
-    for instruction in computation:
-        if instruction.name == name:
-            return instruction
-    return None
+def named(computation: Computation, name: str) -> Instruction:
+    """Returns the instruction with that name; raises ValueError if there is none."""
+    (found,) = [instruction for instruction in computation if instruction.name == name]
+    return found
 
 
 def read_frames(text: str) -> dict[int, str]:
@@ -141,13 +136,12 @@ def read_frames(text: str) -> dict[int, str]:
     frames = _table(text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 
     def source(frame: str) -> str:
-        visited: set[str] = set()
         while True:
-            visited.add(frame)
             location, parent = frames[frame]
             file, line = places.get(location, ("0", "?"))
             name = files.get(file, "?")[0]
-            if not _LIBRARIES.search(name) or parent in visited or parent not in frames:
+            # The outermost frame is its own parent, or has none.
+            if not _LIBRARIES.search(name) or parent == frame or parent not in frames:
                 return f"{name}:{line}"
             frame = parent
 
@@ -238,8 +232,13 @@ def walk(
         inner = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
         yield name, instruction, inner, times, counted
         if instruction.opcode == "while":
-            trip_count = _trip_count(module, module[name], instruction)
-            bodies, conditions, meaning = runs(trip_count, counted)
+            turns = _trip_count(module, module[name], instruction)
+            bodies = conditions = 1
+            meaning: Counted = A_TURN
+            if turns is not None:
+                bodies = turns
+                conditions = turns + 1
+                meaning = counted
             body = instruction.attribute("body") or ""
             condition = instruction.attribute("condition") or ""
             yield from walk(module, body, inner, times * bodies, meaning)
@@ -255,56 +254,52 @@ def walk(
 def _trip_count(module: Module, around: Computation, loop: Instruction) -> int | None:
     """Returns the iterations of a `while` in `around`; None if unknown.
 
-    Reads the compiler's note or, without a note, the loop's condition.
+    Reads the compiler's note or, without a note, the loop's counter.
     """
     if f"/{RARELY}/" in loop.op_name:
         return 0
     if note := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.text):
         return int(note[1])
+    try:
+        return len(_counts(module, around, loop))
+    except (ValueError, IndexError):  # the loop has no counter
+        return None
+
+
+def _counts(module: Module, around: Computation, loop: Instruction) -> range:
+    # The values of a loop's counter, which begins and ends at constants, and grows by a constant.
     condition = module[loop.attribute("condition") or ""]
     body = module[loop.attribute("body") or ""]
     test = root_of(condition)
     init = named(around, loop.operands[0][0])
     result = root_of(body)
-    if not (test and init and result) or {init.opcode, result.opcode} != {"tuple"}:
-        return None
-    if (test.opcode, test.attribute("direction")) != ("compare", "LT"):
-        return None
-    counter = _part(condition, test.operands[0])
-    if counter is None:
-        return None
+    counter = _number(condition, test.operands[0], "parameter")
     after, _ = _resolve(body, result.operands[counter])
-    if after is None or after.opcode != "add" or _part(body, after.operands[0]) != counter:
-        return None
-    first = _constant(around, init.operands[counter])
-    limit = _constant(condition, test.operands[1])
-    step = _constant(body, after.operands[1])
-    if first is None or limit is None or step is None or step < 1:
-        return None
-    return max(0, -((first - limit) // step))
+    before = _number(body, after.operands[0], "parameter")
+    step = _number(body, after.operands[1], "constant")
+    found = (init.opcode, result.opcode, after.opcode, test.opcode, test.attribute("direction"))
+    if found != ("tuple", "tuple", "add", "compare", "LT") or before != counter or step < 1:
+        raise HloError(f"{loop.name} has no counter")
+    first = _number(around, init.operands[counter], "constant")
+    return range(first, _number(condition, test.operands[1], "constant"), step)
 
 
-def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction | None, int | None]:
-    # The instruction behind copies, and the part of its tuple.
+def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction, int | None]:
+    # The instruction behind copies, and the part of its tuple or the value of a constant.
     maker = named(computation, operand[0])
-    if maker and maker.opcode == "copy":
+    if maker.opcode == "copy":
         return _resolve(computation, maker.operands[0])
-    if maker and maker.opcode == "get-tuple-element":
+    if maker.opcode == "get-tuple-element":
         return named(computation, maker.operands[0][0]), int(maker.attribute("index") or 0)
-    return maker, operand[1]
+    value = re.match(r"s(?:32|64)\[\] (-?\d+)\)", f"{maker.type} {maker.text}")
+    return maker, int(value[1]) if value else operand[1]
 
 
-def _part(computation: Computation, operand: Operand) -> int | None:
-    maker, part = _resolve(computation, operand)
-    return part if maker and maker.opcode == "parameter" else None
-
-
-def _constant(computation: Computation, operand: Operand) -> int | None:
-    maker, _ = _resolve(computation, operand)
-    if maker and maker.opcode == "constant" and maker.type.startswith(("s32[]", "s64[]")):
-        number = re.match(r"-?\d+(?=\))", maker.text)
-        return int(number[0]) if number else None
-    return None
+def _number(computation: Computation, operand: Operand, opcode: str) -> int:
+    maker, number = _resolve(computation, operand)
+    if maker.opcode != opcode or number is None:
+        raise HloError(f"{maker.name} is no {opcode}")
+    return number
 
 
 def check_counted(instruction: Instruction, counted: Counted) -> None:
@@ -366,14 +361,11 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Sizes) -> Iterat
         if kind == REDUCE_SCATTER and scattered:  # the operand is larger
             sizes_of_dims[int(scattered[1])] *= devices
         shape = tuple(sizes_of_dims)
-        dtype = _numpy_dtype(hlo_dtype)
-        yield Collective(kind, axes, devices, message_bytes(shape, dtype), scope, shape, dtype)
-
-
-def _numpy_dtype(dtype: str) -> str:
-    # `s32` is int32, and `bf16` bfloat16.
-    name = re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], dtype)
-    return _DTYPES.get(dtype, name)
+        # `s32` is int32, and `bf16` bfloat16.
+        name = re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], hlo_dtype)
+        dtype = _DTYPES.get(hlo_dtype, name)
+        size = math.prod(shape) * jnp.dtype(dtype).itemsize
+        yield Collective(kind, axes, devices, size, scope, shape, dtype)
 
 
 def _partitions(text: str, sizes: Sizes) -> np.ndarray:

@@ -45,7 +45,7 @@ from jaxtp.layers.latent_attention import LATENT, LatentAttention
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Float8Kernel, Lora
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
-from jaxtp.layers.norm import ATTEND, Norm, QKNorm
+from jaxtp.layers.norm import ATTEND, Norm
 from jaxtp.layers.parameter import (
     GRADIENTS,
     ExactDim,
@@ -604,21 +604,18 @@ def norm_costs(
             yield Bytes("saved", FLOAT32 * residual * work.num_gradients)
 
 
-def _qk_norm_costs(norm: QKNorm, work: Workload) -> Costs:
-    for param in (norm.scale, norm.bias):
-        if param is not None:
-            yield weight_of(param, ATTEND, norm.precision)
-    if norm.kind == "projection":
-        # The mean square over tp: a float for each token, forward, recomputed and backward.
-        runs = 1 + 2 * work.training
-        yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, runs)
-
-
 @branch_costs.register
 def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Costs:
     yield from column_costs(layer.qkv, work, "q, k, v")
     for norm in layer.qk_norms:
-        yield from _qk_norm_costs(norm, work)
+        for param in (norm.scale, norm.bias):
+            if param is not None:
+                yield weight_of(param, ATTEND, norm.precision)
+        if norm.kind == "projection":
+            # The mean square over tp: a float for each token, forward, recomputed and backward.
+            runs = 1 + 2 * work.training
+            size = work.tokens * FLOAT32
+            yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, size, runs)
     if layer.sinks is not None:
         yield weight_of(layer.sinks, ATTEND, in_float32(layer.precision))
     yield from heads_costs(layer, work)
@@ -724,11 +721,16 @@ def _device_scores(
 ) -> _Scores:
     heads, _ = layer.config.heads.on_device(work.tp)
     window = layer.config.sliding_window
-    chunks = query_chunks(method, work)
+    # The queries of the device with the most work
+    size = chunk_size(work.length, work.sizes[CP], zigzag=work.zigzag)
+    last = range(work.length - size, work.length)
+    chunks = (range(size), last) if work.zigzag else (last,)
+    if method == "ulysses":
+        heads //= work.sizes[CP]
+        chunks = (range(work.length),)
     number, m, n = kernel.products(chunks, window)
-    local_heads = heads // work.sizes[CP] if method == "ulysses" else heads
     counted = num_scores(chunks, window) / (number * m * n)
-    return _Scores(work.rows * local_heads * number, m, n, counted)
+    return _Scores(work.rows * heads * number, m, n, counted)
 
 
 def _score_products(
@@ -754,15 +756,6 @@ def _score_products(
     score_runs = work.num_evals(recomputed, num_backward)
     yield product("scores", m, head_dim, n, num_blocks * score_runs)
     yield product("weighted values", m, n, value_dim, num_blocks * work.num_evals(recomputed, 2))
-
-
-def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
-    """Returns the query positions of the device with the most work."""
-    if method == "ulysses":
-        return (range(work.length),)
-    size = chunk_size(work.length, work.sizes[CP], zigzag=work.zigzag)
-    last = range(work.length - size, work.length)
-    return (range(size), last) if work.zigzag else (last,)
 
 
 def context_costs(
@@ -853,7 +846,9 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
     yield whole_in_float32(layer.router)
     if config.router_bias:
         yield whole_in_float32(layer.router_bias, again=work.recomputes)
-    yield from _stacked_weights(layer, work)
+    shards = parts(work.sizes, STORAGE)
+    placement = layer.placement(work.tokens, work.tp, shards, trained=not work.frozen)
+    yield from _stacked_weights(layer, work, gathered=placement.shards == 1)
     if config.dense_mlp:
         yield whole(layer.input_scale, precision=layer.precision)
         yield whole_in_float32(layer.router_scale)
@@ -865,7 +860,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
         yield from enter(EXPERTS, work, entered, split=split, again=work.regathers)
     reduced = read and work.rereduces
     yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
-    shards = _placement(layer, work).shards
+    shards = placement.shards
     if shards > 1:
         exchange = partial(collective_cost, axes=STORAGE, module=EXPERTS, work=work)
         for size, forward, backward, again in (
@@ -878,15 +873,16 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
     # Gradients of scores and normalisers, which one device of a tp group sums up
     if not split and work.training:
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
-    yield from _expert_work(layer, work, read=read)
+    yield from _expert_work(layer, work, placement, read=read)
     yield from _shared_costs(layer, work, read=read)
 
 
-def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight]:
+def _stacked_weights(
+    layer: MixtureOfExperts, work: Workload, *, gathered: bool
+) -> Iterator[Weight]:
     config = layer.config
     # The split of the layer's arrays is another mesh's.
     stacked = StackedDims.of(layer.d_model, config, work.tp, parts(work.sizes, STORAGE))
-    gathered = _placement(layer, work).shards == 1
 
     def weight(
         variable: Variable, dims: str, precision: Precision = layer.precision, **facts: Any
@@ -917,12 +913,6 @@ def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight
         if lora := getattr(layer, f"{name}_lora", None):
             yield weight(lora.a, f"{dims[:2]}r")
             yield weight(lora.b, f"Er{dims[2]}")
-
-
-def _placement(layer: MixtureOfExperts, work: Workload) -> Placement:
-    return layer.placement(
-        work.tokens, work.tp, parts(work.sizes, STORAGE), trained=not work.frozen
-    )
 
 
 @branch_costs.register
@@ -959,28 +949,26 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
         elif not isinstance(cost, Bytes) or cost.kind != "workspace":
             # The input and its gradients are the experts', too.
             yield cost
-    if config.shared_experts_gate:
-        yield from _shared_gate_costs(layer, work)
-
-
-def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Costs:
+    if not config.shared_experts_gate:
+        return
     if not work.regathers:
         yield Bytes("saved", FLOAT32 * work.tokens)
     split = work.is_split(layer.sequence_parallel)
     yield weight_of(layer.shared_gate, EXPERTS, in_float32(layer.precision), summed=split)
-    count = work.num_evals(work.recomputes)
     shape = work.between(layer.sequence_parallel), layer.d_model, 1
+    count = work.num_evals(work.recomputes)
     yield Product.of("shared experts' gate", shape, FLOAT32, count)
 
 
-def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Costs:
+def _expert_work(
+    layer: MixtureOfExperts, work: Workload, placement: Placement, *, read: bool
+) -> Costs:
     """Yields the costs of products, and of memory, without collectives."""
     config = layer.config
     compute = compute_itemsize(layer)
     d_model = layer.d_model
     tokens = work.between(layer.sequence_parallel)
     columns = num_columns(config)
-    placement = _placement(layer, work)
     hidden_width = columns * placement.width
     method, _ = pick_method(config.grouped, work.platform)
     dense = is_dense(method, work.platform)
@@ -1058,27 +1046,25 @@ def _expert_products(
             yield Product.of("gradients of experts' biases", shape, compute, 1)
 
 
-def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Costs:
-    """Yields the costs of an embedding."""
-    yield from lookup_costs(layer, work, exchanges=layer.exchanges(work))
-    size = work.tokens * layer.features * compute_itemsize(layer)
-    split = work.is_split(layer.sequence_parallel)
-    yield from leave(EMBEDDING, work, size, split=split, again=False)
-
-
-def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool) -> Costs:
+def embedding_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool) -> Costs:
     """Yields the costs of gathering the table over fsdp, or exchanging looked-up rows."""
-    size = layer.vocab_size * layer.features
-    split = PaddedDim((layer.vocab_size,))
-    weight = partial(Weight, module=EMBEDDING, precision=layer.precision)
-    yield weight(size=size, split=split, again=False, gathered=not exchanges)
+    yield Weight(
+        module=EMBEDDING,
+        size=layer.vocab_size * layer.features,
+        precision=layer.precision,
+        split=PaddedDim((layer.vocab_size,)),
+        again=False,
+        gathered=not exchanges,
+    )
+    token = layer.features * compute_itemsize(layer)
     if exchanges:
-        tokens = work.between(layer.sequence_parallel)
-        rows = tokens * layer.features * compute_itemsize(layer)
+        rows = work.between(layer.sequence_parallel) * token
         ids = parts(work.sizes, STORAGE) * work.tokens * INT32
         count = 1 + (work.training and not work.frozen)
         yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
         yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, count)
+    split = work.is_split(layer.sequence_parallel)
+    yield from leave(EMBEDDING, work, work.tokens * token, split=split, again=False)
 
 
 def positions_costs(layer: LearnedPositions, work: Workload) -> Costs:

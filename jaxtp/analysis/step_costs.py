@@ -300,7 +300,8 @@ def _within(branch_name: str, costs: Iterable[Cost]) -> Costs:
 def decoder_costs(model: Decoder, work: Workload) -> Costs:
     """Yields the costs of embedding, final norm, head and loss."""
     config = model.config
-    yield from embedding_costs(model.embedding, work)
+    exchanges = model.embedding.exchanges(work)
+    yield from embedding_costs(model.embedding, work, exchanges=exchanges)
     if model.positions is not None:
         yield from positions_costs(model.positions, work)
     yield from norm_costs(model.norm, work, inside=False)
@@ -453,25 +454,28 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
         yield weight_of(getattr(layer, name), DELTA, layer.precision)
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
-    shape = {
-        "length": work.length,
-        "zigzag": work.zigzag,
-        "platform": work.platform,
-        "training": work.training,
+    inside = _inside_delta(
+        one_head,
+        layer.precision,
+        work.sizes[CP],
+        length=work.length,
+        zigzag=work.zigzag,
+        platform=work.platform,
+        training=work.training,
         # Policies that compute products again save nothing between the projections.
-        "remat": "full" if work.reprojects else work.remat,
-    }
-    for cost in _inside_delta(one_head, layer.precision, work.sizes[CP], tuple(shape.items())):
+        remat="full" if work.reprojects else work.remat,
+    )
+    for cost in inside:
         yield _repeated(cost, work.rows * keys)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
 
 @lru_cache(maxsize=256)
 def _inside_delta(
-    config: GatedDeltaConfig, precision: Precision, cp: int, shape: tuple[tuple[str, Any], ...]
+    config: GatedDeltaConfig, precision: Precision, cp: int, **shape: Any
 ) -> tuple[Bytes | CollectiveCost | Product, ...]:
     # Between the projections, without weights: only their gradients are all-reduced.
-    work = Workload(sizes=mesh_shape(cp=cp), rows=1, **dict(shape))
+    work = Workload(sizes=mesh_shape(cp=cp), rows=1, **shape)
     with _abstract(mesh_shape()):
         layer = nnx.eval_shape(
             lambda: GatedDeltaNet(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0))

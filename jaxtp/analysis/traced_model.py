@@ -109,9 +109,6 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
     sizes = {**mesh_shape(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
         raise MeshError(f"{', '.join(unknown)}: not a mesh axis; the axes are {', '.join(AXES)}")
-    odd = [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]
-    if odd:
-        raise MeshError(f"{', '.join(odd)}: the size of a mesh axis is a whole number")
     check_sizes(sizes)
     if -1 in sizes.values():
         raise MeshError(
@@ -196,7 +193,4 @@ def _tied_modules(modules: Mapping[str, nnx.Module]) -> set[str]:
             if isinstance(value, nnx.Param):
                 owners.setdefault(id(value), set()).add(path)
     tied: set[str] = set()
-    for paths in owners.values():
-        if len(paths) > 1:
-            tied |= paths
-    return tied
+    return tied.union(*(paths for paths in owners.values() if len(paths) > 1))

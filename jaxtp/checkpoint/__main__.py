@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from jaxtp.checkpoint import silence_orbax
-from jaxtp.checkpoint.storage import OF_ARRAYS, StoredCheckpoint, is_of_run, open_checkpoint
+from jaxtp.checkpoint.storage import ArrayFacts, StoredCheckpoint, is_of_run, open_checkpoint
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
@@ -72,7 +72,8 @@ def inspect(args: Inspect) -> int:
             print(f"{section:<10}{json.dumps(values)}")
         print()
     else:
-        user_info = {name: value for name, value in info.items() if name not in OF_ARRAYS}
+        facts = ArrayFacts.model_fields
+        user_info = {name: value for name, value in info.items() if name not in facts}
         print(f"step      {record['step']}\ninfo      {json.dumps(user_info)}\n")
     for name, array in record["arrays"].items():
         shape = "x".join(map(str, array["shape"])) or "scalar"
