@@ -24,8 +24,9 @@ Key = TypeVar("Key", bound=Hashable)
 Place = tuple[str, Axes]
 """A module and mesh axes, as `Collective.module` and `Collective.axes` have them."""
 
-_WRAPPERS = re.compile(r"\b(?:jit|jvp|transpose|vmap|remat)\(|\)")
-_BRANCH = re.compile(r"branch_\d+_fun")
+_WRAPPERS = re.compile(
+    r"jit\([^()]*\)/?|\b(?:jit|jvp|transpose|vmap|remat)\(|\)|\bbranch_\d+_fun\b"
+)
 PRIMITIVES = {
     "psum": ALL_REDUCE,
     "psum2": ALL_REDUCE,
@@ -42,6 +43,7 @@ PRIMITIVES = {
 }
 """Kinds of collectives by the primitive of a jaxpr."""
 _PLUMBING = {
+    "",
     *PRIMITIVES,
     *("while", "body", "cond", "branch", "scan", "shard_map", "pcast", "pvary", "name"),
     *("closed_call", "eval_jaxpr", "core_call", "custom_vjp_call", "custom_jvp_call"),
@@ -68,13 +70,8 @@ class Collective:
     @property
     def module(self) -> str:
         """Scope without JAX's transformations: `mlp/rms_norm`."""
-        outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
-        parts = _WRAPPERS.sub("", outside).split("/")
-        modules = []
-        for part in parts:
-            if part and part not in _PLUMBING and not _BRANCH.fullmatch(part):
-                modules.append(part)
-        return "/".join(modules)
+        parts = _WRAPPERS.sub("", self.scope).split("/")
+        return "/".join(part for part in parts if part not in _PLUMBING)
 
     @property
     def backward(self) -> bool:

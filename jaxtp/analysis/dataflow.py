@@ -9,7 +9,6 @@ layers whose output is needed whole, and repeats the walk.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import Any
 
 import jax
@@ -348,17 +347,12 @@ def _merged(infos: Iterable[ArrayInfo]) -> ArrayInfo:
 def _broadcast_source(
     equation: JaxprEqn, infos: list[ArrayInfo]
 ) -> tuple[int, frozenset[int]] | None:
-    name = equation.primitive.name
-    if name == "broadcast_in_dim" and shape_of(equation.invars[0]):
+    if equation.primitive.name == "broadcast_in_dim" and shape_of(equation.invars[0]):
         aval: Any = equation.invars[0].aval
         dims = equation.params["broadcast_dimensions"]
         unbroadcast = array_bytes(aval), frozenset(range(aval.ndim))
         size, varying = infos[0].broadcast_from or unbroadcast
         return size, frozenset(dims[dim] for dim in varying if aval.shape[dim] > 1)
-    if name in ("convert_element_type", "mul", "add", "neg"):
-        arrays = list(compress(infos, map(shape_of, equation.invars)))
-        if len(arrays) == 1:
-            return arrays[0].broadcast_from
     return None
 
 

@@ -79,10 +79,8 @@ class Instruction:
     @cached_property
     def operands(self) -> list[Operand]:
         """Instructions that it reads, in order."""
-        operands: list[Operand] = []
-        for name, part in re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0]):
-            operands.append((name, int(part) if part else None))
-        return operands
+        named_parts = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0])
+        return [(name, int(part) if part else None) for name, part in named_parts]
 
     def attribute(self, name: str) -> str | None:
         """Returns the word after `name=`, without quotes; None if missing."""
@@ -169,12 +167,13 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Sizes) -> Counter[Collective
     module, entry = parse_module(text)
     frames = read_frames(text)
     counts: Counter[Collective] = Counter()
-    for computation, instruction, scope, times, counted in walk(module, entry):
+    for _, instruction, scope, times, counted in walk(module, entry):
         if instruction.opcode not in KINDS:
             continue
+        frame = _FRAME.search(instruction.text)
+        source = frames.get(int(frame[1]), "") if frame else ""
         for collective in collectives_of(instruction, scope, mesh_sizes):
             if collective.group > 1:
-                source = _source(instruction, module[computation], frames)
                 counts[dataclasses.replace(collective, source=source, counted=counted)] += times
     return counts
 
@@ -210,17 +209,6 @@ def is_product(instruction: Instruction) -> bool:
         return instruction.opcode == "dot"
     target = instruction.attribute("custom_call_target") or ""
     return bool(_LIBRARY.search(target) or _IN_BYTECODE.search(instruction.text))
-
-
-def _source(instruction: Instruction, computation: Computation, frames: Mapping[int, str]) -> str:
-    # If the partitioner left no line, takes the line of an instruction that reads the result.
-    name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
-    readers = (reader.text for reader in computation if name.search(reader.text))
-    for text in (instruction.text, *readers):
-        frame = _FRAME.search(text)
-        if frame and int(frame[1]) in frames:
-            return frames[int(frame[1])]
-    return ""
 
 
 def walk(

@@ -36,7 +36,7 @@ from jaxtp.analysis.collective import (
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
-from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
+from jaxtp.layers.embedding import EMBEDDING, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Placement
 from jaxtp.layers.experts.placement import StackedDims
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
@@ -76,7 +76,6 @@ class Workload(LocalShape):
 
     remat: RematPolicy = "none"
     frozen: bool = False  # only adapters are trained
-    training: bool = True  # there is a backward pass
     accumulation: int = 1  # micro-batches in a step, whose gradients are added up
     once: bool = False  # logits and scores that are not kept count as computed once
 
@@ -117,7 +116,7 @@ class Workload(LocalShape):
         """
         if num_backward is None:
             num_backward = self.num_gradients
-        return 1 + self.training * ((recomputed and not self.once) + num_backward)
+        return 1 + (recomputed and not self.once) + num_backward
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class Weight:
 
         Gathers are in the compute dtype or in 8 bits, reductions in the reduction dtype.
         """
-        trained = work.training and not self.is_frozen(work)
+        trained = not self.is_frozen(work)
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
         # Sums over these axes wait for the last micro-batch.
         last: Axes = ()
@@ -214,7 +213,7 @@ class Weight:
         """
         in_8_bits = self.float8 or self.matmul == "float8"
         gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
-        num_gathers = 1 + (self.again and work.training)
+        num_gathers = 1 + self.again
         group = self.split.shared_by(work.tp)
         groups: list[tuple[Axes, int, float]] = [((TP,), group, self.stored(work.sizes))]
         if self.fsdp and self.gathered:
@@ -352,13 +351,12 @@ def enter(
       gathered: bytes that the forward collective moves, by default `size`.
     """
     cost = partial(collective_cost, axes=(TP,), module=module, work=work)
-    backward = int(work.training)
     if not split:
-        return [cost(ALL_REDUCE, size=size, count=backward)]
+        return [cost(ALL_REDUCE, size=size)]
     gathered = size if gathered is None else gathered
     return [
-        cost(ALL_GATHER, size=gathered, count=1 + (again and work.training)),
-        cost(REDUCE_SCATTER, size=size, count=backward),
+        cost(ALL_GATHER, size=gathered, count=1 + again),
+        cost(REDUCE_SCATTER, size=size),
     ]
 
 
@@ -366,12 +364,12 @@ def leave(
     module: str, work: Workload, size: float, *, split: bool, again: bool
 ) -> list[CollectiveCost]:
     """Returns the collectives of `leave_parallel`; arguments as for `enter`."""
-    forward = 1 + (again and work.training)
+    forward = 1 + again
     if not split:
         return [collective_cost(ALL_REDUCE, (TP,), module, work, size, forward)]
     return [
         collective_cost(REDUCE_SCATTER, (TP,), module, work, size, forward),
-        collective_cost(ALL_GATHER, (TP,), module, work, size, int(work.training)),
+        collective_cost(ALL_GATHER, (TP,), module, work, size),
     ]
 
 
@@ -439,7 +437,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
         saved_input = moved // chunks
         again = not recomputed and (not work.frozen or bool(layer.adapted))
         yield ring(COLUMN, work, moved, work.num_evals(recomputed, again))
-        yield ring(COLUMN, work, hidden, int(work.training))
+        yield ring(COLUMN, work, hidden, 1)
     else:
         if layer.adapted and not work.recomputes:  # adapters dequantise their input
             saved_input = hidden
@@ -511,9 +509,8 @@ def projection_weights(
             size=features,
             split=dict(padding_of(kernel)).get(-1, ExactDim((features,))),
         )
-        times = 1 + work.training
         yield collective_cost(
-            ALL_REDUCE, axes, module, work, FLOAT32 * scales.stored(work.sizes), times
+            ALL_REDUCE, axes, module, work, FLOAT32 * scales.stored(work.sizes), 2
         )
         yield from scales.loads(work, trained=False)
 
@@ -551,13 +548,12 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
 
     All-reduces find each token's maximum, and gathers average the gradients of shared heads.
     """
-    times = int(work.training)
     for f in layer.features:
         group = f.shared_by(work.tp)
         size = FLOAT32 * work.tokens
-        yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
+        yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size)
         yield CollectiveCost(
-            Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times
+            Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), 1
         )
 
 
@@ -613,9 +609,8 @@ def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) 
                 yield weight_of(param, ATTEND, norm.precision)
         if norm.kind == "projection":
             # The mean square over tp: a float for each token, forward, recomputed and backward.
-            runs = 1 + 2 * work.training
             size = work.tokens * FLOAT32
-            yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, size, runs)
+            yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, size, 3)
     if layer.sinks is not None:
         yield weight_of(layer.sinks, ATTEND, in_float32(layer.precision))
     yield from heads_costs(layer, work)
@@ -789,7 +784,7 @@ def context_costs(
         size = attention.keys * token * cp
         num_gathers = 2 * work.num_evals(recomputed, 0)
         yield collective_cost(ALL_GATHER, CONTEXT, ATTEND, work, size, num_gathers)
-        yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
+        yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2)
         exchanged = 2 * size
     else:
         position = 2 * attention.keys * head_bytes * work.rows
@@ -869,9 +864,9 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
             (hidden, REDUCE_SCATTER, ALL_GATHER, reduced),
         ):
             yield exchange(forward, size=shards * size, count=work.num_evals(again, 0))
-            yield exchange(backward, size=shards * size, count=int(work.training))
+            yield exchange(backward, size=shards * size)
     # Gradients of scores and normalisers, which one device of a tp group sums up
-    if not split and work.training:
+    if not split:
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
     yield from _expert_work(layer, work, placement, read=read)
     yield from _shared_costs(layer, work, read=read)
@@ -982,7 +977,7 @@ def _expert_work(
         # The loop over layers copies gradients; gathering by features reorders kernels too.
         copies = 2
         if config.stored_by_expert(work.tp, shards):
-            copies = int(work.training and not work.frozen)
+            copies = int(not work.frozen)
         kernels = (columns + 1) * placement.experts * d_model * placement.width
         yield Bytes("elementwise", compute * copies * kernels)
 
@@ -1041,7 +1036,7 @@ def _expert_products(
     if config.experts_bias:
         shape = placement.shards * work.tokens, placement.experts, d_model
         yield Product.of("experts' biases", shape, compute, down_count)
-        if work.training and not work.frozen:  # gradients: sums over the rows of each expert
+        if not work.frozen:  # gradients: sums over the rows of each expert
             shape = placement.experts, placement.part_rows, width
             yield Product.of("gradients of experts' biases", shape, compute, 1)
 
@@ -1060,14 +1055,8 @@ def embedding_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges:
     if exchanges:
         rows = work.between(layer.sequence_parallel) * token
         ids = parts(work.sizes, STORAGE) * work.tokens * INT32
-        count = 1 + (work.training and not work.frozen)
+        count = 1 + (not work.frozen)
         yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
         yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, count)
     split = work.is_split(layer.sequence_parallel)
     yield from leave(EMBEDDING, work, work.tokens * token, split=split, again=False)
-
-
-def positions_costs(layer: LearnedPositions, work: Workload) -> Costs:
-    """Yields the costs of learned positions."""
-    split = work.is_split(layer.sequence_parallel)
-    yield weight_of(layer.table, "learned_positions", layer.precision, summed=split, again=False)

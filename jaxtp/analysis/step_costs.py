@@ -50,7 +50,6 @@ from jaxtp.analysis.layer_costs import (
     itemsize,
     leave,
     norm_costs,
-    positions_costs,
     row_costs,
     weight_of,
 )
@@ -188,7 +187,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     outside = list(zip(repeat(1), decoder_costs(model, work), strict=False))
     every_cost = inside + outside
     # A backward pass counts 1.5.
-    passes = 2.5 + work.recomputes if work.training else 1.0
+    passes = 2.5 + work.recomputes
     elementwise = [
         replace(cost, bytes=work.accumulation * passes * layers * cost.bytes)
         for layers, cost in _of_kind("elementwise", every_cost)
@@ -303,11 +302,14 @@ def decoder_costs(model: Decoder, work: Workload) -> Costs:
     exchanges = model.embedding.exchanges(work)
     yield from embedding_costs(model.embedding, work, exchanges=exchanges)
     if model.positions is not None:
-        yield from positions_costs(model.positions, work)
+        table = model.positions.table
+        split = work.is_split(config.sequence_parallel)
+        name = "learned_positions"
+        yield weight_of(table, name, config.precision, summed=split, again=False)
     yield from norm_costs(model.norm, work, inside=False)
     yield from loss_costs(config, work)
     num_experts = [block.num_experts for block in config.layers() if block.num_experts]
-    if num_experts and work.training:
+    if num_experts:
         experts = sum(num_experts)
         statistics = (2 * experts + 3 * len(num_experts)) * work.rows
         yield collective_cost(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * statistics)
@@ -353,7 +355,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Costs:
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
     """Returns the parameters a token uses; `parameters` counts all, without padding."""
-    work = Workload(sizes=mesh_shape(), rows=1, length=1, training=False)
+    work = Workload(sizes=mesh_shape(), rows=1, length=1)
     return parameters - round(costs_of(config, work).unused)
 
 
@@ -389,7 +391,7 @@ def describe_padding(config: ModelConfig, mesh: Sizes) -> str | None:
     padded = padded_sizes(config, tp)
     if not padded:
         return None
-    work = Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)
+    work = Workload(sizes=mesh_shape(tp=tp), rows=1, length=1)
     padding = costs_of(config, work).padding
     sizes = ", ".join(f"{size} {name} to {more}" for name, (size, more) in padded.items())
     text = f"with tp {tp}: {sizes}, which adds {padding:.1%} to the weights of a block"
@@ -461,7 +463,6 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
         length=work.length,
         zigzag=work.zigzag,
         platform=work.platform,
-        training=work.training,
         # Policies that compute products again save nothing between the projections.
         remat="full" if work.reprojects else work.remat,
     )
@@ -545,7 +546,7 @@ def traced_costs(
         # Copies are summed after the last micro-batch, which `Weight.collectives` counts.
         return inputs[0], mark_unreduced(inputs[1])
 
-    copied = unreduced if work.training and work.accumulation > 1 else None
+    copied = unreduced if work.accumulation > 1 else None
     yield from _program_costs(forward, ((x, trained), untrained), work, copied)
 
 
@@ -567,8 +568,6 @@ def _program_costs(
         return jax.vjp(lambda inputs: run(inputs, constants), inputs)
 
     def step(inputs: object, constants: object) -> object:
-        if not work.training:
-            return forward(inputs, constants)
         y, backward = vjp(work.remat, inputs if copied is None else copied(inputs), constants)
         return y, backward(y)
 

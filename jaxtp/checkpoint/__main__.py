@@ -155,27 +155,15 @@ def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> 
     return f"{float(np.linalg.norm(difference)) / norm:.3e}"
 
 
-_COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {
-    "inspect": (
-        Inspect,
-        inspect,
-        "Shows a checkpoint's step, mesh, versions, configuration, and each array.",
-    ),
-    "verify": (
-        Inspect,
-        verify,
-        "Compares each array with its shape and checksum; exit code 1 if one differs.",
-    ),
-    "diff": (
-        Diff,
-        diff,
-        "Shows how much each array differs in relative L2 norm; exit code 1 if any does.",
-    ),
-}
+_INSPECT = "Shows a checkpoint's step, mesh, versions, configuration, and each array."
+_VERIFY = "Compares each array with its shape and checksum; exit code 1 if one differs."
+_DIFF = "Shows how much each array differs in relative L2 norm; exit code 1 if any does."
 COMMANDS: dict[str, Command[Any]] = {
-    name: Command(program=f"{PROGRAM} {name}", schema=schema, description=text)
-    for name, (schema, _, text) in _COMMANDS.items()
+    "inspect": Command(program=f"{PROGRAM} inspect", schema=Inspect, description=_INSPECT),
+    "verify": Command(program=f"{PROGRAM} verify", schema=Inspect, description=_VERIFY),
+    "diff": Command(program=f"{PROGRAM} diff", schema=Diff, description=_DIFF),
 }
+_FUNCTIONS: dict[str, Callable[[Any], int]] = {"inspect": inspect, "verify": verify, "diff": diff}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -189,7 +177,7 @@ def _run(argv: Sequence[str]) -> int:
     name, flags = choose(PROGRAM, COMMANDS, argv)
     args, _ = COMMANDS[name].load(flags)
     require_writable("--json", args.json)
-    return _COMMANDS[name][1](args)
+    return _FUNCTIONS[name](args)
 
 
 if __name__ == "__main__":

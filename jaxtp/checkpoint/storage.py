@@ -188,10 +188,7 @@ def require_readable(folder: Path) -> None:
         could fill the memory.
     """
     for path in files_below(folder):
-        try:
-            status = path.stat()
-        except MISSING:
-            continue
+        status = path.stat()
         name = path.relative_to(folder)
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{folder} is damaged ({name} is not a regular file)")
