@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtp.analysis.collective import PRIMITIVES, Axes, Collective, spanned
+from jaxtp.analysis.collective import PRIMITIVES, Collective, spanned
 from jaxtp.layers.experts import RARELY
 from jaxtp.mesh import Sizes, parts
 
@@ -27,7 +27,7 @@ are counted."""
 A_TURN: Final = "a turn"
 """A collective in a loop with an unknown trip count: counted for one iteration."""
 
-_MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
+_MOVES_NOTHING = {"axis_index", "pvary"}
 
 
 def count_collectives(jaxpr: Any, mesh_sizes: Sizes) -> Counter[Collective]:
@@ -37,13 +37,17 @@ def count_collectives(jaxpr: Any, mesh_sizes: Sizes) -> Counter[Collective]:
     """
     counts: Counter[Collective] = Counter()
     for equation, times, counted, scope in equations(jaxpr.jaxpr):
-        axes = _axes(equation, mesh_sizes)
-        groups = equation.params.get("axis_index_groups")
+        name = equation.primitive.name
+        if name in _MOVES_NOTHING:
+            continue
+        params = equation.params
+        names = params.get("axes", params.get("axis_name", ()))
+        axes = spanned(_as_sequence(names), mesh_sizes)
+        groups = params.get("axis_index_groups")
         group = len(groups[0]) if groups else parts(mesh_sizes, axes)
-        kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
+        kind = PRIMITIVES.get(name, name)
         if group == 1:
             continue
-        axes = spanned(axes, mesh_sizes)
         for pair in zip(equation.invars, equation.outvars, strict=False):
             largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
             shape = tuple(largest.shape)
@@ -103,13 +107,6 @@ def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, 
 
 def _as_sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
-
-
-def _axes(equation: JaxprEqn, sizes: Sizes) -> Axes:
-    if equation.primitive.name in _MOVES_NOTHING:
-        return ()
-    names = equation.params.get("axes", equation.params.get("axis_name", ()))
-    return tuple(axis for axis in _as_sequence(names) if axis in sizes)
 
 
 def arrays(*variables: Any) -> list[ShapedArray]:

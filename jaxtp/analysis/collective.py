@@ -4,7 +4,7 @@ Only this module computes the bytes that a device sends around a ring.
 """
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ _WRAPPERS = re.compile(
 )
 PRIMITIVES = {
     "psum": ALL_REDUCE,
-    "psum2": ALL_REDUCE,
     "psum_invariant": ALL_REDUCE,
     "pmax": "all-reduce-max",
     "pmin": "all-reduce-min",
@@ -45,7 +44,7 @@ PRIMITIVES = {
 _PLUMBING = {
     "",
     *PRIMITIVES,
-    *("while", "body", "cond", "branch", "scan", "shard_map", "pcast", "pvary", "name"),
+    *("while", "body", "cond", "branch", "scan", "shard_map", "pvary", "name"),
     *("closed_call", "eval_jaxpr", "core_call", "custom_vjp_call", "custom_jvp_call"),
     *("checkpoint", "rematted_computation", "remat"),
 }
@@ -94,7 +93,7 @@ class Collective:
 Traffic = Mapping[Collective, int]  # Collectives, and how often each runs in a step
 
 
-def spanned(axes: Axes, sizes: Sizes) -> Axes:
+def spanned(axes: Sequence[str], sizes: Sizes) -> Axes:
     """Returns the axes of more than one device, in the mesh's order."""
     return tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
 

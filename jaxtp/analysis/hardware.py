@@ -217,7 +217,7 @@ def parse(text: str) -> tuple[Hardware, int]:
     if not match["hosts"] or Path(match["name"]).is_file():
         return find(match["name"]), devices
     hardware = find(match["kind"])
-    count = _number(text, str(_number(text, match["hosts"]) * devices))
+    count = _number(text, _number(text, match["hosts"]) * devices)
     if devices > hardware.domain:
         raise ConfigError(
             f"--hardware {text}: fast links join at most {hardware.domain} of {hardware.name}; "
@@ -226,7 +226,7 @@ def parse(text: str) -> tuple[Hardware, int]:
     return replace(hardware, domain=devices), count
 
 
-def _number(text: str, digits: str) -> int:
+def _number(text: str, digits: str | int) -> int:
     number = float(digits)  # which may have any number of digits
     if not 1 <= number <= MAX_DEVICES:
         raise ConfigError(f"--hardware {truncate(text, 25)}: from 1 to {MAX_DEVICES:,} devices")

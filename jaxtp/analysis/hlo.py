@@ -38,8 +38,10 @@ _INSTRUCTION = re.compile(
     r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) "
     r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<text>.*)$"
 )
-_CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CALLEES = re.compile(
+    r"(?:to_apply|calls|true_computation|false_computation|branch_computations)="
+    r"([%\w.\-]+|\{[^}]*\})"
+)
 _LIBRARY = re.compile("gemm|matmul|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 """Matrix products in the code of a kernel, in Triton's or Mosaic GPU's names."""
@@ -66,15 +68,12 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The program's operation; empty if missing."""
-        return self.attribute("op_name") or ""
+        return self.attribute("op_name")
 
     @property
     def callees(self) -> list[str]:
         """Computations that it runs once; excludes `condition` and `body` of a `while`."""
-        callees = _CALLEE.findall(self.text)
-        if branches := _BRANCHES.search(self.text):
-            callees += re.findall(r"[\w.\-]+", branches[1])
-        return callees
+        return re.findall(r"[\w.\-]+", " ".join(_CALLEES.findall(self.text)))
 
     @cached_property
     def operands(self) -> list[Operand]:
@@ -82,10 +81,10 @@ class Instruction:
         named_parts = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0])
         return [(name, int(part) if part else None) for name, part in named_parts]
 
-    def attribute(self, name: str) -> str | None:
-        """Returns the word after `name=`, without quotes; None if missing."""
+    def attribute(self, name: str) -> str:
+        """Returns the word after `name=`, without quotes; empty if missing."""
         match = re.search(rf'\b{name}=(?:"(?P<quoted>[^"]*)"|%?(?P<word>[\w.\-]+))', self.text)
-        return match[match.lastgroup or 0] if match else None
+        return match[match.lastgroup or 0] if match else ""
 
 
 Computation = Sequence[Instruction]
@@ -129,27 +128,29 @@ def named(computation: Computation, name: str) -> Instruction:
 
 def read_frames(text: str) -> dict[int, str]:
     """Returns `file:line` by frame id, of the innermost frame outside of installed libraries."""
-    files = _table(text, "FileNames", r'"(.+)"()')
-    places = _table(text, "FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")
-    frames = _table(text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+    header, *_ = text.partition(") -> ")  # before the first computation
+    file_names, *_ = header.partition("\nFunctionNames")
+    files = dict(re.findall(r'^(\d+) "(.+)"', file_names, re.MULTILINE))
+    places = {}
+    frames = {}
+    place = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
+    for row, file, line in re.findall(place, header, re.MULTILINE):
+        places[row] = (file, line)
+    frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    for row, location, parent in re.findall(frame, header, re.MULTILINE):
+        frames[row] = (location, parent)
 
     def source(frame: str) -> str:
         while True:
             location, parent = frames[frame]
             file, line = places.get(location, ("0", "?"))
-            name = files.get(file, "?")[0]
+            name = files.get(file, "?")
             # The outermost frame is its own parent, or has none.
             if not _LIBRARIES.search(name) or parent == frame or parent not in frames:
                 return f"{name}:{line}"
             frame = parent
 
     return {int(frame): source(frame) for frame in frames}
-
-
-def _table(text: str, name: str, pattern: str) -> dict[str, tuple[str, str]]:
-    table = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-    rows = re.findall(rf"^(\d+) {pattern}", table[1], re.MULTILINE) if table else []
-    return {row: (first, second) for row, first, second in rows}
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Sizes) -> Counter[Collective]:
@@ -207,7 +208,7 @@ def is_product(instruction: Instruction) -> bool:
     """Returns whether it is a matrix product, or a library's or custom kernel with products."""
     if instruction.opcode != "custom-call":
         return instruction.opcode == "dot"
-    target = instruction.attribute("custom_call_target") or ""
+    target = instruction.attribute("custom_call_target")
     return bool(_LIBRARY.search(target) or _IN_BYTECODE.search(instruction.text))
 
 
@@ -227,10 +228,8 @@ def walk(
                 bodies = turns
                 conditions = turns + 1
                 meaning = counted
-            body = instruction.attribute("body") or ""
-            condition = instruction.attribute("condition") or ""
-            yield from walk(module, body, inner, times * bodies, meaning)
-            yield from walk(module, condition, inner, times * conditions, meaning)
+            for part, runs in (("body", bodies), ("condition", conditions)):
+                yield from walk(module, instruction.attribute(part), inner, times * runs, meaning)
         elif instruction.opcode in ("call", "conditional", "fusion"):
             meaning = counted
             if instruction.opcode == "conditional":
@@ -256,8 +255,8 @@ def _trip_count(module: Module, around: Computation, loop: Instruction) -> int |
 
 def _counts(module: Module, around: Computation, loop: Instruction) -> range:
     # The values of a loop's counter, which begins and ends at constants, and grows by a constant.
-    condition = module[loop.attribute("condition") or ""]
-    body = module[loop.attribute("body") or ""]
+    condition = module[loop.attribute("condition")]
+    body = module[loop.attribute("body")]
     test = root_of(condition)
     init = named(around, loop.operands[0][0])
     result = root_of(body)
@@ -316,7 +315,7 @@ def product_flops(computation: Computation, product: Instruction) -> int | None:
     """
     types = [*operand_types(computation, product), product.type]
     *operands, result = [_integers(_SHAPE.findall(type_)[0][1]) for type_ in types]
-    target = product.attribute("custom_call_target") or ""
+    target = product.attribute("custom_call_target")
     if "fmha" in target:
         name = "fmhaBackward" if "Backward" in target else "fmha"
         products = kernel_products(name, operands, result)

@@ -18,11 +18,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import Array
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxtp.analysis.census import (
-    Products,
     array_bytes,
     arrays,
     count_collectives,
@@ -616,22 +615,19 @@ def _abstract(sizes: Sizes, platform: str | None = None) -> Iterator[None]:
 
 def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
     for equation, times, *_ in equations(jaxpr):
-        is_kernel = equation.primitive.name == "pallas_call"
-        products = _kernel_products(equation) if is_kernel else dot_products(equation)
+        operands = arrays(*equation.invars)
+        results = arrays(*equation.outvars)
+        products = dot_products(equation)
+        if equation.primitive.name == "pallas_call":
+            name = equation.params["name"]
+            shapes = [operand.shape for operand in operands]
+            products = kernel_products(name, shapes, results[0].shape)
+            if products is None:
+                raise ValueError(
+                    f"the products of the kernel {name!r} are not known; add a rule to "
+                    "jaxtp.analysis.census"
+                )
         if products is not None:
             m, k, n, count = products
-            operands_and_results = arrays(*equation.invars, *equation.outvars)
-            moved = sum(map(array_bytes, operands_and_results))
+            moved = sum(map(array_bytes, operands + results))
             yield Product("products", m, k, n, times * count, moved)
-
-
-def _kernel_products(equation: JaxprEqn) -> Products:
-    name = equation.params["name"]
-    *operands, result = arrays(*equation.invars, equation.outvars[0])
-    products = kernel_products(name, [operand.shape for operand in operands], result.shape)
-    if products is None:
-        raise ValueError(
-            f"the products of the kernel {name!r} are not known; add a rule to "
-            "jaxtp.analysis.census"
-        )
-    return products
