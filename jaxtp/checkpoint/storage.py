@@ -205,12 +205,7 @@ def require_openable(checkpoints: Path) -> None:
       CheckpointError: a file is a pipe, for which Orbax would wait forever, or a device.
     """
     for path in (*checkpoints.glob("*"), *checkpoints.glob("*/*")):
-        try:
-            mode = path.stat().st_mode
-        except OSError:
-            # A broken link, or another process deleted it.
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        if path.is_fifo() or path.is_char_device() or path.is_block_device():
             raise CheckpointError(f"{path} is not a regular file; delete it")
 
 
@@ -316,7 +311,7 @@ def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any
 
 
 def _is_large(array: ShapeDtypeStruct) -> bool:
-    return math.prod(array.shape) * array.dtype.itemsize > MAX_BYTES_IN_FLIGHT
+    return array.size * array.dtype.itemsize > MAX_BYTES_IN_FLIGHT
 
 
 def steps_in(folder: Path) -> list[int]:
