@@ -122,8 +122,8 @@ def root_of(computation: Computation) -> Instruction:
 
 def named(computation: Computation, name: str) -> Instruction:
     """Returns the instruction with that name; raises ValueError if there is none."""
-    (found,) = [instruction for instruction in computation if instruction.name == name]
-    return found
+    (instruction,) = [maker for maker in computation if maker.name == name]
+    return instruction
 
 
 def read_frames(text: str) -> dict[int, str]:
@@ -264,8 +264,8 @@ def _counts(module: Module, around: Computation, loop: Instruction) -> range:
     after, _ = _resolve(body, result.operands[counter])
     before = _number(body, after.operands[0], "parameter")
     step = _number(body, after.operands[1], "constant")
-    found = (init.opcode, result.opcode, after.opcode, test.opcode, test.attribute("direction"))
-    if found != ("tuple", "tuple", "add", "compare", "LT") or before != counter or step < 1:
+    structure = (init.opcode, result.opcode, after.opcode, test.opcode, test.attribute("direction"))
+    if structure != ("tuple", "tuple", "add", "compare", "LT") or before != counter or step < 1:
         raise HloError(f"{loop.name} has no counter")
     first = _number(around, init.operands[counter], "constant")
     return range(first, _number(condition, test.operands[1], "constant"), step)

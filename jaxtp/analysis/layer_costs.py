@@ -419,10 +419,11 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     compute = compute_itemsize(layer)
     recomputed = work.reprojects
     local = [f.local(work.tp) for f in layer.features]
+    weight = partial(weight_of, module=COLUMN, precision=layer.precision)
     for kernel in layer.kernels:
         yield from projection_weights(layer, kernel, COLUMN, work, STORAGE)
     for bias in layer.biases:
-        yield weight_of(bias, COLUMN, layer.precision, again=recomputed)
+        yield weight(bias, again=recomputed)
     hidden = moved = tokens * layer.in_features * compute
     if layer.matmul == "float8":
         moved = tokens * (layer.in_features + FLOAT32)
@@ -456,7 +457,6 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     yield Bytes("saved", saved.get(work.remat, 0))
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
         features = layer.in_features, local[i]
-        weight = partial(weight_of, module=COLUMN, precision=layer.precision)
         yield from lora_costs(lora, work, features, weight, recomputed=recomputed)
 
 

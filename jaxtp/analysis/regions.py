@@ -184,9 +184,9 @@ def _best(regions: tuple[Region, ...]) -> list[Region]:
     if not regions:
         return []
     # Tries both to take the first region, and to leave it out.
-    first, *others = regions
-    compatible = tuple(region for region in others if not first.conflicts(region))
-    return max([first, *_best(compatible)], _best(tuple(others)), key=_value)
+    first, *remaining = regions
+    compatible = tuple(region for region in remaining if not first.conflicts(region))
+    return max([first, *_best(compatible)], _best(tuple(remaining)), key=_value)
 
 
 def _value(regions: list[Region]) -> tuple[int, float]:
