@@ -45,7 +45,6 @@ _CALLEES = re.compile(
 _LIBRARY = re.compile("gemm|matmul|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 """Matrix products in the code of a kernel, in Triton's or Mosaic GPU's names."""
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = re.compile("/(site|dist)-packages/")
 Operand = tuple[str, int | None]
 """The name of an instruction that is read; a number selects a part of its tuple (`%p#1`)."""
@@ -126,7 +125,7 @@ def named(computation: Computation, name: str) -> Instruction:
     return instruction
 
 
-def read_frames(text: str) -> dict[int, str]:
+def read_frames(text: str) -> dict[str, str]:
     """Returns `file:line` by frame id, of the innermost frame outside of installed libraries."""
     header, *_ = text.partition(") -> ")  # before the first computation
     file_names, *_ = header.partition("\nFunctionNames")
@@ -150,7 +149,7 @@ def read_frames(text: str) -> dict[int, str]:
                 return f"{name}:{line}"
             frame = parent
 
-    return {int(frame): source(frame) for frame in frames}
+    return {frame: source(frame) for frame in frames}
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Sizes) -> Counter[Collective]:
@@ -171,8 +170,7 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Sizes) -> Counter[Collective
     for _, instruction, scope, times, counted in walk(module, entry):
         if instruction.opcode not in KINDS:
             continue
-        frame = _FRAME.search(instruction.text)
-        source = frames.get(int(frame[1]), "") if frame else ""
+        source = frames.get(instruction.attribute("stack_frame_id"), "")
         for collective in collectives_of(instruction, scope, mesh_sizes):
             if collective.group > 1:
                 counts[dataclasses.replace(collective, source=source, counted=counted)] += times

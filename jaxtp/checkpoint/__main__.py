@@ -86,10 +86,10 @@ def inspect(args: Inspect) -> int:
 
 
 def _record(stored: StoredCheckpoint) -> dict[str, Any]:
-    record: dict[str, Any] = {"folder": str(stored.folder), "step": stored.folder.name}
+    name = stored.folder.name
     # The folder of a copy may have any name.
-    if stored.folder.name.isdecimal():
-        record["step"] = int(stored.folder.name)
+    step = int(name) if name.isdecimal() else name
+    record: dict[str, Any] = {"folder": str(stored.folder), "step": step}
     files = filter(Path.is_file, stored.folder.rglob("*"))
     record["bytes"] = sum(path.stat().st_size for path in files)
     for name in _RECORDED:

@@ -10,7 +10,7 @@ always detected. A change of several elements is missed with a probability of 2^
 """
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
 
@@ -62,13 +62,13 @@ class Sums:
     """
 
     def __init__(self, arrays: Mapping[str, Array]):
-        alike: dict[object, list[str]] = {}
+        alike = defaultdict[object, list[str]](list)
         for name, array in arrays.items():
             key: object = _mesh_of(array) or array.sharding
             # With many arrays, a program sums only arrays of equal shape, dtype and sharding.
             if len(arrays) > GROUP:
                 key = (array.shape, array.dtype, array.sharding)
-            alike.setdefault(key, []).append(name)
+            alike[key].append(name)
         self._groups = []
         for names in alike.values():
             for start in range(0, len(names), GROUP):
@@ -138,10 +138,10 @@ def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
     if not isinstance(sharding, NamedSharding):
         return [[0]]
     indices = sharding.devices_indices_map(shape)
-    groups: dict[str, list[int]] = {}
+    groups = defaultdict[str, list[int]](list)
     for position, device in enumerate(sharding.mesh.devices.flat):
         # Slices can be compared as text.
-        groups.setdefault(str(indices[device]), []).append(position)
+        groups[str(indices[device])].append(position)
     return list(groups.values())
 
 
@@ -177,10 +177,10 @@ def describe_devices(
 
     `positions` index `devices`; `hosts` are host names by process.
     """
-    by_process: dict[int, list[int]] = {}
+    by_process = defaultdict[int, list[int]](list)
     for position in sorted(set().union(*positions.values())):
         device = devices[position]
-        by_process.setdefault(device.process_index, []).append(device.id)
+        by_process[device.process_index].append(device.id)
     described = []
     for process, ids in by_process.items():
         local = sorted(device.id for device in devices if device.process_index == process)

@@ -289,7 +289,8 @@ def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any
     }
     # Orbax opens every array to read its chunks. They are only needed for an array that is larger
     # than the memory limit.
-    if metadata.keys() != target.keys() or any(map(_is_large, metadata.values())):
+    sizes = [array.size * array.dtype.itemsize for array in metadata.values()]
+    if metadata.keys() != target.keys() or max(sizes, default=0) > MAX_BYTES_IN_FLIGHT:
         metadata = read_metadata(folder)
     stored_shapes = {name: tuple(array.shape) for name, array in metadata.items()}
     # Checkpoints of version 0.1 have no shapes.
@@ -308,10 +309,6 @@ def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any
     if wrong:
         raise CheckpointError(f"{folder} holds another model: {'; '.join(wrong[:3])}")
     return read_arrays(folder, stored, metadata)
-
-
-def _is_large(array: ShapeDtypeStruct) -> bool:
-    return array.size * array.dtype.itemsize > MAX_BYTES_IN_FLIGHT
 
 
 def steps_in(folder: Path) -> list[int]:
