@@ -220,8 +220,8 @@ def _read(fused: Computation, parameter: int, size: float, module: Module) -> fl
     return min(total, size)
 
 
-def _written(fused: Computation, result: Instruction | None) -> float:
-    if result is None or result.opcode == "parameter":
+def _written(fused: Computation, result: Instruction) -> float:
+    if result.opcode == "parameter":
         return 0.0
     operands = [hlo.named(fused, name) for name, _ in result.operands]
     if result.opcode in ("tuple", "bitcast"):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec, Sharding
 from jax.stages import Compiled
@@ -307,15 +306,14 @@ def _state_shardings(compiled: Compiled, state: object) -> Any:
 
 
 def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
-    # The axes along which the first two devices hold the same part.
+    # The axes along which the first device and its neighbor hold the same part.
     indices = sharding.devices_indices_map(tuple(shape))
     first = mesh.devices.flat[0]
-    for dim, axis in enumerate(mesh.axis_names):
-        # The devices along this axis, from the first.
-        axis_first = np.moveaxis(mesh.devices, dim, 0)
-        line = axis_first.reshape(len(axis_first), -1)[:, 0]
-        if len(line) > 1 and indices[line[1]] == indices[first]:
-            yield axis
+    for dim, (axis, size) in enumerate(mesh.shape.items()):
+        if size > 1:
+            neighbor = mesh.devices.take(1, dim).flat[0]
+            if indices[neighbor] == indices[first]:
+                yield axis
 
 
 def _paths(tree: object) -> list[Any]:

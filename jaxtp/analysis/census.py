@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, Final, Literal
 
-import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxtp.analysis.collective import PRIMITIVES, Axes, Collective, spanned
+from jaxtp.analysis.collective import PRIMITIVES, Collective, spanned
 from jaxtp.layers.experts import RARELY
 from jaxtp.mesh import Sizes, parts
 
@@ -28,7 +27,7 @@ are counted."""
 A_TURN: Final = "a turn"
 """A collective in a loop with an unknown trip count: counted for one iteration."""
 
-_MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
+_MOVES_NOTHING = {"axis_index", "pvary"}
 
 
 def count_collectives(jaxpr: Any, mesh_sizes: Sizes) -> Counter[Collective]:
@@ -38,18 +37,22 @@ def count_collectives(jaxpr: Any, mesh_sizes: Sizes) -> Counter[Collective]:
     """
     counts: Counter[Collective] = Counter()
     for equation, times, counted, scope in equations(jaxpr.jaxpr):
-        axes = _axes(equation, mesh_sizes)
-        groups = equation.params.get("axis_index_groups")
+        name = equation.primitive.name
+        if name in _MOVES_NOTHING:
+            continue
+        params = equation.params
+        names = params.get("axes", params.get("axis_name", ()))
+        axes = spanned(_as_sequence(names), mesh_sizes)
+        groups = params.get("axis_index_groups")
         group = len(groups[0]) if groups else parts(mesh_sizes, axes)
-        kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
+        kind = PRIMITIVES.get(name, name)
         if group == 1:
             continue
-        axes = spanned(axes, mesh_sizes)
         for pair in zip(equation.invars, equation.outvars, strict=False):
             largest = max(arrays(*pair), key=lambda array: math.prod(array.shape))
             shape = tuple(largest.shape)
             dtype = str(largest.dtype)
-            size = message_bytes(shape, dtype)
+            size = array_bytes(largest)
             counts[Collective(kind, axes, group, size, scope, shape, dtype, counted)] += times
     return counts
 
@@ -88,9 +91,10 @@ def _inside(equation: JaxprEqn, counted: Counted) -> Iterator[tuple[Jaxpr, int, 
     name = equation.primitive.name
     params = equation.params
     if name == "while":
-        bodies, conditions, meaning = runs(trip_count(equation), counted)
-        yield params["body_jaxpr"].jaxpr, bodies, meaning
-        yield params["cond_jaxpr"].jaxpr, conditions, meaning
+        rarely = runs_rarely(equation)
+        meaning = counted if rarely else A_TURN
+        yield params["body_jaxpr"].jaxpr, int(not rarely), meaning
+        yield params["cond_jaxpr"].jaxpr, 1, meaning
         return
     times = params["length"] if name == "scan" else 1
     if name == "cond" and len(params["branches"]) > 1 and not counted:
@@ -105,13 +109,6 @@ def _as_sequence(value: object) -> Sequence[Any]:
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-def _axes(equation: JaxprEqn, sizes: Sizes) -> Axes:
-    if equation.primitive.name in _MOVES_NOTHING:
-        return ()
-    names = equation.params.get("axes", equation.params.get("axis_name", ()))
-    return tuple(axis for axis in _as_sequence(names) if axis in sizes)
-
-
 def arrays(*variables: Any) -> list[ShapedArray]:
     """Returns variables' avals (shape and dtype), typed for mypy."""
     return [variable.aval for variable in variables]
@@ -120,11 +117,6 @@ def arrays(*variables: Any) -> list[ShapedArray]:
 def array_bytes(array: Any) -> int:
     """Returns the bytes of an array, which may be abstract."""
     return int(array.size * array.dtype.itemsize)
-
-
-def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Returns the bytes of an array."""
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
 
 
 Products = tuple[int, int, int, int]
@@ -181,16 +173,6 @@ _ATTENTION = {
 gradients of the weights) count once."""
 
 
-def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
-    """Returns how often a loop runs its body and its condition, and the counts' meaning.
-
-    Args:
-      turns: trip count; None if unknown.
-      counted: meaning of the loop's own count.
-    """
-    return (1, 1, A_TURN) if turns is None else (turns, turns + 1, counted)
-
-
-def trip_count(loop: JaxprEqn) -> int | None:
-    """Returns the iterations of a `while` equation: 0 if it runs rarely, else None: unknown."""
-    return 0 if RARELY in str(loop.source_info.name_stack) else None
+def runs_rarely(loop: JaxprEqn) -> bool:
+    """Returns whether a `while` equation has the scope of loops that rarely run."""
+    return RARELY in str(loop.source_info.name_stack)

@@ -4,7 +4,7 @@ Only this module computes the bytes that a device sends around a ring.
 """
 
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -24,11 +24,11 @@ Key = TypeVar("Key", bound=Hashable)
 Place = tuple[str, Axes]
 """A module and mesh axes, as `Collective.module` and `Collective.axes` have them."""
 
-_WRAPPERS = re.compile(r"\b(?:jit|jvp|transpose|vmap|remat)\(|\)")
-_BRANCH = re.compile(r"branch_\d+_fun")
+_WRAPPERS = re.compile(
+    r"jit\([^()]*\)/?|\b(?:jit|jvp|transpose|vmap|remat)\(|\)|\bbranch_\d+_fun\b"
+)
 PRIMITIVES = {
     "psum": ALL_REDUCE,
-    "psum2": ALL_REDUCE,
     "psum_invariant": ALL_REDUCE,
     "pmax": "all-reduce-max",
     "pmin": "all-reduce-min",
@@ -42,8 +42,9 @@ PRIMITIVES = {
 }
 """Kinds of collectives by the primitive of a jaxpr."""
 _PLUMBING = {
+    "",
     *PRIMITIVES,
-    *("while", "body", "cond", "branch", "scan", "shard_map", "pcast", "pvary", "name"),
+    *("while", "body", "cond", "branch", "scan", "shard_map", "pvary", "name"),
     *("closed_call", "eval_jaxpr", "core_call", "custom_vjp_call", "custom_jvp_call"),
     *("checkpoint", "rematted_computation", "remat"),
 }
@@ -68,13 +69,8 @@ class Collective:
     @property
     def module(self) -> str:
         """Scope without JAX's transformations: `mlp/rms_norm`."""
-        outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
-        parts = _WRAPPERS.sub("", outside).split("/")
-        modules = []
-        for part in parts:
-            if part and part not in _PLUMBING and not _BRANCH.fullmatch(part):
-                modules.append(part)
-        return "/".join(modules)
+        parts = _WRAPPERS.sub("", self.scope).split("/")
+        return "/".join(part for part in parts if part not in _PLUMBING)
 
     @property
     def backward(self) -> bool:
@@ -97,7 +93,7 @@ class Collective:
 Traffic = Mapping[Collective, int]  # Collectives, and how often each runs in a step
 
 
-def spanned(axes: Axes, sizes: Sizes) -> Axes:
+def spanned(axes: Sequence[str], sizes: Sizes) -> Axes:
     """Returns the axes of more than one device, in the mesh's order."""
     return tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
 

@@ -9,7 +9,6 @@ layers whose output is needed whole, and repeats the walk.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import Any
 
 import jax
@@ -97,8 +96,6 @@ class Dataflow:
     # Layers whose output is needed whole, and why
     blocked: dict[str, str] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)  # layers whose split output a loss reduces
-    through: dict[str, dict[str, None]] = field(default_factory=dict)
-    """Operations on the split output of each layer."""
     collectives: dict[Columns, Counter[Collective]] = field(default_factory=dict)
     """Collectives over tp between layers, by the column layers that cause them."""
     outputs: dict[Columns, Any] = field(default_factory=dict)
@@ -248,7 +245,8 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
         results = []
         for dim, variable in zip(dims, equation.outvars, strict=True):
             split_by: Columns = frozenset() if dim is None else columns
-            result_grad = has_grad and _is_float(variable.aval)
+            aval: Any = variable.aval
+            result_grad = has_grad and bool(jnp.issubdtype(aval.dtype, jnp.inexact))
             results.append(ArrayInfo(dim, split_by, result_grad, merged.batched, summed, source))
         return results
 
@@ -283,8 +281,6 @@ class _DataflowWalk(Walk[ArrayInfo, Dataflow]):
                 self.block(columns, why_here)
             return [None] * len(equation.outvars)
         self.result.joined.append(columns)
-        for path in columns:
-            self.result.through.setdefault(path, {})[name] = None
         for info, operand in zip(infos, equation.invars, strict=True):
             # The gradient of a whole operand is partial on each device.
             if info.dim is None and info.has_grad:
@@ -348,24 +344,15 @@ def _merged(infos: Iterable[ArrayInfo]) -> ArrayInfo:
     return ArrayInfo(None, frozenset(columns), has_grad, batched, frozenset(summed))
 
 
-def _is_float(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
 def _broadcast_source(
     equation: JaxprEqn, infos: list[ArrayInfo]
 ) -> tuple[int, frozenset[int]] | None:
-    name = equation.primitive.name
-    if name == "broadcast_in_dim" and shape_of(equation.invars[0]):
+    if equation.primitive.name == "broadcast_in_dim" and shape_of(equation.invars[0]):
         aval: Any = equation.invars[0].aval
         dims = equation.params["broadcast_dimensions"]
         unbroadcast = array_bytes(aval), frozenset(range(aval.ndim))
         size, varying = infos[0].broadcast_from or unbroadcast
         return size, frozenset(dims[dim] for dim in varying if aval.shape[dim] > 1)
-    if name in ("convert_element_type", "mul", "add", "neg"):
-        arrays = list(compress(infos, map(shape_of, equation.invars)))
-        if len(arrays) == 1:
-            return arrays[0].broadcast_from
     return None
 
 

@@ -107,16 +107,13 @@ MAX_DEVICES = 2**20
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` must have: their defaults describe no device."""
 
-_SCALES = {"memory": GIB, "flops": 1e12, "bandwidth": GB, "link": GB, "network": GB}
-
 
 def _table() -> dict[str, Hardware]:
     file = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     table = {}
     for name, device in file["devices"].items():
         fields = file["groups"].get(device.pop("group", ""), {}) | device
-        for key in fields.keys() & _SCALES.keys():
-            fields[key] *= _SCALES[key]
+        memory = GIB * fields.pop("gib")
         kinds = tuple(fields.pop("kinds"))
         capability = CAPABILITIES.get(kinds[0], "")
         # Twice bfloat16 on each card of Ada, Hopper and Blackwell, by the sources of the devices:
@@ -124,7 +121,9 @@ def _table() -> dict[str, Hardware]:
         # format (E4M3FNUZ); these TPUs have none.
         if float(capability or 0) >= FLOAT8_CAPABILITY:
             fields["float8"] = 2 * fields["flops"]
-        table[name] = Hardware(name=name, kinds=kinds, capability=capability, **fields)
+        table[name] = Hardware(
+            name=name, kinds=kinds, capability=capability, memory=memory, **fields
+        )
     return table
 
 
@@ -218,7 +217,7 @@ def parse(text: str) -> tuple[Hardware, int]:
     if not match["hosts"] or Path(match["name"]).is_file():
         return find(match["name"]), devices
     hardware = find(match["kind"])
-    count = _number(text, str(_number(text, match["hosts"]) * devices))
+    count = _number(text, _number(text, match["hosts"]) * devices)
     if devices > hardware.domain:
         raise ConfigError(
             f"--hardware {text}: fast links join at most {hardware.domain} of {hardware.name}; "
@@ -227,7 +226,7 @@ def parse(text: str) -> tuple[Hardware, int]:
     return replace(hardware, domain=devices), count
 
 
-def _number(text: str, digits: str) -> int:
+def _number(text: str, digits: str | int) -> int:
     number = float(digits)  # which may have any number of digits
     if not 1 <= number <= MAX_DEVICES:
         raise ConfigError(f"--hardware {truncate(text, 25)}: from 1 to {MAX_DEVICES:,} devices")

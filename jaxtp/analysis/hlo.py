@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtp.analysis.census import (
@@ -20,12 +21,9 @@ from jaxtp.analysis.census import (
     AT_MOST,
     Counted,
     kernel_products,
-    message_bytes,
-    runs,
 )
 from jaxtp.analysis.collective import PERMUTE, REDUCE_SCATTER, Collective
 from jaxtp.layers.experts import RARELY
-from jaxtp.layers.float8 import FLOAT8
 from jaxtp.mesh import Sizes, parts
 
 KINDS = (
@@ -40,20 +38,14 @@ _INSTRUCTION = re.compile(
     r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) "
     r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<text>.*)$"
 )
-_CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CALLEES = re.compile(
+    r"(?:to_apply|calls|true_computation|false_computation|branch_computations)="
+    r"([%\w.\-]+|\{[^}]*\})"
+)
 _LIBRARY = re.compile("gemm|matmul|fmha")
 _IN_BYTECODE = re.compile(r"\\00(?:dot|dot_scaled|wgmma|mma|tcgen05_mma)\\00")
 """Matrix products in the code of a kernel, in Triton's or Mosaic GPU's names."""
-_FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LIBRARIES = re.compile("/(site|dist)-packages/")
-_FLOAT8 = re.compile(rf"\b{FLOAT8}\b")
-"""Scope of products that `layers/products.py` asks for."""
-_TRANSFORMS = re.compile(
-    r"jit\([^)]*\)|\b(?:jvp|transpose|vmap|while|body|cond|closed_call|checkpoint|rematted_computation|shard_map)\b|\W+"
-)
-"""Parts of a scope that JAX adds to the names of modules."""
-
 Operand = tuple[str, int | None]
 """The name of an instruction that is read; a number selects a part of its tuple (`%p#1`)."""
 
@@ -75,28 +67,23 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """The program's operation; empty if missing."""
-        return self.attribute("op_name") or ""
+        return self.attribute("op_name")
 
     @property
     def callees(self) -> list[str]:
         """Computations that it runs once; excludes `condition` and `body` of a `while`."""
-        callees = _CALLEE.findall(self.text)
-        if branches := _BRANCHES.search(self.text):
-            callees += re.findall(r"[\w.\-]+", branches[1])
-        return callees
+        return re.findall(r"[\w.\-]+", " ".join(_CALLEES.findall(self.text)))
 
     @cached_property
     def operands(self) -> list[Operand]:
         """Instructions that it reads, in order."""
-        operands: list[Operand] = []
-        for name, part in re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0]):
-            operands.append((name, int(part) if part else None))
-        return operands
+        named_parts = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.text.split(")")[0])
+        return [(name, int(part) if part else None) for name, part in named_parts]
 
-    def attribute(self, name: str) -> str | None:
-        """Returns the word after `name=`, without quotes; None if missing."""
+    def attribute(self, name: str) -> str:
+        """Returns the word after `name=`, without quotes; empty if missing."""
         match = re.search(rf'\b{name}=(?:"(?P<quoted>[^"]*)"|%?(?P<word>[\w.\-]+))', self.text)
-        return match[match.lastgroup or 0] if match else None
+        return match[match.lastgroup or 0] if match else ""
 
 
 Computation = Sequence[Instruction]
@@ -126,46 +113,43 @@ def parse_module(text: str) -> tuple[Module, str]:
     return module, entry
 
 
-def root_of(computation: Computation) -> Instruction | None:
+def root_of(computation: Computation) -> Instruction:
     """Returns the computation's root."""
-    for instruction in computation:
-        if instruction.root:
-            return instruction
-    return None
+    (root,) = [instruction for instruction in computation if instruction.root]
+    return root
 
 
-def named(computation: Computation, name: str) -> Instruction | None:
-    """Returns the instruction with that name."""
-    for instruction in computation:
-        if instruction.name == name:
-            return instruction
-    return None
+def named(computation: Computation, name: str) -> Instruction:
+    """Returns the instruction with that name; raises ValueError if there is none."""
+    (instruction,) = [maker for maker in computation if maker.name == name]
+    return instruction
 
 
-def read_frames(text: str) -> dict[int, str]:
+def read_frames(text: str) -> dict[str, str]:
     """Returns `file:line` by frame id, of the innermost frame outside of installed libraries."""
-    files = _table(text, "FileNames", r'"(.+)"()')
-    places = _table(text, "FileLocations", r"\{file_name_id=(\d+) .*?\bline=(\d+)")
-    frames = _table(text, "StackFrames", r"\{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
+    header, *_ = text.partition(") -> ")  # before the first computation
+    file_names, *_ = header.partition("\nFunctionNames")
+    files = dict(re.findall(r'^(\d+) "(.+)"', file_names, re.MULTILINE))
+    places = {}
+    frames = {}
+    place = r"^(\d+) \{file_name_id=(\d+) .*?\bline=(\d+)"
+    for row, file, line in re.findall(place, header, re.MULTILINE):
+        places[row] = (file, line)
+    frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    for row, location, parent in re.findall(frame, header, re.MULTILINE):
+        frames[row] = (location, parent)
 
     def source(frame: str) -> str:
-        visited: set[str] = set()
         while True:
-            visited.add(frame)
             location, parent = frames[frame]
             file, line = places.get(location, ("0", "?"))
-            name = files.get(file, "?")[0]
-            if not _LIBRARIES.search(name) or parent in visited or parent not in frames:
+            name = files.get(file, "?")
+            # The outermost frame is its own parent, or has none.
+            if not _LIBRARIES.search(name) or parent == frame or parent not in frames:
                 return f"{name}:{line}"
             frame = parent
 
-    return {int(frame): source(frame) for frame in frames}
-
-
-def _table(text: str, name: str, pattern: str) -> dict[str, tuple[str, str]]:
-    table = re.search(rf"^{name}\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
-    rows = re.findall(rf"^(\d+) {pattern}", table[1], re.MULTILINE) if table else []
-    return {row: (first, second) for row, first, second in rows}
+    return {frame: source(frame) for frame in frames}
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Sizes) -> Counter[Collective]:
@@ -183,12 +167,12 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Sizes) -> Counter[Collective
     module, entry = parse_module(text)
     frames = read_frames(text)
     counts: Counter[Collective] = Counter()
-    for computation, instruction, scope, times, counted in walk(module, entry):
+    for _, instruction, scope, times, counted in walk(module, entry):
         if instruction.opcode not in KINDS:
             continue
+        source = frames.get(instruction.attribute("stack_frame_id"), "")
         for collective in collectives_of(instruction, scope, mesh_sizes):
             if collective.group > 1:
-                source = _source(instruction, module[computation], frames)
                 counts[dataclasses.replace(collective, source=source, counted=counted)] += times
     return counts
 
@@ -222,42 +206,8 @@ def is_product(instruction: Instruction) -> bool:
     """Returns whether it is a matrix product, or a library's or custom kernel with products."""
     if instruction.opcode != "custom-call":
         return instruction.opcode == "dot"
-    target = instruction.attribute("custom_call_target") or ""
+    target = instruction.attribute("custom_call_target")
     return bool(_LIBRARY.search(target) or _IN_BYTECODE.search(instruction.text))
-
-
-def read_float8(text: str) -> tuple[int, Counter[str]]:
-    """Reads the products that a program should compute in float8.
-
-    Returns the number of products in float8, and the products in other dtypes by layer.
-    """
-    module, entry = parse_module(text)
-    num_in_float8 = 0
-    others_by_layer = Counter[str]()
-    for computation, instruction, scope, times, _ in walk(module, entry):
-        if not is_product(instruction) or not _FLOAT8.search(scope):
-            continue
-        operands = operand_types(module[computation], instruction)[:2]
-        dtypes = [operand.partition("[")[0] for operand in operands]
-        if dtypes and all(dtype.startswith("f8") for dtype in dtypes):
-            num_in_float8 += times
-            continue
-        layer = "/".join(filter(None, _TRANSFORMS.split(_FLOAT8.split(scope)[0])))
-        if "transpose(" in scope and "rematted_computation" not in scope:
-            layer = f"input gradient of {layer}"
-        others_by_layer[f"{layer} ({' x '.join(dtypes)})"] += times
-    return num_in_float8, others_by_layer
-
-
-def _source(instruction: Instruction, computation: Computation, frames: Mapping[int, str]) -> str:
-    # If the partitioner left no line, takes the line of an instruction that reads the result.
-    name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
-    readers = (reader.text for reader in computation if name.search(reader.text))
-    for text in (instruction.text, *readers):
-        frame = _FRAME.search(text)
-        if frame and int(frame[1]) in frames:
-            return frames[int(frame[1])]
-    return ""
 
 
 def walk(
@@ -269,12 +219,15 @@ def walk(
         inner = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
         yield name, instruction, inner, times, counted
         if instruction.opcode == "while":
-            trip_count = _trip_count(module, module[name], instruction)
-            bodies, conditions, meaning = runs(trip_count, counted)
-            body = instruction.attribute("body") or ""
-            condition = instruction.attribute("condition") or ""
-            yield from walk(module, body, inner, times * bodies, meaning)
-            yield from walk(module, condition, inner, times * conditions, meaning)
+            turns = _trip_count(module, module[name], instruction)
+            bodies = conditions = 1
+            meaning: Counted = A_TURN
+            if turns is not None:
+                bodies = turns
+                conditions = turns + 1
+                meaning = counted
+            for part, runs in (("body", bodies), ("condition", conditions)):
+                yield from walk(module, instruction.attribute(part), inner, times * runs, meaning)
         elif instruction.opcode in ("call", "conditional", "fusion"):
             meaning = counted
             if instruction.opcode == "conditional":
@@ -286,56 +239,52 @@ def walk(
 def _trip_count(module: Module, around: Computation, loop: Instruction) -> int | None:
     """Returns the iterations of a `while` in `around`; None if unknown.
 
-    Reads the compiler's note or, without a note, the loop's condition.
+    Reads the compiler's note or, without a note, the loop's counter.
     """
     if f"/{RARELY}/" in loop.op_name:
         return 0
     if note := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.text):
         return int(note[1])
-    condition = module[loop.attribute("condition") or ""]
-    body = module[loop.attribute("body") or ""]
+    try:
+        return len(_counts(module, around, loop))
+    except (ValueError, IndexError):  # the loop has no counter
+        return None
+
+
+def _counts(module: Module, around: Computation, loop: Instruction) -> range:
+    # The values of a loop's counter, which begins and ends at constants, and grows by a constant.
+    condition = module[loop.attribute("condition")]
+    body = module[loop.attribute("body")]
     test = root_of(condition)
     init = named(around, loop.operands[0][0])
     result = root_of(body)
-    if not (test and init and result) or {init.opcode, result.opcode} != {"tuple"}:
-        return None
-    if (test.opcode, test.attribute("direction")) != ("compare", "LT"):
-        return None
-    counter = _part(condition, test.operands[0])
-    if counter is None:
-        return None
+    counter = _number(condition, test.operands[0], "parameter")
     after, _ = _resolve(body, result.operands[counter])
-    if after is None or after.opcode != "add" or _part(body, after.operands[0]) != counter:
-        return None
-    first = _constant(around, init.operands[counter])
-    limit = _constant(condition, test.operands[1])
-    step = _constant(body, after.operands[1])
-    if first is None or limit is None or step is None or step < 1:
-        return None
-    return max(0, -((first - limit) // step))
+    before = _number(body, after.operands[0], "parameter")
+    step = _number(body, after.operands[1], "constant")
+    structure = (init.opcode, result.opcode, after.opcode, test.opcode, test.attribute("direction"))
+    if structure != ("tuple", "tuple", "add", "compare", "LT") or before != counter or step < 1:
+        raise HloError(f"{loop.name} has no counter")
+    first = _number(around, init.operands[counter], "constant")
+    return range(first, _number(condition, test.operands[1], "constant"), step)
 
 
-def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction | None, int | None]:
-    # The instruction behind copies, and the part of its tuple.
+def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction, int | None]:
+    # The instruction behind copies, and the part of its tuple or the value of a constant.
     maker = named(computation, operand[0])
-    if maker and maker.opcode == "copy":
+    if maker.opcode == "copy":
         return _resolve(computation, maker.operands[0])
-    if maker and maker.opcode == "get-tuple-element":
+    if maker.opcode == "get-tuple-element":
         return named(computation, maker.operands[0][0]), int(maker.attribute("index") or 0)
-    return maker, operand[1]
+    value = re.match(r"s(?:32|64)\[\] (-?\d+)\)", f"{maker.type} {maker.text}")
+    return maker, int(value[1]) if value else operand[1]
 
 
-def _part(computation: Computation, operand: Operand) -> int | None:
-    maker, part = _resolve(computation, operand)
-    return part if maker and maker.opcode == "parameter" else None
-
-
-def _constant(computation: Computation, operand: Operand) -> int | None:
-    maker, _ = _resolve(computation, operand)
-    if maker and maker.opcode == "constant" and maker.type.startswith(("s32[]", "s64[]")):
-        number = re.match(r"-?\d+(?=\))", maker.text)
-        return int(number[0]) if number else None
-    return None
+def _number(computation: Computation, operand: Operand, opcode: str) -> int:
+    maker, number = _resolve(computation, operand)
+    if maker.opcode != opcode or number is None:
+        raise HloError(f"{maker.name} is no {opcode}")
+    return number
 
 
 def check_counted(instruction: Instruction, counted: Counted) -> None:
@@ -364,7 +313,7 @@ def product_flops(computation: Computation, product: Instruction) -> int | None:
     """
     types = [*operand_types(computation, product), product.type]
     *operands, result = [_integers(_SHAPE.findall(type_)[0][1]) for type_ in types]
-    target = product.attribute("custom_call_target") or ""
+    target = product.attribute("custom_call_target")
     if "fmha" in target:
         name = "fmhaBackward" if "Backward" in target else "fmha"
         products = kernel_products(name, operands, result)
@@ -397,14 +346,11 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Sizes) -> Iterat
         if kind == REDUCE_SCATTER and scattered:  # the operand is larger
             sizes_of_dims[int(scattered[1])] *= devices
         shape = tuple(sizes_of_dims)
-        dtype = _numpy_dtype(hlo_dtype)
-        yield Collective(kind, axes, devices, message_bytes(shape, dtype), scope, shape, dtype)
-
-
-def _numpy_dtype(dtype: str) -> str:
-    # `s32` is int32, and `bf16` bfloat16.
-    name = re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], dtype)
-    return _DTYPES.get(dtype, name)
+        # `s32` is int32, and `bf16` bfloat16.
+        name = re.sub(r"^([fsuc])(?=\d+$)", lambda letter: _DTYPE_NAMES[letter[1]], hlo_dtype)
+        dtype = _DTYPES.get(hlo_dtype, name)
+        size = math.prod(shape) * jnp.dtype(dtype).itemsize
+        yield Collective(kind, axes, devices, size, scope, shape, dtype)
 
 
 def _partitions(text: str, sizes: Sizes) -> np.ndarray:

@@ -36,7 +36,7 @@ from jaxtp.analysis.collective import (
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
-from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
+from jaxtp.layers.embedding import EMBEDDING, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Placement
 from jaxtp.layers.experts.placement import StackedDims
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
@@ -45,9 +45,10 @@ from jaxtp.layers.latent_attention import LATENT, LatentAttention
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Float8Kernel, Lora
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
-from jaxtp.layers.norm import ATTEND, Norm, QKNorm
+from jaxtp.layers.norm import ATTEND, Norm
 from jaxtp.layers.parameter import (
     GRADIENTS,
+    ExactDim,
     Matmul,
     PaddedDim,
     Precision,
@@ -75,7 +76,6 @@ class Workload(LocalShape):
 
     remat: RematPolicy = "none"
     frozen: bool = False  # only adapters are trained
-    training: bool = True  # there is a backward pass
     accumulation: int = 1  # micro-batches in a step, whose gradients are added up
     once: bool = False  # logits and scores that are not kept count as computed once
 
@@ -116,7 +116,7 @@ class Workload(LocalShape):
         """
         if num_backward is None:
             num_backward = self.num_gradients
-        return 1 + self.training * ((recomputed and not self.once) + num_backward)
+        return 1 + (recomputed and not self.once) + num_backward
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Weight:
     module: str  # name of the layer, as `Collective.module` has it
     size: int  # elements of the whole array, without padding
     precision: Precision
-    split: PaddedDim | None = None  # the padding of the dim over tp
+    split: PaddedDim  # the dim over tp with its padding, or a dim without padding
     tp: bool = True  # it is split over tp; `fsdp` likewise
     fsdp: bool = True
     # Whether parts over fsdp are gathered; else each is used for the tokens of all devices along
@@ -151,18 +151,12 @@ class Weight:
     float8: bool = False  # it is stored and gathered in 8 bits
     matmul: Matmul = "compute"  # float8: it is gathered and multiplied in 8 bits
 
-    def group(self, tp: int) -> int:
-        """Returns how many neighbours over tp gather each other's parts."""
-        return 1 if self.split is None else self.split.shared_by(tp)
-
     def is_frozen(self, work: Workload) -> bool:
         """Returns whether it has no gradient."""
         return work.frozen and not self.adapter
 
     def padded(self, tp: int) -> int:
         """Returns the elements of the whole array, padded for `tp`."""
-        if self.split is None:
-            return self.size
         return self.size // self.split.size * self.split.padded(tp)
 
     def over_tp(self, sizes: Sizes) -> float:
@@ -179,14 +173,14 @@ class Weight:
             element_bytes += compute
         if self.reduced_bytes(work):
             element_bytes += compute
-        loaded = self.over_tp(work.sizes) * self.group(work.tp) * element_bytes
+        loaded = self.over_tp(work.sizes) * self.split.shared_by(work.tp) * element_bytes
         return loaded if self.gathered else loaded / shards
 
     def reduced_bytes(self, work: Workload) -> float:
         """Returns the bytes of the gradient during its reduction."""
         if self.is_frozen(work) or not self.gathered or parts(work.sizes, STORAGE) == 1:
             return 0.0
-        elements = self.over_tp(work.sizes) * self.group(work.tp)
+        elements = self.over_tp(work.sizes) * self.split.shared_by(work.tp)
         return elements * itemsize(self.precision.reduce)
 
     def stored(self, sizes: Sizes) -> float:
@@ -198,7 +192,7 @@ class Weight:
 
         Gathers are in the compute dtype or in 8 bits, reductions in the reduction dtype.
         """
-        trained = work.training and not self.is_frozen(work)
+        trained = not self.is_frozen(work)
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
         # Sums over these axes wait for the last micro-batch.
         last: Axes = ()
@@ -219,8 +213,8 @@ class Weight:
         """
         in_8_bits = self.float8 or self.matmul == "float8"
         gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
-        num_gathers = 1 + (self.again and work.training)
-        group = self.group(work.tp)
+        num_gathers = 1 + self.again
+        group = self.split.shared_by(work.tp)
         groups: list[tuple[Axes, int, float]] = [((TP,), group, self.stored(work.sizes))]
         if self.fsdp and self.gathered:
             groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes)))
@@ -251,9 +245,10 @@ def weight_of(
     """
     spec = spec_of(variable) if spec is None else spec
     axes = set(chain.from_iterable(map(axes_of, spec)))
+    size = math.prod(logical_shape(variable))
     own: dict[str, Any] = {
-        "size": math.prod(logical_shape(variable)),
-        "split": next((split for _, split in padding_of(variable)), None),
+        "size": size,
+        "split": next((split for _, split in padding_of(variable)), ExactDim((size,))),
         "tp": TP in axes,
         "fsdp": not axes.isdisjoint(STORAGE),
         "used_by_all_tp": summed and TP not in axes,
@@ -356,13 +351,12 @@ def enter(
       gathered: bytes that the forward collective moves, by default `size`.
     """
     cost = partial(collective_cost, axes=(TP,), module=module, work=work)
-    backward = int(work.training)
     if not split:
-        return [cost(ALL_REDUCE, size=size, count=backward)]
+        return [cost(ALL_REDUCE, size=size)]
     gathered = size if gathered is None else gathered
     return [
-        cost(ALL_GATHER, size=gathered, count=1 + (again and work.training)),
-        cost(REDUCE_SCATTER, size=size, count=backward),
+        cost(ALL_GATHER, size=gathered, count=1 + again),
+        cost(REDUCE_SCATTER, size=size),
     ]
 
 
@@ -370,12 +364,12 @@ def leave(
     module: str, work: Workload, size: float, *, split: bool, again: bool
 ) -> list[CollectiveCost]:
     """Returns the collectives of `leave_parallel`; arguments as for `enter`."""
-    forward = 1 + (again and work.training)
+    forward = 1 + again
     if not split:
         return [collective_cost(ALL_REDUCE, (TP,), module, work, size, forward)]
     return [
         collective_cost(REDUCE_SCATTER, (TP,), module, work, size, forward),
-        collective_cost(ALL_GATHER, (TP,), module, work, size, int(work.training)),
+        collective_cost(ALL_GATHER, (TP,), module, work, size),
     ]
 
 
@@ -425,10 +419,11 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     compute = compute_itemsize(layer)
     recomputed = work.reprojects
     local = [f.local(work.tp) for f in layer.features]
+    weight = partial(weight_of, module=COLUMN, precision=layer.precision)
     for kernel in layer.kernels:
         yield from projection_weights(layer, kernel, COLUMN, work, STORAGE)
     for bias in layer.biases:
-        yield weight_of(bias, COLUMN, layer.precision, again=recomputed)
+        yield weight(bias, again=recomputed)
     hidden = moved = tokens * layer.in_features * compute
     if layer.matmul == "float8":
         moved = tokens * (layer.in_features + FLOAT32)
@@ -443,7 +438,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
         saved_input = moved // chunks
         again = not recomputed and (not work.frozen or bool(layer.adapted))
         yield ring(COLUMN, work, moved, work.num_evals(recomputed, again))
-        yield ring(COLUMN, work, hidden, int(work.training))
+        yield ring(COLUMN, work, hidden, 1)
     else:
         if layer.adapted and not work.recomputes:  # adapters dequantise their input
             saved_input = hidden
@@ -462,7 +457,6 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     yield Bytes("saved", saved.get(work.remat, 0))
     for i, lora in zip(layer.adapted, layer.loras, strict=True):
         features = layer.in_features, local[i]
-        weight = partial(weight_of, module=COLUMN, precision=layer.precision)
         yield from lora_costs(lora, work, features, weight, recomputed=recomputed)
 
 
@@ -513,11 +507,10 @@ def projection_weights(
             in_float32(layer.precision),
             spec=PartitionSpec(split_by),
             size=features,
-            split=dict(padding_of(kernel)).get(-1),
+            split=dict(padding_of(kernel)).get(-1, ExactDim((features,))),
         )
-        times = 1 + work.training
         yield collective_cost(
-            ALL_REDUCE, axes, module, work, FLOAT32 * scales.stored(work.sizes), times
+            ALL_REDUCE, axes, module, work, FLOAT32 * scales.stored(work.sizes), 2
         )
         yield from scales.loads(work, trained=False)
 
@@ -555,13 +548,12 @@ def column_gradient_costs(layer: ColumnParallelLinear, work: Workload) -> Costs:
 
     All-reduces find each token's maximum, and gathers average the gradients of shared heads.
     """
-    times = int(work.training)
     for f in layer.features:
         group = f.shared_by(work.tp)
         size = FLOAT32 * work.tokens
-        yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size, times)
+        yield collective_cost(ALL_REDUCE, (TP,), COLUMN, work, size)
         yield CollectiveCost(
-            Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), times
+            Collective(ALL_GATHER, (TP,), group, group * size * f.local(work.tp), COLUMN), 1
         )
 
 
@@ -608,21 +600,17 @@ def norm_costs(
             yield Bytes("saved", FLOAT32 * residual * work.num_gradients)
 
 
-def _qk_norm_costs(norm: QKNorm, work: Workload) -> Costs:
-    for param in (norm.scale, norm.bias):
-        if param is not None:
-            yield weight_of(param, ATTEND, norm.precision)
-    if norm.kind == "projection":
-        # The mean square over tp: a float for each token, forward, recomputed and backward.
-        runs = 1 + 2 * work.training
-        yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, work.tokens * FLOAT32, runs)
-
-
 @branch_costs.register
 def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) -> Costs:
     yield from column_costs(layer.qkv, work, "q, k, v")
     for norm in layer.qk_norms:
-        yield from _qk_norm_costs(norm, work)
+        for param in (norm.scale, norm.bias):
+            if param is not None:
+                yield weight_of(param, ATTEND, norm.precision)
+        if norm.kind == "projection":
+            # The mean square over tp: a float for each token, forward, recomputed and backward.
+            size = work.tokens * FLOAT32
+            yield collective_cost(ALL_REDUCE, (TP,), ATTEND, work, size, 3)
     if layer.sinks is not None:
         yield weight_of(layer.sinks, ATTEND, in_float32(layer.precision))
     yield from heads_costs(layer, work)
@@ -696,8 +684,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
     # selects, which XLA takes out of the loop over the blocks. Two in the compute dtype: the
     # softmax, in the layouts of two products.
     stored_scores = scores.size * kernel.stores_scores
-    remote = remote_bytes(attention, method, head_bytes, work)
-    yield Bytes("workspace", stored_scores * 2 * (FLOAT32 + compute) + remote)
+    yield Bytes("workspace", stored_scores * 2 * (FLOAT32 + compute))
     if not work.recomputes:
         # Scores before and after the softmax, and queries and keys before their rotation, in
         # float32. With several kv heads the backward loop reads the scores in another layout than
@@ -706,7 +693,6 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
         rotated = work.tokens * (heads + kv_heads) * config.head_dim
         yield Bytes("saved", FLOAT32 * 2 * stored_scores + (FLOAT32 + compute) * rotated)
         yield Bytes("copied", FLOAT32 * stored_scores * ((kv_heads > 1) + (kv_heads == 2)))
-        yield Bytes("saved", remote)
     if saves_result:
         yield Bytes("saved", results * compute + work.tokens * heads * FLOAT32)
 
@@ -730,11 +716,16 @@ def _device_scores(
 ) -> _Scores:
     heads, _ = layer.config.heads.on_device(work.tp)
     window = layer.config.sliding_window
-    chunks = query_chunks(method, work)
+    # The queries of the device with the most work
+    size = chunk_size(work.length, work.sizes[CP], zigzag=work.zigzag)
+    last = range(work.length - size, work.length)
+    chunks = (range(size), last) if work.zigzag else (last,)
+    if method == "ulysses":
+        heads //= work.sizes[CP]
+        chunks = (range(work.length),)
     number, m, n = kernel.products(chunks, window)
-    local_heads = heads // work.sizes[CP] if method == "ulysses" else heads
     counted = num_scores(chunks, window) / (number * m * n)
-    return _Scores(work.rows * local_heads * number, m, n, counted)
+    return _Scores(work.rows * heads * number, m, n, counted)
 
 
 def _score_products(
@@ -762,34 +753,6 @@ def _score_products(
     yield product("weighted values", m, n, value_dim, num_blocks * work.num_evals(recomputed, 2))
 
 
-def query_chunks(method: Method, work: Workload) -> tuple[range, ...]:
-    """Returns the query positions of the device with the most work."""
-    if method == "ulysses":
-        return (range(work.length),)
-    size = chunk_size(work.length, work.sizes[CP], zigzag=work.zigzag)
-    last = range(work.length - size, work.length)
-    return (range(size), last) if work.zigzag else (last,)
-
-
-def remote_bytes(
-    attention: ContextAttention, method: Method, head_bytes: int, work: Workload
-) -> int:
-    """Returns the bytes of queries, keys and values on a device after the exchange over cp.
-
-    `head_bytes` is the size of one head of one token.
-    """
-    cp = work.sizes[CP]
-    token = work.tokens * head_bytes
-    if cp == 1:
-        return 0
-    if method == "ulysses":
-        return (attention.queries + 2 * attention.ulysses_kv_heads(cp)) * token
-    reach = halo(work.length, cp, attention.window, zigzag=work.zigzag)
-    chunks = 1 + work.zigzag
-    positions = work.length if reach is None else work.length // cp + chunks * reach
-    return 2 * attention.keys * head_bytes * work.rows * positions
-
-
 def context_costs(
     attention: ContextAttention,
     method: Method,
@@ -797,12 +760,15 @@ def context_costs(
     work: Workload,
     *,
     result_read: bool = True,
-) -> Iterator[CollectiveCost]:
-    """Yields the collectives of attention over cp.
+) -> Costs:
+    """Yields the collectives of attention over cp, and the memory of what they exchange.
 
-    `result_read`: the backward pass reads the output's input.
+    `head_bytes` is the size of one head of one token. `result_read`: the backward pass reads the
+    output's input.
     """
     cp = work.sizes[CP]
+    if cp == 1:
+        return
     token = work.tokens * head_bytes
     recomputed = work.recomputes
     runs = work.num_evals(recomputed, 1)
@@ -813,16 +779,22 @@ def context_costs(
             yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, heads * token, runs)
         count = work.num_evals(recomputed and result_read, 1)
         yield collective_cost(ALL_TO_ALL, CONTEXT, ATTEND, work, attention.queries * token, count)
+        exchanged = (attention.queries + 2 * shared) * token
     elif reach is None:
         size = attention.keys * token * cp
         num_gathers = 2 * work.num_evals(recomputed, 0)
         yield collective_cost(ALL_GATHER, CONTEXT, ATTEND, work, size, num_gathers)
-        yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2 * int(work.training))
+        yield collective_cost(REDUCE_SCATTER, CONTEXT, ATTEND, work, size, 2)
+        exchanged = 2 * size
     else:
+        position = 2 * attention.keys * head_bytes * work.rows
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
-            size = 2 * attention.keys * head_bytes * work.rows * tokens
             count = num_routes(cp, hop, zigzag=work.zigzag) * runs
-            yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, size, count)
+            yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, position * tokens, count)
+        exchanged = position * (work.length // cp + (1 + work.zigzag) * reach)
+    yield Bytes("workspace", exchanged)
+    if not recomputed:
+        yield Bytes("saved", exchanged)
 
 
 @branch_costs.register
@@ -869,7 +841,9 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
     yield whole_in_float32(layer.router)
     if config.router_bias:
         yield whole_in_float32(layer.router_bias, again=work.recomputes)
-    yield from _stacked_weights(layer, work)
+    shards = parts(work.sizes, STORAGE)
+    placement = layer.placement(work.tokens, work.tp, shards, trained=not work.frozen)
+    yield from _stacked_weights(layer, work, gathered=placement.shards == 1)
     if config.dense_mlp:
         yield whole(layer.input_scale, precision=layer.precision)
         yield whole_in_float32(layer.router_scale)
@@ -881,7 +855,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
         yield from enter(EXPERTS, work, entered, split=split, again=work.regathers)
     reduced = read and work.rereduces
     yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
-    shards = _placement(layer, work).shards
+    shards = placement.shards
     if shards > 1:
         exchange = partial(collective_cost, axes=STORAGE, module=EXPERTS, work=work)
         for size, forward, backward, again in (
@@ -890,19 +864,20 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
             (hidden, REDUCE_SCATTER, ALL_GATHER, reduced),
         ):
             yield exchange(forward, size=shards * size, count=work.num_evals(again, 0))
-            yield exchange(backward, size=shards * size, count=int(work.training))
+            yield exchange(backward, size=shards * size)
     # Gradients of scores and normalisers, which one device of a tp group sums up
-    if not split and work.training:
+    if not split:
         yield collective_cost(ALL_REDUCE, (TP,), EXPERTS, work, FLOAT32 * (experts + 1) * work.rows)
-    yield from _expert_work(layer, work, read=read)
+    yield from _expert_work(layer, work, placement, read=read)
     yield from _shared_costs(layer, work, read=read)
 
 
-def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight]:
+def _stacked_weights(
+    layer: MixtureOfExperts, work: Workload, *, gathered: bool
+) -> Iterator[Weight]:
     config = layer.config
     # The split of the layer's arrays is another mesh's.
     stacked = StackedDims.of(layer.d_model, config, work.tp, parts(work.sizes, STORAGE))
-    gathered = _placement(layer, work).shards == 1
 
     def weight(
         variable: Variable, dims: str, precision: Precision = layer.precision, **facts: Any
@@ -912,7 +887,7 @@ def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight
             EXPERTS,
             precision,
             spec=stacked.spec(dims),
-            split=stacked.sizes["F"] if "F" in dims else None,
+            split=stacked.sizes["F" if "F" in dims else "E"],
             gathered=gathered,
             active=config.experts_per_token / config.num_experts,
             **facts,
@@ -933,12 +908,6 @@ def _stacked_weights(layer: MixtureOfExperts, work: Workload) -> Iterator[Weight
         if lora := getattr(layer, f"{name}_lora", None):
             yield weight(lora.a, f"{dims[:2]}r")
             yield weight(lora.b, f"Er{dims[2]}")
-
-
-def _placement(layer: MixtureOfExperts, work: Workload) -> Placement:
-    return layer.placement(
-        work.tokens, work.tp, parts(work.sizes, STORAGE), trained=not work.frozen
-    )
 
 
 @branch_costs.register
@@ -975,28 +944,26 @@ def _shared_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
         elif not isinstance(cost, Bytes) or cost.kind != "workspace":
             # The input and its gradients are the experts', too.
             yield cost
-    if config.shared_experts_gate:
-        yield from _shared_gate_costs(layer, work)
-
-
-def _shared_gate_costs(layer: MixtureOfExperts, work: Workload) -> Costs:
+    if not config.shared_experts_gate:
+        return
     if not work.regathers:
         yield Bytes("saved", FLOAT32 * work.tokens)
     split = work.is_split(layer.sequence_parallel)
     yield weight_of(layer.shared_gate, EXPERTS, in_float32(layer.precision), summed=split)
-    count = work.num_evals(work.recomputes)
     shape = work.between(layer.sequence_parallel), layer.d_model, 1
+    count = work.num_evals(work.recomputes)
     yield Product.of("shared experts' gate", shape, FLOAT32, count)
 
 
-def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Costs:
+def _expert_work(
+    layer: MixtureOfExperts, work: Workload, placement: Placement, *, read: bool
+) -> Costs:
     """Yields the costs of products, and of memory, without collectives."""
     config = layer.config
     compute = compute_itemsize(layer)
     d_model = layer.d_model
     tokens = work.between(layer.sequence_parallel)
     columns = num_columns(config)
-    placement = _placement(layer, work)
     hidden_width = columns * placement.width
     method, _ = pick_method(config.grouped, work.platform)
     dense = is_dense(method, work.platform)
@@ -1010,7 +977,7 @@ def _expert_work(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cost
         # The loop over layers copies gradients; gathering by features reorders kernels too.
         copies = 2
         if config.stored_by_expert(work.tp, shards):
-            copies = int(work.training and not work.frozen)
+            copies = int(not work.frozen)
         kernels = (columns + 1) * placement.experts * d_model * placement.width
         yield Bytes("elementwise", compute * copies * kernels)
 
@@ -1069,35 +1036,27 @@ def _expert_products(
     if config.experts_bias:
         shape = placement.shards * work.tokens, placement.experts, d_model
         yield Product.of("experts' biases", shape, compute, down_count)
-        if work.training and not work.frozen:  # gradients: sums over the rows of each expert
+        if not work.frozen:  # gradients: sums over the rows of each expert
             shape = placement.experts, placement.part_rows, width
             yield Product.of("gradients of experts' biases", shape, compute, 1)
 
 
-def embedding_costs(layer: VocabParallelEmbedding, work: Workload) -> Costs:
-    """Yields the costs of an embedding."""
-    yield from lookup_costs(layer, work, exchanges=layer.exchanges(work))
-    size = work.tokens * layer.features * compute_itemsize(layer)
-    split = work.is_split(layer.sequence_parallel)
-    yield from leave(EMBEDDING, work, size, split=split, again=False)
-
-
-def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool) -> Costs:
+def embedding_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool) -> Costs:
     """Yields the costs of gathering the table over fsdp, or exchanging looked-up rows."""
-    size = layer.vocab_size * layer.features
-    split = PaddedDim((layer.vocab_size,))
-    weight = partial(Weight, module=EMBEDDING, precision=layer.precision)
-    yield weight(size=size, split=split, again=False, gathered=not exchanges)
+    yield Weight(
+        module=EMBEDDING,
+        size=layer.vocab_size * layer.features,
+        precision=layer.precision,
+        split=PaddedDim((layer.vocab_size,)),
+        again=False,
+        gathered=not exchanges,
+    )
+    token = layer.features * compute_itemsize(layer)
     if exchanges:
-        tokens = work.between(layer.sequence_parallel)
-        rows = tokens * layer.features * compute_itemsize(layer)
+        rows = work.between(layer.sequence_parallel) * token
         ids = parts(work.sizes, STORAGE) * work.tokens * INT32
-        count = 1 + (work.training and not work.frozen)
+        count = 1 + (not work.frozen)
         yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
         yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, count)
-
-
-def positions_costs(layer: LearnedPositions, work: Workload) -> Costs:
-    """Yields the costs of learned positions."""
     split = work.is_split(layer.sequence_parallel)
-    yield weight_of(layer.table, "learned_positions", layer.precision, summed=split, again=False)
+    yield from leave(EMBEDDING, work, work.tokens * token, split=split, again=False)

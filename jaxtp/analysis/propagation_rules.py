@@ -174,8 +174,7 @@ RULES: dict[str, Rule] = {
 }
 
 _CALLS = {
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+    *("jit", "closed_call", "core_call", "remat2", "custom_jvp_call", "custom_vjp_call"),
 }
 
 
@@ -272,8 +271,6 @@ def _called(equation: JaxprEqn) -> Any:
     """Returns the jaxpr that an equation calls once on its operands, if any."""
     if equation.primitive.name not in _CALLS:
         return None
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in equation.params:
-            body = open_jaxpr(equation.params[key])
-            return body if len(body.invars) == len(equation.invars) else None
-    return None
+    params = equation.params
+    body = open_jaxpr(params.get("jaxpr", params.get("call_jaxpr")))
+    return body if len(body.invars) == len(equation.invars) else None

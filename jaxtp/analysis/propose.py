@@ -6,7 +6,7 @@ all-reduce.
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +15,6 @@ import jax
 from flax import nnx
 
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall
-from jaxtp.analysis.propagation_rules import ELEMENTWISE
 from jaxtp.analysis.regions import Region, choose, find_regions
 from jaxtp.analysis.traced_model import (
     Forward,
@@ -217,7 +216,7 @@ class PlanDraft:
     chosen: list[Region]
     styles: dict[str, Style] = field(default_factory=dict)
     # Bytes sent by each device because of a module's style
-    bytes: dict[str, float] = field(default_factory=dict)
+    bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     shared: dict[str, list[str]] = field(default_factory=dict)
     """Column layers that share a replicated array, by the module whose style replicates it."""
 
@@ -262,24 +261,23 @@ def _draft_plan(traced: TracedModel, sizes: Sizes) -> PlanDraft:
 
 
 def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
-    groups: dict[object, list[LayerCall]] = {}
+    groups = defaultdict[object, list[LayerCall]](list)
     for call in draft.dataflow.calls:
         if isinstance(draft.styles.get(call.path), Colwise) and call.input.has_grad:
-            groups.setdefault((call.input.key, call.times), []).append(call)
-    arguments: dict[str, set[str]] = {}
+            groups[call.input.key, call.times].append(call)
+    arguments = defaultdict[str, set[str]](set)
     for calls in groups.values():
         several = len({call.path for call in calls}) > 1
         sharing = _sharing_module(draft, calls, arguments) if share and several else None
         if sharing:
             path, argument = sharing
-            draft.bytes[path] = draft.bytes.get(path, 0) + draft.dataflow.input_bytes(calls)
-            arguments.setdefault(path, set()).add(argument)
+            draft.bytes[path] += draft.dataflow.input_bytes(calls)
+            arguments[path].add(argument)
             draft.shared.setdefault(path, []).extend(call.path for call in calls)
             continue
         # Two calls of a layer on one array reduce its gradient once.
         for call in calls if several else calls[:1]:
-            reduced = draft.dataflow.input_bytes([call])
-            draft.bytes[call.path] = draft.bytes.get(call.path, 0) + reduced
+            draft.bytes[call.path] += draft.dataflow.input_bytes([call])
     for path, names in arguments.items():
         if names == {_RESULT}:
             draft.styles[path] = PrepareOutput(Replicate(), Replicate())
@@ -325,7 +323,7 @@ def _reasons(draft: PlanDraft) -> Iterator[tuple[Reason, float]]:
         pattern = draft.patterns[path]
         if path in draft.styles:
             style = format_style(draft.styles[path])
-            yield Reason(pattern, style, _why_styled(draft, path)), draft.bytes.get(path, 0)
+            yield Reason(pattern, style, _why_styled(draft, path)), draft.bytes[path]
         else:
             why = _why_whole(draft, path)
             yield Reason(pattern or ROOT, _whole_style(modules[path]), why), 0
@@ -393,10 +391,7 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
     elif _sharing_modules(draft, path):
         gradient = f"its input is shared by {_names(draft, _sharing_modules(draft, path))}"
     if region.rows:
-        passed = draft.dataflow.through.get(path, {})
-        names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
-        through = f" through {', '.join(names)}" if names else ""
-        return f"its output stays split up to {_names(draft, region.rows)}{through}; {gradient}"
+        return f"its output stays split up to {_names(draft, region.rows)}; {gradient}"
     trade = _saved_and_sent(region)
     if path in draft.dataflow.summed:
         return f"its output stays split in the loss: {trade}; {gradient}"

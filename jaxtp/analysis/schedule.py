@@ -116,5 +116,5 @@ def _beside(start: Instruction, computation: Computation) -> Computation:
 def _multiplies(instruction: Instruction, module: Module) -> bool:
     if instruction.opcode not in CALLS:
         return hlo.is_product(instruction)
-    body = module.get(instruction.attribute("body") or "", ())
+    body = module.get(instruction.attribute("body"), ())
     return any(_multiplies(inner, module) for inner in (*inside(instruction, module), *body))

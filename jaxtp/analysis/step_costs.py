@@ -18,11 +18,10 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import Array
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from jaxtp.analysis.census import (
-    Products,
     array_bytes,
     arrays,
     count_collectives,
@@ -50,7 +49,6 @@ from jaxtp.analysis.layer_costs import (
     itemsize,
     leave,
     norm_costs,
-    positions_costs,
     row_costs,
     weight_of,
 )
@@ -188,7 +186,7 @@ def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
     outside = list(zip(repeat(1), decoder_costs(model, work), strict=False))
     every_cost = inside + outside
     # A backward pass counts 1.5.
-    passes = 2.5 + work.recomputes if work.training else 1.0
+    passes = 2.5 + work.recomputes
     elementwise = [
         replace(cost, bytes=work.accumulation * passes * layers * cost.bytes)
         for layers, cost in _of_kind("elementwise", every_cost)
@@ -300,13 +298,17 @@ def _within(branch_name: str, costs: Iterable[Cost]) -> Costs:
 def decoder_costs(model: Decoder, work: Workload) -> Costs:
     """Yields the costs of embedding, final norm, head and loss."""
     config = model.config
-    yield from embedding_costs(model.embedding, work)
+    exchanges = model.embedding.exchanges(work)
+    yield from embedding_costs(model.embedding, work, exchanges=exchanges)
     if model.positions is not None:
-        yield from positions_costs(model.positions, work)
+        table = model.positions.table
+        split = work.is_split(config.sequence_parallel)
+        name = "learned_positions"
+        yield weight_of(table, name, config.precision, summed=split, again=False)
     yield from norm_costs(model.norm, work, inside=False)
     yield from loss_costs(config, work)
     num_experts = [block.num_experts for block in config.layers() if block.num_experts]
-    if num_experts and work.training:
+    if num_experts:
         experts = sum(num_experts)
         statistics = (2 * experts + 3 * len(num_experts)) * work.rows
         yield collective_cost(ALL_REDUCE, SEQUENCE, BALANCE, work, FLOAT32 * statistics)
@@ -352,7 +354,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Costs:
 
 def active_parameters(config: ModelConfig, parameters: int) -> int:
     """Returns the parameters a token uses; `parameters` counts all, without padding."""
-    work = Workload(sizes=mesh_shape(), rows=1, length=1, training=False)
+    work = Workload(sizes=mesh_shape(), rows=1, length=1)
     return parameters - round(costs_of(config, work).unused)
 
 
@@ -388,7 +390,7 @@ def describe_padding(config: ModelConfig, mesh: Sizes) -> str | None:
     padded = padded_sizes(config, tp)
     if not padded:
         return None
-    work = Workload(sizes=mesh_shape(tp=tp), rows=1, length=1, training=False)
+    work = Workload(sizes=mesh_shape(tp=tp), rows=1, length=1)
     padding = costs_of(config, work).padding
     sizes = ", ".join(f"{size} {name} to {more}" for name, (size, more) in padded.items())
     text = f"with tp {tp}: {sizes}, which adds {padding:.1%} to the weights of a block"
@@ -453,25 +455,27 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
         yield weight_of(getattr(layer, name), DELTA, layer.precision)
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
-    shape = {
-        "length": work.length,
-        "zigzag": work.zigzag,
-        "platform": work.platform,
-        "training": work.training,
+    inside = _inside_delta(
+        one_head,
+        layer.precision,
+        work.sizes[CP],
+        length=work.length,
+        zigzag=work.zigzag,
+        platform=work.platform,
         # Policies that compute products again save nothing between the projections.
-        "remat": "full" if work.reprojects else work.remat,
-    }
-    for cost in _inside_delta(one_head, layer.precision, work.sizes[CP], tuple(shape.items())):
+        remat="full" if work.reprojects else work.remat,
+    )
+    for cost in inside:
         yield _repeated(cost, work.rows * keys)
     yield from row_costs(layer.out, work, "attention out", read=read)
 
 
 @lru_cache(maxsize=256)
 def _inside_delta(
-    config: GatedDeltaConfig, precision: Precision, cp: int, shape: tuple[tuple[str, Any], ...]
+    config: GatedDeltaConfig, precision: Precision, cp: int, **shape: Any
 ) -> tuple[Bytes | CollectiveCost | Product, ...]:
     # Between the projections, without weights: only their gradients are all-reduced.
-    work = Workload(sizes=mesh_shape(cp=cp), rows=1, **dict(shape))
+    work = Workload(sizes=mesh_shape(cp=cp), rows=1, **shape)
     with _abstract(mesh_shape()):
         layer = nnx.eval_shape(
             lambda: GatedDeltaNet(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0))
@@ -541,7 +545,7 @@ def traced_costs(
         # Copies are summed after the last micro-batch, which `Weight.collectives` counts.
         return inputs[0], mark_unreduced(inputs[1])
 
-    copied = unreduced if work.training and work.accumulation > 1 else None
+    copied = unreduced if work.accumulation > 1 else None
     yield from _program_costs(forward, ((x, trained), untrained), work, copied)
 
 
@@ -563,8 +567,6 @@ def _program_costs(
         return jax.vjp(lambda inputs: run(inputs, constants), inputs)
 
     def step(inputs: object, constants: object) -> object:
-        if not work.training:
-            return forward(inputs, constants)
         y, backward = vjp(work.remat, inputs if copied is None else copied(inputs), constants)
         return y, backward(y)
 
@@ -613,22 +615,19 @@ def _abstract(sizes: Sizes, platform: str | None = None) -> Iterator[None]:
 
 def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
     for equation, times, *_ in equations(jaxpr):
-        is_kernel = equation.primitive.name == "pallas_call"
-        products = _kernel_products(equation) if is_kernel else dot_products(equation)
+        operands = arrays(*equation.invars)
+        results = arrays(*equation.outvars)
+        products = dot_products(equation)
+        if equation.primitive.name == "pallas_call":
+            name = equation.params["name"]
+            shapes = [operand.shape for operand in operands]
+            products = kernel_products(name, shapes, results[0].shape)
+            if products is None:
+                raise ValueError(
+                    f"the products of the kernel {name!r} are not known; add a rule to "
+                    "jaxtp.analysis.census"
+                )
         if products is not None:
             m, k, n, count = products
-            operands_and_results = arrays(*equation.invars, *equation.outvars)
-            moved = sum(map(array_bytes, operands_and_results))
+            moved = sum(map(array_bytes, operands + results))
             yield Product("products", m, k, n, times * count, moved)
-
-
-def _kernel_products(equation: JaxprEqn) -> Products:
-    name = equation.params["name"]
-    *operands, result = arrays(*equation.invars, equation.outvars[0])
-    products = kernel_products(name, [operand.shape for operand in operands], result.shape)
-    if products is None:
-        raise ValueError(
-            f"the products of the kernel {name!r} are not known; add a rule to "
-            "jaxtp.analysis.census"
-        )
-    return products

@@ -53,16 +53,14 @@ class ModelCall:
         Arguments are as in `explain`.
         """
         leaves, tree = jax.tree.flatten(inputs)
-        arrays = []
-        array_indices = []
+        abstract = {}
         for i, leaf in enumerate(leaves):
             if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-                arrays.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-                array_indices.append(i)
+                abstract[i] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
         def run(model: Any, arrays: list[Any]) -> object:
             filled_leaves = list(leaves)
-            for i, array in zip(array_indices, arrays, strict=True):
+            for i, array in zip(abstract, arrays, strict=True):
                 filled_leaves[i] = array
             filled = jax.tree.unflatten(tree, filled_leaves)
             try:
@@ -76,7 +74,7 @@ class ModelCall:
                     f"axes are automatic: configure it without sharding of activations ({problem})"
                 ) from error
 
-        return cls(abstract_model(model), arrays, run)
+        return cls(abstract_model(model), list(abstract.values()), run)
 
     def functional(
         self, model: nnx.Module, wrap: Method | None = None
@@ -107,11 +105,8 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
             f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}'
         )
     sizes = {**mesh_shape(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
-    if unknown := sorted(map(str, sizes.keys() - set(AXES))):
+    if unknown := sorted(map(str, sizes.keys() - AXES)):
         raise MeshError(f"{', '.join(unknown)}: not a mesh axis; the axes are {', '.join(AXES)}")
-    odd = [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]
-    if odd:
-        raise MeshError(f"{', '.join(odd)}: the size of a mesh axis is a whole number")
     check_sizes(sizes)
     if -1 in sizes.values():
         raise MeshError(
@@ -196,7 +191,4 @@ def _tied_modules(modules: Mapping[str, nnx.Module]) -> set[str]:
             if isinstance(value, nnx.Param):
                 owners.setdefault(id(value), set()).add(path)
     tied: set[str] = set()
-    for paths in owners.values():
-        if len(paths) > 1:
-            tied |= paths
-    return tied
+    return tied.union(*(paths for paths in owners.values() if len(paths) > 1))

@@ -25,8 +25,7 @@ from jaxtp.analysis.census import (
     count_collectives,
     dot_products,
     equations,
-    runs,
-    trip_count,
+    runs_rarely,
 )
 from jaxtp.analysis.collective import Traffic
 from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
@@ -137,8 +136,8 @@ class _Counter(Walk[_Split, list[Product]]):
         if name == "sharding_constraint":
             return [self.of_spec(params["sharding"].spec)]
         if name == "while":
-            turns, *_ = runs(trip_count(equation), "")
-            self.count_body(params["body_jaxpr"], times * turns, repeated=True)
+            runs = times * (not runs_rarely(equation))
+            self.count_body(params["body_jaxpr"], runs, repeated=True)
         return super()._equation(equation, facts, times)
 
     def _operation(self, equation: JaxprEqn, facts: list[_Split], times: int) -> list[_Split]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from jaxtp.checkpoint import silence_orbax
-from jaxtp.checkpoint.storage import OF_ARRAYS, StoredCheckpoint, is_of_run, open_checkpoint
+from jaxtp.checkpoint.storage import ArrayFacts, StoredCheckpoint, is_of_run, open_checkpoint
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
@@ -72,7 +72,8 @@ def inspect(args: Inspect) -> int:
             print(f"{section:<10}{json.dumps(values)}")
         print()
     else:
-        user_info = {name: value for name, value in info.items() if name not in OF_ARRAYS}
+        facts = ArrayFacts.model_fields
+        user_info = {name: value for name, value in info.items() if name not in facts}
         print(f"step      {record['step']}\ninfo      {json.dumps(user_info)}\n")
     for name, array in record["arrays"].items():
         shape = "x".join(map(str, array["shape"])) or "scalar"
@@ -85,10 +86,10 @@ def inspect(args: Inspect) -> int:
 
 
 def _record(stored: StoredCheckpoint) -> dict[str, Any]:
-    record: dict[str, Any] = {"folder": str(stored.folder), "step": stored.folder.name}
+    name = stored.folder.name
     # The folder of a copy may have any name.
-    if stored.folder.name.isdecimal():
-        record["step"] = int(stored.folder.name)
+    step = int(name) if name.isdecimal() else name
+    record: dict[str, Any] = {"folder": str(stored.folder), "step": step}
     files = filter(Path.is_file, stored.folder.rglob("*"))
     record["bytes"] = sum(path.stat().st_size for path in files)
     for name in _RECORDED:
@@ -154,27 +155,15 @@ def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> 
     return f"{float(np.linalg.norm(difference)) / norm:.3e}"
 
 
-_COMMANDS: dict[str, tuple[type, Callable[[Any], int], str]] = {
-    "inspect": (
-        Inspect,
-        inspect,
-        "Shows a checkpoint's step, mesh, versions, configuration, and each array.",
-    ),
-    "verify": (
-        Inspect,
-        verify,
-        "Compares each array with its shape and checksum; exit code 1 if one differs.",
-    ),
-    "diff": (
-        Diff,
-        diff,
-        "Shows how much each array differs in relative L2 norm; exit code 1 if any does.",
-    ),
-}
+_INSPECT = "Shows a checkpoint's step, mesh, versions, configuration, and each array."
+_VERIFY = "Compares each array with its shape and checksum; exit code 1 if one differs."
+_DIFF = "Shows how much each array differs in relative L2 norm; exit code 1 if any does."
 COMMANDS: dict[str, Command[Any]] = {
-    name: Command(program=f"{PROGRAM} {name}", schema=schema, description=text)
-    for name, (schema, _, text) in _COMMANDS.items()
+    "inspect": Command(program=f"{PROGRAM} inspect", schema=Inspect, description=_INSPECT),
+    "verify": Command(program=f"{PROGRAM} verify", schema=Inspect, description=_VERIFY),
+    "diff": Command(program=f"{PROGRAM} diff", schema=Diff, description=_DIFF),
 }
+_FUNCTIONS: dict[str, Callable[[Any], int]] = {"inspect": inspect, "verify": verify, "diff": diff}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -188,7 +177,7 @@ def _run(argv: Sequence[str]) -> int:
     name, flags = choose(PROGRAM, COMMANDS, argv)
     args, _ = COMMANDS[name].load(flags)
     require_writable("--json", args.json)
-    return _COMMANDS[name][1](args)
+    return _FUNCTIONS[name](args)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ always detected. A change of several elements is missed with a probability of 2^
 """
 
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property, partial
 
@@ -62,13 +62,13 @@ class Sums:
     """
 
     def __init__(self, arrays: Mapping[str, Array]):
-        alike: dict[object, list[str]] = {}
+        alike = defaultdict[object, list[str]](list)
         for name, array in arrays.items():
             key: object = _mesh_of(array) or array.sharding
             # With many arrays, a program sums only arrays of equal shape, dtype and sharding.
             if len(arrays) > GROUP:
                 key = (array.shape, array.dtype, array.sharding)
-            alike.setdefault(key, []).append(name)
+            alike[key].append(name)
         self._groups = []
         for names in alike.values():
             for start in range(0, len(names), GROUP):
@@ -82,21 +82,21 @@ class Sums:
         self.replicas = replica_groups_by_name(arrays)
 
     @cached_property
-    def rows(self) -> list[np.ndarray]:
-        """Sums of each array, uint32 `[3, devices]`.
+    def rows(self) -> dict[str, np.ndarray]:
+        """Sums of each array by its name, uint32 `[3, devices]`.
 
         They are two checksums, and the number of elements that are not finite (for a scalar, NaN).
         """
         rows: dict[str, np.ndarray] = {}
         for names, columns in self._groups:
             rows.update(zip(names, np.asarray(columns), strict=True))
-        return list(map(rows.__getitem__, self.shapes))
+        return rows
 
     def _one_replica(self) -> dict[str, np.ndarray]:
         totals = {}
-        for row, (name, groups) in zip(self.rows, self.replicas.items(), strict=True):
+        for name, groups in self.replicas.items():
             first_devices = [group[0] for group in groups]
-            totals[name] = row[:, first_devices].sum(1, dtype=np.uint64)
+            totals[name] = self.rows[name][:, first_devices].sum(1, dtype=np.uint64)
         return totals
 
     def checksums(self) -> dict[str, str]:
@@ -108,7 +108,7 @@ class Sums:
 
     def unequal_replicas(self) -> MeshPositions:
         """Returns the devices whose replica differs from the majority."""
-        return minority_devices([row[0] for row in self.rows], self.replicas)
+        return minority_devices([self.rows[name][0] for name in self.replicas], self.replicas)
 
     def not_finite(self) -> dict[str, int]:
         """Returns nonzero counts of non-finite elements."""
@@ -138,10 +138,10 @@ def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
     if not isinstance(sharding, NamedSharding):
         return [[0]]
     indices = sharding.devices_indices_map(shape)
-    groups: dict[tuple[tuple[int | None, int | None], ...], list[int]] = {}
+    groups = defaultdict[str, list[int]](list)
     for position, device in enumerate(sharding.mesh.devices.flat):
-        part = tuple((dim.start, dim.stop) for dim in indices[device] or ())
-        groups.setdefault(part, []).append(position)
+        # Slices can be compared as text.
+        groups[str(indices[device])].append(position)
     return list(groups.values())
 
 
@@ -177,10 +177,10 @@ def describe_devices(
 
     `positions` index `devices`; `hosts` are host names by process.
     """
-    by_process: dict[int, list[int]] = {}
+    by_process = defaultdict[int, list[int]](list)
     for position in sorted(set().union(*positions.values())):
         device = devices[position]
-        by_process.setdefault(device.process_index, []).append(device.id)
+        by_process[device.process_index].append(device.id)
     described = []
     for process, ids in by_process.items():
         local = sorted(device.id for device in devices if device.process_index == process)

@@ -60,9 +60,17 @@ def logical_size(state: nnx.State) -> int:
 
 def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
     """Returns arrays without padding, sharded as in `abstract_logical`."""
-    return {
-        name: _remove_padding(variable, mesh) for name, variable in named_variables(state).items()
-    }
+    sizes = mesh_sizes(mesh)
+    arrays = {}
+    for name, variable in named_variables(state).items():
+        array = variable[...]
+        if array.shape != logical_shape(variable):
+            sharding = NamedSharding(mesh, logical_spec(variable, sizes))
+            # JAX caches programs by function, so a lambda or `partial` would be compiled each time.
+            run = jax.jit(unpad, static_argnums=(1, 2), out_shardings=sharding)
+            array = run(array, padding_of(variable), sizes[TP])
+        arrays[name] = array
+    return arrays
 
 
 def abstract_logical(state: nnx.State, mesh: Mesh) -> AbstractArrays:
@@ -78,10 +86,13 @@ def abstract_logical(state: nnx.State, mesh: Mesh) -> AbstractArrays:
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
     """Returns `state` with logical arrays, padded and sharded for `mesh`."""
-    padded = {
-        name: _add_padding(arrays[name], variable, mesh)
-        for name, variable in named_variables(state).items()
-    }
+    padded = {}
+    for name, variable in named_variables(state).items():
+        array = arrays[name]
+        if array.shape != tuple(variable.get_raw_value().shape):
+            sharding = NamedSharding(mesh, spec_of(variable))
+            array = pad_array(array, padding_of(variable), sharding)
+        padded[name] = array
     return replace_arrays(state, padded)
 
 
@@ -121,24 +132,6 @@ def divisible_axes(
 def logical_spec(variable: Variable, sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns the spec of a variable's logical shape."""
     return PartitionSpec(*divisible_axes(logical_shape(variable), split_dims(variable), sizes))
-
-
-# JAX caches programs by function, so a lambda or `partial` here would be compiled at each call.
-def _remove_padding(variable: Variable, mesh: Mesh) -> Array:
-    array: Array = variable[...]
-    if array.shape == logical_shape(variable):
-        return array
-    sizes = mesh_sizes(mesh)
-    sharding = NamedSharding(mesh, logical_spec(variable, sizes))
-    return jax.jit(unpad, static_argnums=(1, 2), out_shardings=sharding)(
-        array, padding_of(variable), sizes[TP]
-    )
-
-
-def _add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
-    if array.shape == tuple(variable.get_raw_value().shape):
-        return array
-    return pad_array(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))
 
 
 def pad_array(array: Array, padding: Padding, sharding: Sharding) -> Array:

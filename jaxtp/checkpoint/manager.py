@@ -9,7 +9,6 @@ twice: for all parts to be written, and for process 0 to commit the checkpoint. 
 
 import copy
 import itertools
-import os
 import re
 import sys
 import tempfile
@@ -63,6 +62,7 @@ from jaxtp.checkpoint.storage import (
     read_verified,
     require_openable,
     seal,
+    steps_in,
 )
 from jaxtp.config.entry import NumericsError
 from jaxtp.distributed.agreement import (
@@ -236,7 +236,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of finished checkpoints on disk, oldest first."""
-        return retry_io(self.folder, lambda: _steps_in(self.folder))
+        return retry_io(self.folder, lambda: steps_in(self.folder))
 
     def save(
         self,
@@ -452,7 +452,7 @@ class Checkpoints:
     def describe_disk(self) -> str:
         """Describes the newest checkpoint on disk."""
         try:
-            steps = _steps_in(self.folder)
+            steps = steps_in(self.folder)
         except OSError as error:
             return f"{self.folder} cannot be listed ({error.strerror})"
         if not steps:
@@ -497,16 +497,6 @@ def _sum_into(pending: Future[Sums], arrays: Arrays) -> None:
     except BaseException as error:
         pending.set_exception(error)
         raise
-
-
-def _steps_in(folder: Path) -> list[int]:
-    steps = []
-    with suppress(FileNotFoundError, NotADirectoryError):
-        for entry in os.scandir(folder):
-            name = entry.name
-            if entry.is_dir() and name.isdecimal() and str(int(name)) == name:
-                steps.append(int(name))
-    return sorted(steps)
 
 
 def restore_newest(

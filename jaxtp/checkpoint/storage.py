@@ -9,9 +9,11 @@ issue 2090). `PyTreeCheckpointHandler` writes the same files and has both settin
 
 import json
 import math
+import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,13 +53,16 @@ MAX_BYTES_IN_FLIGHT = 2 * 10**9
 _MAX_DESCRIPTION = 2**28
 # Names of the files that describe a checkpoint
 _DESCRIPTION = re.compile(r"_\w+|metadata|manifest\.ocdbt|\.z\w+|process_\d+")
-_SPECS = "specs"
-_SHAPES = "shapes"
-_DTYPES = "dtypes"
-_CHECKSUMS = "checksums"
-OF_ARRAYS = (_SPECS, _SHAPES, _DTYPES, _CHECKSUMS)
-_TEXTS = pydantic.TypeAdapter(dict[str, str])
-_LISTS = pydantic.TypeAdapter(dict[str, list[int]])
+
+
+class ArrayFacts(pydantic.BaseModel):
+    """The entries of an info that describe each array by its name."""
+
+    checksums: dict[str, str]
+    specs: dict[str, str] = {}
+    # Older checkpoints have no dtypes, and those of version 0.1 no shapes.
+    shapes: dict[str, list[int]] = {}
+    dtypes: dict[str, str] = {}
 
 
 def save_host_bytes(bytes_per_device: int, devices: int, total: int) -> int:
@@ -145,7 +150,11 @@ def bytes_to_read(stored: Any, target: ShapeDtypeStruct) -> int:
 
 def describe_arrays(summed: Sums) -> Info:
     """Returns the entries of an info that a restore compares with its arrays."""
-    return {_SHAPES: summed.shapes, _DTYPES: summed.dtypes, _CHECKSUMS: summed.checksums()}
+    return {
+        "shapes": summed.shapes,
+        "dtypes": summed.dtypes,
+        "checksums": summed.checksums(),
+    }
 
 
 def seal(info: Mapping[str, Any]) -> Info:
@@ -159,12 +168,9 @@ def read_info(folder: Path) -> Info:
     if sealed.pop("sha256", None) != fingerprint(sealed):
         raise DamagedError(f"{folder} is damaged (its info does not match its checksum)")
     try:
-        _TEXTS.validate_python(sealed[_CHECKSUMS], strict=True)
-        _TEXTS.validate_python(sealed.get(_SPECS, {}), strict=True)
-        _LISTS.validate_python(sealed.get(_SHAPES, {}), strict=True)
-        for dtype in _TEXTS.validate_python(sealed.get(_DTYPES, {}), strict=True).values():
+        for dtype in ArrayFacts.model_validate(sealed, strict=True).dtypes.values():
             jnp.dtype(dtype)
-    except (pydantic.ValidationError, KeyError, TypeError):
+    except (pydantic.ValidationError, TypeError):
         raise DamagedError(f"{folder} is damaged (its info describes no arrays)") from None
     return sealed
 
@@ -182,10 +188,7 @@ def require_readable(folder: Path) -> None:
         could fill the memory.
     """
     for path in files_below(folder):
-        try:
-            status = path.stat()
-        except MISSING:
-            continue
+        status = path.stat()
         name = path.relative_to(folder)
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{folder} is damaged ({name} is not a regular file)")
@@ -202,12 +205,7 @@ def require_openable(checkpoints: Path) -> None:
       CheckpointError: a file is a pipe, for which Orbax would wait forever, or a device.
     """
     for path in (*checkpoints.glob("*"), *checkpoints.glob("*/*")):
-        try:
-            mode = path.stat().st_mode
-        except OSError:
-            # A broken link, or another process deleted it.
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        if path.is_fifo() or path.is_char_device() or path.is_block_device():
             raise CheckpointError(f"{path} is not a regular file; delete it")
 
 
@@ -276,7 +274,7 @@ def read_verified(folder: Path, target: AbstractArrays, info: Mapping[str, Any])
     """Reads arrays, compares checksums, and casts to `target`; all processes must call it."""
     arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
     computed = Sums(arrays).checksums()
-    differ = [name for name in computed if computed[name] != info[_CHECKSUMS][name]]
+    differ = [name for name in computed if computed[name] != info["checksums"][name]]
     if differ:
         more = ", ..." if len(differ) > 3 else ""
         raise DamagedError(f"{folder} is damaged (checksums differ: {', '.join(differ[:3])}{more})")
@@ -284,19 +282,20 @@ def read_verified(folder: Path, target: AbstractArrays, info: Mapping[str, Any])
 
 
 def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any]) -> Arrays:
-    shapes = info.get(_SHAPES, {})
-    dtypes = info.get(_DTYPES, {})
+    shapes = info.get("shapes", {})
+    dtypes = info.get("dtypes", {})
     metadata: Metadata = {
         name: ShapeDtypeStruct(shapes[name], dtypes[name]) for name in shapes.keys() & dtypes.keys()
     }
     # Orbax opens every array to read its chunks. They are only needed for an array that is larger
     # than the memory limit.
-    if metadata.keys() != target.keys() or any(map(_is_large, metadata.values())):
+    sizes = [array.size * array.dtype.itemsize for array in metadata.values()]
+    if metadata.keys() != target.keys() or max(sizes, default=0) > MAX_BYTES_IN_FLIGHT:
         metadata = read_metadata(folder)
     stored_shapes = {name: tuple(array.shape) for name, array in metadata.items()}
     # Checkpoints of version 0.1 have no shapes.
-    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, stored_shapes).items()}
-    if saved.keys() != info[_CHECKSUMS].keys() or not saved.items() <= stored_shapes.items():
+    saved = {name: tuple(shape) for name, shape in info.get("shapes", stored_shapes).items()}
+    if saved.keys() != info["checksums"].keys() or not saved.items() <= stored_shapes.items():
         raise DamagedError(
             f"{folder} is damaged (its arrays differ from the saved names or shapes)"
         )
@@ -312,8 +311,15 @@ def _read_as_stored(folder: Path, target: AbstractArrays, info: Mapping[str, Any
     return read_arrays(folder, stored, metadata)
 
 
-def _is_large(array: ShapeDtypeStruct) -> bool:
-    return math.prod(array.shape) * array.dtype.itemsize > MAX_BYTES_IN_FLIGHT
+def steps_in(folder: Path) -> list[int]:
+    """Returns the steps that have a subfolder, in ascending order."""
+    steps = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(folder):
+            name = entry.name
+            if entry.is_dir() and name.isdecimal() and str(int(name)) == name:
+                steps.append(int(name))
+    return sorted(steps)
 
 
 def finished_checkpoints(run: Path) -> list[Path]:
@@ -323,12 +329,10 @@ def finished_checkpoints(run: Path) -> list[Path]:
         if (run / "state").is_dir():
             return [run]
         for folder in (run / "checkpoints", run):
-            steps = []
-            for path in folder.glob("*/state"):
-                if path.parent.name.isdecimal():
-                    steps.append(int(path.parent.name))
-            if steps:
-                return list(map(folder.joinpath, map(str, sorted(steps))))
+            steps = [folder / str(step) for step in steps_in(folder)]
+            finished = [step for step in steps if (step / "state").is_dir()]
+            if finished:
+                return finished
         return []
 
     return retry_io(run, look)
@@ -373,10 +377,10 @@ class StoredCheckpoint:
 
     def verify(self, name: str) -> str | None:
         """Describes an array's damage, or returns None; raises if the array is unreadable."""
-        expected = self.info[_CHECKSUMS].get(name)
+        expected = self.info["checksums"].get(name)
         if expected is None:
             return "was not saved with this checkpoint"
-        shape = self.info.get(_SHAPES, {}).get(name)
+        shape = self.info.get("shapes", {}).get(name)
         if shape is not None and tuple(shape) != self.arrays[name].shape:
             return f"has the shape {list(self.arrays[name].shape)}, and was saved with {shape}"
         try:
@@ -402,7 +406,7 @@ def open_checkpoint(folder: Path) -> StoredCheckpoint:
         name: ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
         for name, array in sorted(metadata.items())
     }
-    missing = sorted(info[_CHECKSUMS].keys() - arrays.keys())
+    missing = sorted(info["checksums"].keys() - arrays.keys())
     if missing:
         raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")
     return StoredCheckpoint(folder, info, arrays, metadata)

@@ -39,12 +39,12 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
     if not config.tie_embeddings:
         rows += config.vocab_size
     lookup = rows * config.d_model
-    share = Workload(sizes=mesh_shape(), rows=1, length=max(1, sequence_length), training=False)
+    share = Workload(sizes=mesh_shape(), rows=1, length=max(1, sequence_length), once=True)
     costs = costs_of(config, share)
-    forward = sum(product.counted * product.flops for product in costs.attention) / share.length
+    attention = sum(product.counted * product.flops for product in costs.attention) / share.length
     used = active_parameters(config, parameters) - lookup
     trained = costs.adapters if config.lora.rank else used
-    return 6.0 * trained + 4.0 * (used - trained) + (3.0 * forward if sequence_length else 0.0)
+    return 6.0 * trained + 4.0 * (used - trained) + (attention if sequence_length else 0.0)
 
 
 def peak_flops(device: jax.Device) -> float:

@@ -21,8 +21,8 @@ from jaxtp.analysis.layer_costs import (
     Workload,
     collectives_of,
     context_costs,
+    embedding_costs,
     has_formulas,
-    lookup_costs,
 )
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.layers.context import ContextAttention
@@ -58,7 +58,7 @@ def test_the_cheaper_way_is_chosen(sizes, rows, length, vocab_size, features, pr
     )
     shape = Workload(sizes=sizes, rows=rows, length=length * sizes["cp"])
     gathered, exchanged = (
-        bytes_sent(lookup_costs(embedding, shape, exchanges=way), shape) for way in (False, True)
+        bytes_sent(embedding_costs(embedding, shape, exchanges=way), shape) for way in (False, True)
     )
     if not math.isclose(gathered, exchanged):  # sums of equal terms in another order
         assert jaxtp.VocabParallelEmbedding.exchanges(embedding, shape) == (exchanged < gathered)

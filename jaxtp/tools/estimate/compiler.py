@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from jax.stages import Traced
 
 from jaxtp.analysis.hardware import GB, TABLE, Hardware
-from jaxtp.analysis.hlo import HloError, count_flops_in_hlo, read_float8
+from jaxtp.analysis.hlo import HloError, count_flops_in_hlo
 from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import Record, columns
 from jaxtp.config.entry import signal_name
@@ -183,9 +183,6 @@ class Compiled:
     collectives: tuple[Scheduled, ...]
     seconds: float  # to compile
     flops: float | None  # FLOPs of the program's products; None if a kernel does not tell its own
-    in_float8: int  # products that `precision.matmul` takes and the compiler made in 8 bits
-    # Products that it takes and the compiler did not make in 8 bits, by layer and dtypes
-    not_in_float8: Mapping[str, int]
     # Differences from the program on real devices, and the compiler's warnings
     notes: tuple[str, ...]
 
@@ -212,15 +209,6 @@ class Compiled:
                 f"products: {self.flops / 1e12:,.1f} TFLOP with empty rows of experts, tier 1: "
                 f"{setting.costs.flops / 1e12:,.1f} without"
             )
-        if setting.config.model.precision.matmul != "compute":
-            requested = self.in_float8 + sum(self.not_in_float8.values())
-            warning = "" if self.in_float8 else "; WARNING: none"
-            yield (
-                f"products asked for in float8: {requested:,}; compiled in float8: "
-                f"{self.in_float8:,}{warning}"
-            )
-            for layer, times in self.not_in_float8.items():
-                yield f"  not in float8: {layer}, {times:,} times"
         yield self._collective_table()
         for note in self.notes:
             yield f"  ({note})"
@@ -388,15 +376,12 @@ def _numbers(compiled: jax.stages.Compiled, sizes: Sizes) -> Record:
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     with suppress(HloError):
         flops = count_flops_in_hlo(text)
-    in_float8, not_in_float8 = read_float8(text)
     return {
         "argument_bytes": arguments,
         "temp_bytes": temporaries,
         "peak_bytes": arguments + temporaries + results,
         "collectives": [collective.record() for collective in read_schedule(text, sizes)],
         "flops": flops,
-        "in_float8": in_float8,
-        "not_in_float8": not_in_float8,
     }
 
 

@@ -258,9 +258,8 @@ def test_tier_3_is_shown_beside_tier_1(peak, verdict, compile_by, estimated, cap
         "temp_bytes": 2,
         "peak_bytes": peak,
         "flops": 2e12,
-        "in_float8": 0,
     }
-    lists = {"collectives": (moved,), "notes": ("a note",), "not_in_float8": {}}
+    lists = {"collectives": (moved,), "notes": ("a note",)}
     compiler = mock.Mock(return_value=Compiled(**sizes, **lists, seconds=5.0))
     compile_by(compiler)
     tier_3 = estimated(*TIER_3, code=0 if verdict == "fits" else 1)["tier_3"]

@@ -33,8 +33,8 @@ CONFIG = TrainConfig(
 )
 NOWHERE = Topology(name="1x1x8", target_config="", compiler="none")
 ANSWER = """{
-    "argument_bytes": 3, "temp_bytes": 4, "peak_bytes": 7, "seconds": 1.5, "flops": 10, "in_float8": 0,
-    "not_in_float8": {}, "collectives": [
+    "argument_bytes": 3, "temp_bytes": 4, "peak_bytes": 7, "seconds": 1.5, "flops": 10,
+    "collectives": [
         {"kind": "all-gather", "axes": ["tp"], "group": 4, "count": 2, "bytes": 8, "overlapped": 1, "computing": 3}
     ]
 }""".replace("\n", "")  # noqa: E501
