@@ -10,6 +10,7 @@ is split if that saves more parameter bytes than it sends.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from flax import nnx
 
@@ -168,9 +169,8 @@ def choose(regions: list[Region]) -> list[Region]:
             single.append(region)
         elif region.bytes < region.bytes_one_by_one:
             pairs.append(region)
-    contested = tuple(region for region in pairs if any(map(region.conflicts, pairs)))
-    best = _best(contested)
-    chosen = [region for region in pairs if region in best or region not in contested]
+    best = _best(tuple(pairs))
+    chosen = [region for region in pairs if region in best]
     layers = frozenset[str]().union(*(region.layers for region in chosen))
     for region in single:
         if layers.isdisjoint(region.layers) and region.saved > region.bytes:
@@ -181,14 +181,28 @@ def choose(regions: list[Region]) -> list[Region]:
 @lru_cache(maxsize=1024)
 def _best(regions: tuple[Region, ...]) -> list[Region]:
     """Returns the regions without conflicts that split the most layers."""
-    if not regions:
-        return []
-    # Tries both to take the first region, and to leave it out.
-    first, *remaining = regions
-    compatible = tuple(region for region in remaining if not first.conflicts(region))
-    return max([first, *_best(compatible)], _best(tuple(remaining)), key=_value)
+    if len(regions) < 2:
+        return list(regions)
+    components = _components(regions)
+    if len(components) > 1:
+        return list(chain.from_iterable(map(_best, components)))
+    # Tries both to take the region with the most conflicts, and to leave it out.
+    first = max(regions, key=lambda region: sum(map(region.conflicts, regions)))
+    without = tuple(region for region in regions if region != first)
+    compatible = tuple(region for region in without if not first.conflicts(region))
+    return max([first, *_best(compatible)], _best(without), key=_value)
 
 
 def _value(regions: list[Region]) -> tuple[int, float]:
     num_layers = sum(len(region.layers) for region in regions)
     return num_layers, -sum(region.bytes for region in regions)
+
+
+def _components(regions: Iterable[Region]) -> list[tuple[Region, ...]]:
+    """Returns the groups of regions that conflict with each other, directly or not."""
+    components: list[tuple[Region, ...]] = []
+    for region in regions:
+        near = [component for component in components if any(map(region.conflicts, component))]
+        components = [component for component in components if component not in near]
+        components.append((*chain.from_iterable(near), region))
+    return components
