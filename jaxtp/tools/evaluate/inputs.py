@@ -94,7 +94,7 @@ def _documents_of_split(
 ) -> Iterator[Document]:
     for index in range(count):
         tokens = split.document(index).astype(np.int32)
-        _check_ids(tokens, model, split.location(index))
+        check_ids(tokens, model, split.location(index))
         first = max(split.prompt_length(index), 1)
         first_byte = max(first, len(tokenizer.info.prefix))
         yield Document(tokens, first, tokenizer.num_bytes(tokens[first_byte:]))
@@ -158,13 +158,14 @@ def _documents_of_texts(
     for texts in read():
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             tokens = np.concatenate([prefix, ids.astype(np.int32)])
-            _check_ids(tokens, model, name)
+            check_ids(tokens, model, name)
             # The first token is not predicted.
             uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
             yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
 
 
-def _check_ids(tokens: Ids, model: ModelSource, place: str) -> None:
+def check_ids(tokens: Ids, model: ModelSource, place: str) -> None:
+    """Raises `InputError` if a token is not in the model's vocabulary."""
     size = model.config.vocab_size
     largest = tokens.max(initial=0)
     if largest >= size:

@@ -6,11 +6,10 @@ if __name__ == "__main__":
     start("jaxtp score")
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -18,20 +17,19 @@ from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command
-from jaxtp.config.files import fingerprint, require_writable, write_json
+from jaxtp.config.files import fingerprint
 from jaxtp.config.hints import Problem, explained
 from jaxtp.config.schema import (
     ConfigError,
     Count,
     DataPath,
-    OptionalFile,
     OptionalFolder,
     Positive,
 )
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
-from jaxtp.data.scores import Record, Scored, open_scores
+from jaxtp.data.scores import Record, Scored
 from jaxtp.data.store import Dataset, open_dataset
 from jaxtp.distributed.agreement import raise_everywhere, reporting_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
@@ -70,7 +68,7 @@ In a finished folder it compares the files with their checksums.
 SHOWN_FIRST = (
     *("dataset", "model", "out", "top_k", "temperature"),
     *("data.sequence_length", "data.packing", "data.long_documents"),
-    *("batch_size", "dtype", "adapters", "json"),
+    *("batch_size", "dtype", "adapters"),
 )
 
 
@@ -113,9 +111,6 @@ class ScoreConfig(SourceConfig):
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    json: OptionalFile = None
-    """JSON file for the content of scores.json."""
-
     mesh: InferenceMeshConfig = InferenceMeshConfig()
 
 
@@ -140,7 +135,6 @@ def _run(argv: Sequence[str]) -> None:
     join_processes()
     with raise_everywhere(watch):
         config, _ = COMMAND.load(argv)
-        require_writable("--json", config.json)
         request_devices(config.mesh)
     with reporting_failure():
         _score(config)
@@ -185,8 +179,6 @@ def _score(config: ScoreConfig) -> None:
     model = load_model(source, mesh)
     identity = fingerprint(base_checksums(nnx.state(model), mesh))
     score(replace(job, record=replace(job.record, model_sha256=identity)), model, config.batch_size)
-    if config.json is not None and jax.process_index() == 0:
-        write_json("--json", config.json, {"folder": str(out), **asdict(open_scores(out).record)})
 
 
 def _record(
