@@ -278,7 +278,7 @@ def is_written(text: str) -> bool:
 def as_configuration(best: Setting, options: EstimateConfig) -> str:
     """Returns a setting as YAML for `train`.
 
-    Comments have the command, the hardware and missing settings.
+    Comments have the command and the hardware.
     """
     where = best.target
     config = best.config
@@ -290,15 +290,6 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
         )
     default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
     variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "
-    missing = []
-    if config.data.path is None and not config.data.mixture:
-        missing.append("#   data.path: a dataset of jaxtp prepare")
-    if config.origin.from_hf is None and config.run.init_from is None:
-        missing.append(
-            "#   model.from_hf: the model to fine-tune; without it the weights are random"
-        )
-    if config.run.dir == TrainConfig().run.dir:
-        missing.append("#   run.dir: a folder for the run")
     lines = [
         f"# {variable}jaxtp train --config {options.write}",
         "#",
@@ -311,8 +302,6 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
             "# Each host starts this, by a scheduler or jaxtp launch "
             "(jaxtp/distributed/README.md):",
         )
-    if missing:
-        lines += ["# Still to be filled in:", *missing]
     return "\n".join(lines) + f"\n\n{to_short_yaml(config, default_settings(config))}"
 
 

@@ -18,13 +18,7 @@ from jaxtp.analysis.tables import Cells, Record, between, columns
 from jaxtp.config.entry import UserError
 from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.mesh import (
-    Sizes,
-    abstract_mesh,
-    describe_mesh,
-    describe_split,
-    fitting_meshes,
-)
+from jaxtp.mesh import Sizes, abstract_mesh, describe_mesh, fitting_meshes
 from jaxtp.tools.estimate.roofline import (
     StepTime,
     communication_seconds,
@@ -36,6 +30,7 @@ from jaxtp.tools.estimate.search import (
     Candidate,
     Target,
     is_near,
+    none_can,
     rank,
     simplest_first,
 )
@@ -61,7 +56,7 @@ class Estimate(Candidate):
     def row(self) -> Cells:
         """Returns a line of the table."""
         return (
-            describe_split(self.sizes),
+            str(self),
             f"{self.memory.total / MB:,.1f}",
             f"{self.spare / MB:,.0f}" if self.fits else "does not fit",
             f"{self.flops / 1e9:,.3f}",
@@ -77,7 +72,7 @@ class Estimate(Candidate):
             f"{kind.replace('_', ' ')} {size / MB:,.1f}" for kind, size in kinds if size
         )
         plan = [line.partition("\n")[0] for line in self.plan]
-        return "\n".join([f"best    {describe_split(self.sizes)}: {memory} MB", *plan])
+        return "\n".join([f"best    {self}: {memory} MB", *plan])
 
     def record(self) -> Record:
         """Returns the estimate for JSON."""
@@ -114,7 +109,7 @@ def rank_meshes(
         except UserError as error:
             refused[describe_mesh(sizes)] = re.split("[;\n]", str(error))[0]
     if not estimates:
-        raise ConfigError(f"no mesh of {count} devices can run it: {next(iter(refused.values()))}")
+        raise ConfigError(none_can(count, refused))
     estimates = simplest_first(sorted(estimates, key=rank), is_as_fast)
     header = ("mesh", "MB", "to spare", "GFLOP", "MB sent", "ms a step", "computing")
     print("", columns(header, [estimate.row() for estimate in estimates]), sep="\n")

@@ -164,6 +164,9 @@ class Candidate:
         """Devices along each axis."""
         return self.config.mesh.sizes
 
+    def __str__(self) -> str:
+        return describe_split(self.sizes)
+
     @property
     def spare(self) -> float:
         """Bytes left per device; negative if it does not fit."""
@@ -258,9 +261,6 @@ class Setting(Candidate):
         """Tokens of a step."""
         return self.config.data.global_batch_size * self.config.data.sequence_length
 
-    def __str__(self) -> str:
-        return describe_split(self.sizes)
-
 
 @dataclass(frozen=True)
 class Search:
@@ -289,7 +289,7 @@ def search(
     """
     runs, refused = runnable(config, meshes, as_configured=as_configured)
     if not runs:
-        raise ConfigError(_none_can(where.devices, refused))
+        raise ConfigError(none_can(where.devices, refused))
     max_counts = max(2, min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(runs))))
     best = []
     settings: list[Setting] = []
@@ -373,7 +373,8 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
         yield replace_nested(config, {"model.remat": remat, "train.accumulation": accumulation})
 
 
-def _none_can(devices: int, refused: Mapping[str, str]) -> str:
+def none_can(devices: int, refused: Mapping[str, str]) -> str:
+    """Returns the error that no mesh can run a configuration, with the reasons."""
     first_mesh: dict[str, str] = {}
     for mesh, reason in refused.items():
         first_mesh.setdefault(reason, mesh)

@@ -113,10 +113,6 @@ def _measure_models(config: EvaluateConfig) -> None:
     with raise_everywhere():
         _require_json(config.json)
         sources = [open_source(path, config.source_options) for path in config.model]
-        names = [source.name for source in sources]
-        for name in sorted(names):
-            if names.count(name) > 1:
-                raise ConfigError(f"--model {name} is given twice")
         length = window_length(config, sources)
         inputs = list(map(partial(open_inputs, config), config.model, sources))
         meshes = [inference_mesh(config.mesh, source.config) for source in sources]

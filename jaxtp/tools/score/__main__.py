@@ -45,6 +45,7 @@ from jaxtp.generate.loading import (
 )
 from jaxtp.hf.runs import base_checksums
 from jaxtp.mesh import mesh_sizes
+from jaxtp.tools.evaluate.inputs import require_tokenizer
 from jaxtp.tools.score.scoring import Job, begin, score
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.validation import context_problems, refuse
@@ -160,7 +161,8 @@ def _score(config: ScoreConfig) -> None:
     with raise_everywhere():
         dataset = open_dataset(config.dataset)
         source = _open_model(config, path)
-        _check(config, dataset, source, length)
+        require_tokenizer(dataset, config.tokenizer or path, source)
+        _check(config, source, length)
         mesh = inference_mesh(config.mesh, source.config)
         _check_length(source, mesh, length)
         settings = RowSettings(
@@ -211,13 +213,7 @@ def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
     return replace(source, config=replace(source.config, precision=precision))
 
 
-def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource, length: int) -> None:
-    if dataset.tokenizer.name != source.tokenizer.info.name:
-        raise DatasetError(
-            f"{dataset.folder} was made with tokenizer {dataset.tokenizer.name[:12]}, and "
-            f"{source.name} has {source.tokenizer.info.name[:12]}, whose ids mean other tokens; "
-            f"prepare the data with --tokenizer {config.tokenizer or config.model}"
-        )
+def _check(config: ScoreConfig, source: ModelSource, length: int) -> None:
     if config.top_k is not None and config.top_k > source.config.vocab_size:
         raise ConfigError(
             f"--top-k {config.top_k}: {source.name} has only {source.config.vocab_size} tokens"

@@ -199,7 +199,7 @@ def test_a_model_that_does_not_fit_is_said(file, capsys):
 REFUSED = {
     "{file}:build --input 16x8x16": "--model.build, --train.loss and --data.batches",
     "{task} --mesh tp=4": "is 4 devices, and --hardware h100x8 is 8",
-    "{task} --train.accumulation 4 --mesh dp=8": "no mesh of 8 devices can run it",
+    "{task} --train.accumulation 4 --mesh dp=8": "no mesh of 8 devices that was tried can run",
     "{task} --hardware h101x8": "h101",
 }
 

@@ -269,7 +269,6 @@ REFUSED = {
     f"{GIVEN} --sequence-length 63 --mesh.cp 2": "is not divisible by --mesh.cp 2",
     f"{GIVEN} --mesh.tp 16": "tp can be 1, 2, 4",
     f"{GIVEN} --model other --adapters {{here}}": "--model names 2",
-    f"{GIVEN} --model {{model}}": "--model {model} is given twice",
     "--model {model} --model other --tasks mmlu": "--tasks takes one --model",
     f"{GIVEN} --limit 0": "--limit 0: should be greater than or equal to 1",
     f"{GIVEN} --json /proc/no/file": "--json /proc/no/file",
@@ -290,7 +289,7 @@ REFUSED = {
     "--max-document-bytes 100": "line 2: more than 100 bytes; a larger",
     "--model {model} --data {here}/one.txt": "--text",
     "--model {model} --data {here}/folders": "did you mean {here}/folder?",
-    "--model {model} --data {data}": "Prepare the documents again with --tokenizer",
+    "--model {model} --data {data}": "prepare the documents again with --tokenizer",
     "--model {model} --data {here}": "dataset",
 }
 
