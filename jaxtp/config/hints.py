@@ -137,6 +137,13 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "only that",
     ),
     (
+        "by",
+        "stride",
+        "there are no groups: give one command for each source, or for each file of texts of one "
+        "length, and compare their --json files (jaxtp/tools/evaluate/README.md)",
+    ),
+    ("json", "top_k", "scores.json, in the folder of the scores, has all that a file here had"),
+    (
         "verify",
         "out",
         "the command that wrote the scores compares the checksums when it runs again",
@@ -146,6 +153,12 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "tokenizer",
         "python scripts/train_bpe.py INPUT --size 8192 --out FOLDER trains one on the same inputs; "
         "give that folder by {}",
+    ),
+    (
+        "input propose",
+        "tier",
+        "a model of your own has the settings of a run: --model.build, --train.loss and "
+        "--data.batches; without --model.plan, a plan is proposed",
     ),
     (
         "generate",
@@ -166,6 +179,7 @@ setting, and a sentence in which {} is the name of this setting."""
 
 REMOVED_COMMANDS = {
     "jaxtp bench": "python scripts/bench.py, in jaxtp's repository",
+    "jaxtp convert list": "the tables of jaxtp/hf/README.md",
     "jaxtp convert plan": "jaxtp explain --model.from-hf HF_DIR --mesh tp=8, for jaxtp's plan",
 }
 """Replacements of removed commands."""

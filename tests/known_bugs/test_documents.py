@@ -208,7 +208,7 @@ def scorer(batch_size):
 
 
 def nats(*texts, batch_size=2, score=None):
-    return measure(score or scorer(batch_size), [Texts(*texts)], T, T, lambda _: None).whole().nats
+    return measure(score or scorer(batch_size), [Texts(*texts)], T, T, lambda _: None).nats
 
 
 SHORT = [3, 1, 4]

@@ -188,25 +188,21 @@ class Verdict:
                 f"{errors.loss:>9.1e}{errors.grad_norm:>11.1e}"
                 f"{errors.gradients[gradient]:>10.1e}{errors.updates[update]:>9.1e}"
             )
-            details += self._details(errors)
+            if errors.flips:
+                details.append(
+                    f"{errors.flips:,} of {errors.choices:,} expert choices differ, with scores up "
+                    f"to {errors.margin:.1e} apart ({self.tolerance.tensor:.1e} allowed)"
+                )
+            if not errors.within(self.tolerance):
+                if self.first_difference:
+                    details.append(f"first difference: {self.first_difference}")
+                details.append(
+                    f"worst gradient {gradient} "
+                    f"(up to {errors.allowed(gradient, self.tolerance):.1e} allowed), "
+                    f"worst updated array {update} "
+                    f"(up to {errors.allowed(update, self.tolerance):.1e} allowed)"
+                )
         return [row, *(f"        {detail}" for detail in (*details, *self.problems))]
-
-    def _details(self, errors: Errors) -> Iterator[str]:
-        if errors.flips:
-            yield (
-                f"{errors.flips:,} of {errors.choices:,} expert choices differ, with scores up to "
-                f"{errors.margin:.1e} apart ({self.tolerance.tensor:.1e} allowed)"
-            )
-        if not errors.within(self.tolerance):
-            if self.first_difference:
-                yield f"first difference: {self.first_difference}"
-            gradient, update = errors.worst(self.tolerance)
-            yield (
-                f"worst gradient {gradient} "
-                f"(up to {errors.allowed(gradient, self.tolerance):.1e} allowed), "
-                f"worst updated array {update} "
-                f"(up to {errors.allowed(update, self.tolerance):.1e} allowed)"
-            )
 
     def record(self) -> dict[str, object]:
         """Returns the verdict as JSON values."""

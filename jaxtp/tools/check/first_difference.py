@@ -126,10 +126,8 @@ def first_difference(
             traces.append(_trace(on_case(config, traced), traced, initial, recorder, subject))
         except Exception as error:
             return describe_error(f"{recorder.failed_in or 'the step'} on {traced}", error)
-        if case == ONE_DEVICE:
-            break
     outputs, gradients = traces[0]
-    actual_outputs, actual_gradients = traces[-1]
+    actual_outputs, actual_gradients = traces[1]
     for name, output in outputs.items():
         difference = _error(actual_outputs.get(name, []), output)
         if difference > tolerance:

@@ -240,16 +240,20 @@ def program(
     step = make_train_step(config, blueprint, with_choices=True, with_grads=True, task=task)
     batches = list(subject.on_mesh(config, mesh))
     experts = _experts(replayed, mesh) or [{}] * len(batches)
-    options: dict[str, Any] = {"compiler_options": COMPILER_OPTIONS}
     with jax.set_mesh(mesh):
         traced = step.trace(blueprint.sharded, batches[0], **experts[0])
         if not audited:
-            compiled = traced.lower().compile(**options)
+            compiled = traced.lower().compile(compiler_options=COMPILER_OPTIONS)
             return _Updates(config, case, blueprint, batches, experts, compiled)
-    options["budget"] = costs_of_step(config, case.sizes).budget
     modelled = task.optimizer is None and optimizers.is_modelled(config.optimizer)
-    options["global_view"] = () if modelled else (OPTIMIZER_SCOPE,)
-    result = audit(traced, blueprint.sharded, mesh=mesh, **options)
+    result = audit(
+        traced,
+        blueprint.sharded,
+        mesh=mesh,
+        budget=costs_of_step(config, case.sizes).budget,
+        global_view=() if modelled else (OPTIMIZER_SCOPE,),
+        compiler_options=COMPILER_OPTIONS,
+    )
     problems = tuple(result.problems())
     return _Updates(config, case, blueprint, batches, experts, result.compiled, problems)
 

@@ -26,7 +26,7 @@ from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_yaml
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf.config_json import dtype_of, family_of
-from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
+from jaxtp.hf.families import WRAPPERS
 from jaxtp.hf.families.family import Layout
 from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import HFError, open_folder
@@ -58,12 +58,6 @@ jaxtp convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1
 With --adapters, merges adapters into a model:
 
 jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapters
-"""
-LIST_HELP = """\
-Lists the models that jaxtp reads and writes, by the model_type in their config.json, and the models
-that it refuses, with the reason.
-
-jaxtp convert list
 """
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
 HFDir = Annotated[UserPath, POSITIONAL, Argument("HF_DIR")]
@@ -148,15 +142,9 @@ class Export:
     mesh: MeshFlags = MeshFlags()
 
 
-@dataclass(frozen=True, kw_only=True)
-class List:
-    """Flags of `jaxtp convert list`: none."""
-
-
 COMMANDS: dict[str, Command[Any]] = {
     "import": Command(program=f"{PROGRAM} import", schema=Import, description=IMPORT_HELP),
     "export": Command(program=f"{PROGRAM} export", schema=Export, description=EXPORT_HELP),
-    "list": Command(program=f"{PROGRAM} list", schema=List, description=LIST_HELP),
 }
 
 
@@ -172,12 +160,7 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> None:
     name, flags = choose(PROGRAM, COMMANDS, argv)
     config, _ = COMMANDS[name].load(flags)
-    if isinstance(config, Import):
-        print(import_run(config))
-    elif isinstance(config, Export):
-        print(export_run(config))
-    else:
-        print("\n".join(_list_lines()))
+    print(import_run(config) if isinstance(config, Import) else export_run(config))
 
 
 @contextmanager
@@ -332,28 +315,6 @@ def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
     if hf_files is None or is_shorter:
         attributes[MAX_POSITIONS] = trained_length
     return attributes, tokenizer
-
-
-def _list_lines() -> Iterator[str]:
-    for family in FAMILIES.values():
-        yield f"{family.model_type:<20}{family.architecture}"
-    for wrapper in WRAPPERS.values():
-        yield (
-            f"{wrapper.model_type:<20}{wrapper.architecture}, with text of "
-            f"{' or '.join(wrapper.text_types)}"
-        )
-    yield ""
-    for model_type, reason in REFUSED.items():
-        yield f"{model_type:<20}refused: {reason}"
-    yield ""
-    yield (
-        "All supported models are compared with tiny random models of transformers 5.23, in "
-        "float64. Published weights were loaded"
-    )
-    yield (
-        "for only one model, SmolLM2-135M (llama): generate, evaluate and DPO agree with "
-        "transformers and TRL on it."
-    )
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import jax
+from pydantic import Field
 
-from jaxtp.analysis.hardware import parse, require_matmul
+from jaxtp.analysis.hardware import RANGES, TABLE, parse, require_matmul
 from jaxtp.analysis.tables import Record, gigabytes
 from jaxtp.config import entry
 from jaxtp.config.affects import Argument, in_short_help
@@ -20,19 +21,21 @@ from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json, writing
 from jaxtp.config.schema import (
     ConfigError,
+    Fraction,
+    OptionalFile,
     Positive,
     UserPath,
     replace_nested,
     to_short_yaml,
 )
 from jaxtp.mesh import MeshError, Sizes, mesh_shape, resolve_sizes
-from jaxtp.tools.estimate import foreign
 from jaxtp.tools.estimate.compiler import (
     DoesNotFitError,
     TargetError,
     compile_for,
     topology,
 )
+from jaxtp.tools.estimate.foreign import rank_meshes
 from jaxtp.tools.estimate.remedies import faster, remedies
 from jaxtp.tools.estimate.search import (
     Model,
@@ -67,9 +70,8 @@ Tries every mesh (dp, fsdp, cp, tp), micro-batch and remat policy of a training 
 hardware such as h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent.
 
 --hardware also takes a YAML file, whose keys --help-all lists. Exit code 1: nothing fits.
-FILE.py:build instead of a configuration takes any Flax model: see jaxtp estimate FILE.py:build
---help. --train.loss works as for jaxtp train, without the data. So do --model.build, --data.batches
-and --optimizer.build; the estimate then tries meshes only.
+--train.loss works as for jaxtp train, without the data. So do --model.build, --data.batches and
+--optimizer.build, for any Flax model; the estimate then tries meshes only.
 
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
@@ -81,12 +83,31 @@ SHOWN_FIRST = (
     *("hardware", "tier", "meshes", "as_configured", "price", "json", "write"),
     *(name for name in in_short_help(TrainConfig) if name not in OF_ALL_STEPS),
 )
+_KEYS = ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items())
+HARDWARE = (
+    "Kind and number of devices, as in h100x8, 2xh100x8 (two hosts) or mine.yamlx8 (a YAML file): "
+    f"{', '.join(TABLE)}. A YAML file has like (a name; without it the first six keys are "
+    f"required), platform (cuda, rocm, tpu), direct (true: links join each pair) and {_KEYS}."
+)
 WRITTEN = "# The best of jaxtp estimate for"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EstimateConfig(foreign.OnHardware, TrainConfig):
+class EstimateConfig(TrainConfig):
     """Command line of an estimate: a training configuration, and hardware."""
+
+    hardware: Annotated[str, Field(description=HARDWARE), Argument("h100x8")] = "h100x8"
+    """See `HARDWARE`."""
+
+    meshes: Annotated[tuple[str, ...], Argument("tp=8 fsdp=2,tp=4", name="mesh")] = ()
+    """Meshes to try, by default all that can run; an axis that is left out is 1."""
+
+    memory_fraction: Fraction | None = None
+    """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts
+    as in scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
+
+    json: OptionalFile = None
+    """JSON file for all numbers."""
 
     tier: Literal[1, 3] = 1
     """Depth of the estimate: 1 computes it in seconds; 3 also compiles the best mesh for the
@@ -117,8 +138,6 @@ COMMAND = Command(
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, or 2 for a mistake."""
-    if foreign.names_model(argv):
-        return foreign.main(argv)
     return entry.attempt(PROGRAM, lambda: _estimate(argv))
 
 
@@ -128,11 +147,14 @@ def _estimate(argv: Sequence[str]) -> int:
     require_writable("--json", options.json)
     _check_overwrite(options)
     config = training_of(options)
+    where = _target(options)
     if config.origin.build or config.data.batches or config.optimizer.build:
         _refuse_for_own_parts(options)
-        return foreign.rank(options, *open_task(config))
+        meshes = parse_meshes(options.meshes, options.hardware, where.devices)
+        fits, numbers = rank_meshes(where, meshes, *open_task(config))
+        write_json("--json", options.json, numbers)
+        return int(not fits)
     load_task(config)  # refuses settings without effect
-    where = _target(options)
     if options.tier == 3:
         try:
             topology(where.hardware.compiled_as, **where.hosts)
@@ -190,15 +212,6 @@ def _search(
     best = results.settings[0]
     alternatives = faster(results) if best.fits else list(remedies(results))
     print(explained(results, configured, alternatives, options.price), flush=True)
-    matmul = config.model.precision.matmul
-    if matmul != "compute":
-        in_compute_dtype = replace_nested(best.config, {"model.precision.matmul": "compute"})
-        without = estimate(in_compute_dtype, where, model)
-        gain = without.time.expected / best.time.expected
-        print(
-            f"{matmul:<8}{gain:.2f} x as fast as --model.precision.matmul compute: modelled, not "
-            "measured"
-        )
     numbers = record(results)
     numbers["configured"] = None if configured is None else setting_record(configured)
     numbers["alternatives"] = [
@@ -265,7 +278,7 @@ def is_written(text: str) -> bool:
 def as_configuration(best: Setting, options: EstimateConfig) -> str:
     """Returns a setting as YAML for `train`.
 
-    Comments have the command, the hardware and missing settings.
+    Comments have the command and the hardware.
     """
     where = best.target
     config = best.config
@@ -277,15 +290,6 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
         )
     default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
     variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "
-    missing = []
-    if config.data.path is None and not config.data.mixture:
-        missing.append("#   data.path: a dataset of jaxtp prepare")
-    if config.origin.from_hf is None and config.run.init_from is None:
-        missing.append(
-            "#   model.from_hf: the model to fine-tune; without it the weights are random"
-        )
-    if config.run.dir == TrainConfig().run.dir:
-        missing.append("#   run.dir: a folder for the run")
     lines = [
         f"# {variable}jaxtp train --config {options.write}",
         "#",
@@ -298,8 +302,6 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
             "# Each host starts this, by a scheduler or jaxtp launch "
             "(jaxtp/distributed/README.md):",
         )
-    if missing:
-        lines += ["# Still to be filled in:", *missing]
     return "\n".join(lines) + f"\n\n{to_short_yaml(config, default_settings(config))}"
 
 

@@ -9,7 +9,6 @@ divides by missing fields and dies silently, so every field is set.
 import dataclasses
 import gc
 import json
-import math
 import os
 import re
 import subprocess
@@ -34,7 +33,7 @@ from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import to_plain, validate
 from jaxtp.data.loader import split
 from jaxtp.distributed.environment import child_environment
-from jaxtp.mesh import Sizes, describe_mesh, mesh_of
+from jaxtp.mesh import Sizes, mesh_of
 from jaxtp.tools.estimate.search import Setting
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -43,7 +42,7 @@ from jaxtp.train.setup import open_task
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import compiler_options, make_train_step, trace_step
 from jaxtp.train.task import Task
-from jaxtp.train.validation import check, chosen_kernels
+from jaxtp.train.validation import chosen_kernels
 
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
 _LAST_LINES = 3
@@ -244,20 +243,12 @@ def compile_for(
 ) -> Compiled:
     """Compiles the step for hardware of the table that may be absent; ignores the run's mesh.
 
+    `sizes` must fit the configuration, and use all devices.
+
     Raises:
       TargetError: the compiler is missing, crashed, timed out, or reports that the program does not
         fit.
-      ConfigError: the configuration does not fit the mesh.
     """
-    if min(sizes.values()) < 1:
-        raise TargetError(f"mesh {describe_mesh(sizes)}: each axis needs at least 1 device")
-    check(config, dict(sizes))
-    if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
-        raise TargetError(
-            f"mesh {describe_mesh(sizes)} needs {needed} devices, and {hosts} "
-            f"host{'s' if hosts > 1 else ''} of {devices_per_host} have "
-            f"{hosts * devices_per_host}"
-        )
     target = topology(hardware, hosts, devices_per_host)
     if "cudnn" not in chosen_kernels(config, sizes, TABLE[hardware].architecture):
         return ask(config, sizes, target, timeout_s=timeout_s)

@@ -5,7 +5,7 @@ Each change is tried on all meshes.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -116,7 +116,9 @@ def remedies(results: Search) -> Iterator[Alternative]:
     best = results.settings[0]
     run = Run(best.config, best.target, results.model)
     cheap = list(_first(_cheap(run)))
-    costly = [kind(run) if cheap else _with_cheap(run, kind) for kind in (_training, _devices)]
+    # If no cheap change suffices, the costly ones are also tried together with all cheap ones.
+    runs = [run] if cheap else [run, *list(_together(run))[-1:]]
+    costly = [itertools.chain(*map(kind, runs)) for kind in (_training, _devices)]
     alternatives = itertools.chain.from_iterable(map(_first, (_less_data(run), *costly)))
     return itertools.islice(itertools.chain(cheap, alternatives), MAX_REMEDIES)
 
@@ -139,13 +141,6 @@ def _together(run: Run) -> Iterator[Run]:
         if other := changed(run, flags):
             run = other
             yield run
-
-
-def _with_cheap(run: Run, kind: Callable[[Run], Iterable[Run]]) -> Iterator[Run]:
-    """Yields the runs of a kind, then each of them together with all cheap changes."""
-    yield from kind(run)
-    for cheap in list(_together(run))[-1:]:
-        yield from kind(cheap)
 
 
 def _less_data(run: Run) -> Iterator[Run]:

@@ -10,7 +10,7 @@ within 5% of the fastest, the simplest.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -154,9 +154,18 @@ def _loss_work(config: TrainConfig) -> LossWork:
 class Candidate:
     """A step on a mesh of the target, with memory and time per device."""
 
+    config: TrainConfig  # its mesh has sizes
     target: Target
     memory: Memory
     time: StepTime
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis."""
+        return self.config.mesh.sizes
+
+    def __str__(self) -> str:
+        return describe_split(self.sizes)
 
     @property
     def spare(self) -> float:
@@ -184,31 +193,41 @@ def rank(candidate: Candidate) -> tuple[int, float, float]:
     return int(not candidate.has_margin), 0.0, candidate.time.expected
 
 
-def move_to_front(first: C, ranked: Sequence[C]) -> list[C]:
-    """Returns the candidates with `first` before the others."""
-    return [first, *(candidate for candidate in ranked if candidate is not first)]
+def is_near(candidate: Candidate, first: Candidate) -> bool:
+    """Returns whether a candidate's time counts as equal to the fastest."""
+    return candidate.time.expected <= NEAR * first.time.expected
+
+
+def simplest_first(ranked: Sequence[C], is_as_fast: Callable[[C, C], bool] = is_near) -> list[C]:
+    """Moves the simplest of the candidates that fit alike and are as fast to the front."""
+
+    def complexity(candidate: C) -> tuple[bool, int, int, int]:
+        sizes = candidate.sizes
+        leaves = leaves_domain(candidate.target.hardware, sizes, (TP,))
+        return leaves, candidate.config.train.accumulation, sizes[TP], sizes[CP]
+
+    first = ranked[0]
+    equal = []
+    for candidate in ranked:
+        fits_alike = candidate.fits and candidate.has_margin == first.has_margin
+        if fits_alike and is_as_fast(candidate, first):
+            equal.append(candidate)
+    simplest = min(equal, key=complexity, default=first)
+    return [simplest, *(candidate for candidate in ranked if candidate is not simplest)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(Candidate):
     """A mesh, remat policy and micro-batch, with costs per device."""
 
-    config: TrainConfig
     costs: StepCosts
     flops_per_token: float
     relative_work: float = 1.0  # of a user's loss
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Devices along each axis."""
-        return self.config.mesh.sizes
-
-    @property
     def rows(self) -> int:
         """Micro-batch size per device."""
-        return self.config.data.global_batch_size // (
-            batch_parts(self.sizes) * self.config.train.accumulation
-        )
+        return rows_of(self.config) // self.config.train.accumulation
 
     @property
     def update_is_modelled(self) -> bool:
@@ -242,9 +261,6 @@ class Setting(Candidate):
         """Tokens of a step."""
         return self.config.data.global_batch_size * self.config.data.sequence_length
 
-    def __str__(self) -> str:
-        return describe_split(self.sizes)
-
 
 @dataclass(frozen=True)
 class Search:
@@ -273,7 +289,7 @@ def search(
     """
     runs, refused = runnable(config, meshes, as_configured=as_configured)
     if not runs:
-        raise ConfigError(_none_can(where.devices, refused))
+        raise ConfigError(none_can(where.devices, refused))
     max_counts = max(2, min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(runs))))
     best = []
     settings: list[Setting] = []
@@ -283,7 +299,7 @@ def search(
         best.append(_choose(on_mesh))
         settings += on_mesh
     best.sort(key=rank)
-    return Search(_simplest_first(best), settings, refused, as_configured, model)
+    return Search(simplest_first(best), settings, refused, as_configured, model)
 
 
 def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict[str, int]]:
@@ -357,7 +373,8 @@ def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
         yield replace_nested(config, {"model.remat": remat, "train.accumulation": accumulation})
 
 
-def _none_can(devices: int, refused: Mapping[str, str]) -> str:
+def none_can(devices: int, refused: Mapping[str, str]) -> str:
+    """Returns the error that no mesh can run a configuration, with the reasons."""
     first_mesh: dict[str, str] = {}
     for mesh, reason in refused.items():
         first_mesh.setdefault(reason, mesh)
@@ -397,23 +414,8 @@ def _choose(settings: Sequence[Setting]) -> Setting:
     first = min(settings, key=rank)
     if not first.fits:
         return first
-    return min(_as_fast(settings, first), key=lambda setting: setting.memory.total)
-
-
-def _as_fast(settings: Iterable[Setting], first: Setting) -> list[Setting]:
-    limit = NEAR * first.time.expected
-    return [setting for setting in settings if setting.fits and setting.time.expected <= limit]
-
-
-def _simplest_first(ranked: list[Setting]) -> list[Setting]:
-    def complexity(setting: Setting) -> tuple[bool, int, int, int]:
-        sizes = setting.sizes
-        leaves = leaves_domain(setting.target.hardware, sizes, (TP,))
-        return leaves, setting.config.train.accumulation, sizes[TP], sizes[CP]
-
-    first = ranked[0]
-    equal = [s for s in _as_fast(ranked, first) if s.has_margin == first.has_margin]
-    return move_to_front(min(equal, key=complexity, default=first), ranked)
+    as_fast = (setting for setting in settings if setting.fits and is_near(setting, first))
+    return min(as_fast, key=lambda setting: setting.memory.total)
 
 
 def rows_of(config: TrainConfig) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jaxtp.analysis.tables import columns
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
@@ -57,7 +58,7 @@ DESCRIPTION = """Measures loss, perplexity and bits per byte of a model on text.
 The model is a run of jaxtp train or a folder in Hugging Face's format; the text is in datasets of
 jaxtp prepare or in files.
 
-jaxtp evaluate --model runs/a --data data/own --text notes.txt --by length
+jaxtp evaluate --model runs/a --data data/own --text notes.txt
 jaxtp evaluate --model models/base runs/tuned --data data/own
 
 Every token of a document except the first is predicted once, from the earlier ones in the same
@@ -112,10 +113,6 @@ def _measure_models(config: EvaluateConfig) -> None:
     with raise_everywhere():
         _require_json(config.json)
         sources = [open_source(path, config.source_options) for path in config.model]
-        names = [source.name for source in sources]
-        for name in sorted(names):
-            if names.count(name) > 1:
-                raise ConfigError(f"--model {name} is given twice")
         length = window_length(config, sources)
         inputs = list(map(partial(open_inputs, config), config.model, sources))
         meshes = [inference_mesh(config.mesh, source.config) for source in sources]
@@ -126,7 +123,7 @@ def _measure_models(config: EvaluateConfig) -> None:
             record = _describe(source, mesh, length)
             record["data"] = [source.name for source in documents]
             record["stride"] = config.stride or length
-            records.append(record | _record(measured, config.by))
+            records.append(record | {"all": measured.numbers()})
     finally:  # also reports the models measured before a failure
         if records:
             results = records[0] if len(sources) == 1 else {"models": records}
@@ -147,11 +144,11 @@ def _measure(
     )
 
     def progress(measured: Measured) -> None:
-        whole = measured.whole()
-        if whole.tokens:
-            share = measured.documents_scored() / total
-            rate = whole.tokens / (time.monotonic() - started)
-            status(f"{share:.0%}  loss {whole.loss:.4f}  {rate:,.0f} tokens/s")
+        tokens = measured.tokens
+        # The documents that were read, in proportion to their tokens that are scored
+        share = measured.documents / total * tokens / measured.tokens_read
+        rate = tokens / (time.monotonic() - started)
+        status(f"{share:.0%}  loss {measured.loss:.4f}  {rate:,.0f} tokens/s")
 
     return measure(scorer, inputs, length, stride, progress)
 
@@ -212,36 +209,17 @@ def _report(table: str, path: Path | None, record: Mapping[str, object]) -> None
         raise ConfigError(f"{error}; the numbers are above") from None
 
 
-def _record(measured: Measured, by: Sequence[str]) -> Record:
-    record: Record = {"all": measured.whole().numbers()}
-    if "source" in by:
-        record["by_source"] = []
-        for name, part in measured.by_source().items():
-            record["by_source"].append({"source": name, **part.numbers()})
-    if "length" in by:
-        record["by_length"] = []
-        for length, part in measured.by_length().items():
-            lengths = {"tokens_from": length, "tokens_to": 2 * length - 1}
-            record["by_length"].append({**lengths, **part.numbers()})
-    return record
-
-
 def _table(records: Sequence[Record]) -> str:
-    rows = [["", "window", *(name.replace("_per_", "/") for name in _FORMATS)]]
+    header = ["", "window", *(name.replace("_per_", "/") for name in _FORMATS)]
+    rows = []
     for record in records:
-        parts = [(part["source"], part) for part in record.get("by_source", ())]
-        for part in record.get("by_length", ()):
-            parts.append((f"{part['tokens_from']:,} to {part['tokens_to']:,} tokens", part))
-        for name, numbers in [*parts, ("all", record["all"])]:
-            if len(records) > 1:
-                name = f"{record['model']}: {name}" if parts else record["model"]
-            cells = [name, f"{record['sequence_length']:,}"]
-            for key, style in _FORMATS.items():
-                cells.append("-" if numbers[key] is None else f"{numbers[key]:{style}}")
-            rows.append(cells)
-    name_width, *widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [[name.ljust(name_width), *map(str.rjust, cells, widths)] for name, *cells in rows]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+        name = record["model"] if len(records) > 1 else "all"
+        cells = [name, f"{record['sequence_length']:,}"]
+        for key, style in _FORMATS.items():
+            value = record["all"][key]
+            cells.append("-" if value is None else f"{value:{style}}")
+        rows.append(cells)
+    return columns(header, rows)
 
 
 if __name__ == "__main__":

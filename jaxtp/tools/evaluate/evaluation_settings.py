@@ -27,7 +27,6 @@ _Paths = Annotated[tuple[str, ...], REPEATED, Argument("PATH")]
 _Datasets = Annotated[tuple[DataPath, ...], REPEATED, Argument("DIR")]
 _Folders = Annotated[tuple[UserPath, ...], REPEATED, Argument("DIR")]
 _Names = Annotated[tuple[str, ...], REPEATED, Argument("NAME")]
-_Groupings = Annotated[tuple[Literal["length", "source"], ...], REPEATED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +53,6 @@ class EvaluateConfig(SourceConfig):
     max_document_bytes: Count = 2**26
     """Refuse larger documents and longer lines of JSONL; a document with its tokens takes ten times
     as much memory."""
-
-    by: _Groupings = ()
-    """Also show the numbers by document length in tokens, or by source (dataset or file). Can be
-    given twice."""
 
     limit: Count | None = None
     """Read at most this many documents of each dataset and file, or examples of each task."""
@@ -109,7 +104,7 @@ class EvaluateConfig(SourceConfig):
 
 
 SHOWN_FIRST = (
-    *("model", "data", "text", "by", "sequence_length", "stride", "tasks", "num_fewshot"),
+    *("model", "data", "text", "sequence_length", "stride", "tasks", "num_fewshot"),
     *("chat", "adapters", "dtype", "limit", "batch_size", "json"),
 )
 
@@ -128,7 +123,7 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
         if len(config.model) > 1:
             yield "--tasks takes one --model; run the command once for each"
         for name in changed:
-            if name in ("data", "text", "by", "split", "field", "stride"):
+            if name in ("data", "text", "split", "field", "stride"):
                 yield f"--{name} is for text, and tasks have their own; run the command twice"
         if (cp := config.mesh.cp) != 1:
             yield (

@@ -6,7 +6,6 @@ Tokens, windows and the prefix of an empty context are as in the harness's `hf` 
 agree.
 """
 
-import difflib
 import itertools
 import json
 import logging
@@ -35,6 +34,7 @@ from lm_eval.utils import (
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from jaxtp.config.entry import Interrupt, UserError
+from jaxtp.config.hints import closest
 from jaxtp.config.schema import nearest_file, validate
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.rows import empty_row
@@ -43,6 +43,7 @@ from jaxtp.generate.loading import ModelSource
 from jaxtp.generate.sampling import GenerationSettings
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
+from jaxtp.tools.evaluate.inputs import check_ids
 from jaxtp.tools.evaluate.measure import Scorer, row_length
 
 MAX_NEW_TOKENS = 256  # Default of a task's max_gen_toks, as in the harness's own models
@@ -251,10 +252,7 @@ class JaxtpLM(TemplateLM):
                 f"{self.max_length:,}; give a larger --sequence-length if the model's context "
                 "allows it"
             )
-        largest = max(*context, *continuation)
-        size = self._scorer.config.vocab_size
-        if largest >= size:
-            raise HarnessError(f"the token {largest} is beyond the {size:,} of {self.source.name}")
+        check_ids(np.array([*context, *continuation]), self.source, "a task")
 
 
 def _special_token(source: ModelSource, name: str, default: int | None) -> int:
@@ -302,10 +300,10 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     )
     for name in names:
         if name not in tasks.all_tasks:
-            close = difflib.get_close_matches(name, tasks.all_tasks, n=3, cutoff=0.5)
+            close = closest(name, tasks.all_tasks)
             hint = "`lm_eval ls tasks` lists the tasks of the harness"
             if close:
-                hint = f"did you mean {', '.join(close)}?"
+                hint = f"did you mean {close}?"
             raise HarnessError(f"--tasks {name}: no such task; {hint}")
     try:
         loaded = tasks.load(list(names))

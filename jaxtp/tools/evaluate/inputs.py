@@ -67,7 +67,7 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
     if not folder.exists():
         raise InputError(f"--data {folder}: no such folder{nearest_file(folder)}")
     dataset = open_dataset(folder)
-    _require_tokenizer(dataset, config.tokenizer or path, model)
+    require_tokenizer(dataset, config.tokenizer or path, model)
     splits = {name: split for name, split in dataset.splits.items() if split.num_documents}
     if not splits:
         raise InputError(f"--data {folder}: a dataset without documents")
@@ -94,27 +94,22 @@ def _documents_of_split(
 ) -> Iterator[Document]:
     for index in range(count):
         tokens = split.document(index).astype(np.int32)
-        _check_ids(tokens, model, split.location(index))
+        check_ids(tokens, model, split.location(index))
         first = max(split.prompt_length(index), 1)
         first_byte = max(first, len(tokenizer.info.prefix))
         yield Document(tokens, first, tokenizer.num_bytes(tokens[first_byte:]))
 
 
-def _require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> None:
-    expected = model.tokenizer.info.sha256
-    actual = dataset.tokenizer.sha256
-    if expected == actual:
-        return
-    dataset_has = "bytes" if actual is None else f"another tokenizer ({actual[:12]})"
-    model_needs = "bytes"
-    flag = "without --tokenizer"
-    if expected is not None:
-        model_needs = f"the tokenizer of {model.name} ({expected[:12]})"
-        flag = f"with --tokenizer {tokenizer}"
-    raise InputError(
-        f"--data {dataset.folder} was made with {dataset_has}, and the model needs {model_needs}. "
-        f"Prepare the documents again {flag}, or give their files by --text"
-    )
+def require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> None:
+    """Raises `InputError` if a dataset was not made with the model's tokenizer, which is there."""
+    expected = model.tokenizer.info
+    actual = dataset.tokenizer
+    if expected.sha256 != actual.sha256:
+        flag = "without --tokenizer" if expected.sha256 is None else f"with --tokenizer {tokenizer}"
+        raise InputError(
+            f"{dataset.folder} was made with tokenizer {actual.name[:12]}, and {model.name} has "
+            f"{expected.name[:12]}, whose ids mean other tokens; prepare the documents again {flag}"
+        )
 
 
 def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[Input]:
@@ -158,13 +153,14 @@ def _documents_of_texts(
     for texts in read():
         for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
             tokens = np.concatenate([prefix, ids.astype(np.int32)])
-            _check_ids(tokens, model, name)
+            check_ids(tokens, model, name)
             # The first token is not predicted.
             uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
             yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
 
 
-def _check_ids(tokens: Ids, model: ModelSource, place: str) -> None:
+def check_ids(tokens: Ids, model: ModelSource, place: str) -> None:
+    """Raises `InputError` if a token is not in the model's vocabulary."""
     size = model.config.vocab_size
     largest = tokens.max(initial=0)
     if largest >= size:

@@ -11,7 +11,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +34,7 @@ from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.inputs import Input, InputError
 
-K = TypeVar("K")
-
 MAX_EXPONENT = 700.0  # `math.exp` overflows above 709
-GROUPS = "groups"
-"""Key of a row: the group of each counted label's document, `[T]`; -1 for other labels."""
 POOL_TOKENS = 2**20
 """Number of tokens whose windows are packed together. It does not depend on the batch size, so
 packing is reproducible."""
@@ -51,7 +47,6 @@ class Window:
 
     tokens: Ids  # 2 to T + 1 tokens
     counted: int  # number of counted tokens, which are the last ones; never the first token
-    group: int  # index of the document's group
 
 
 def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -73,7 +68,7 @@ def spans(num_tokens: int, first: int, length: int, stride: int) -> Iterator[tup
 
 
 def rows(windows: Iterable[Window], length: int, multiple: int = 1) -> Iterator[Row]:
-    """Yields rows `[T]` of `inputs`, `labels`, `GROUPS` and `SEGMENTS`, which windows share.
+    """Yields rows `[T]` of `inputs`, `labels` and `SEGMENTS`, which windows share.
 
     A row is shorter than T if it holds all windows; `multiple` divides T and each row's length.
     """
@@ -129,7 +124,6 @@ class Scorer:
         self.parts = batch_parts(sizes)
         self.sequence_parts = sizes[CP]
         self.batch_size = math.ceil(batch_size / self.parts) * self.parts
-        self.config = model.config
         graph, self._state = nnx.split(model)
 
         def scores(
@@ -167,8 +161,7 @@ class Scorer:
             return self._scores(self._state, self._put_batch(batch), last)
 
     def _put_batch(self, batch: Row) -> dict[str, Array]:
-        names = [name for name in ("inputs", "labels", SEGMENTS) if name in batch]
-        return {name: self._put(batch[name], batch_spec(None)) for name in names}
+        return {name: self._put(array, batch_spec(None)) for name, array in batch.items()}
 
     def _put(self, array: NDArray[np.generic], spec: P) -> Array:
         sharding = NamedSharding(self._mesh, spec)
@@ -176,19 +169,19 @@ class Scorer:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-class Totals(NamedTuple):
-    """Sums over documents."""
+@dataclass
+class Measured:
+    """Sums over documents.
+
+    A document counts when it is read; its tokens count later, when the devices have scored them.
+    """
 
     documents: int = 0
     tokens: int = 0  # number of predicted tokens
     num_bytes: int = 0  # bytes of their text as UTF-8
     nats: float = 0.0  # sum of cross-entropies
     num_correct: int = 0  # tokens predicted correctly: the label is the argmax
-
-    @classmethod
-    def sum(cls, parts: Iterable["Totals"]) -> "Totals":
-        """Returns the sums of several groups of documents."""
-        return cls(*map(sum, zip(*parts, strict=True)))
+    tokens_read: int = 0  # tokens to predict in the documents that were read
 
     @property
     def loss(self) -> float:
@@ -201,94 +194,39 @@ class Totals(NamedTuple):
             "documents": self.documents,
             "tokens": self.tokens,
             "bytes": self.num_bytes,
-            "loss": None,
+            "loss": self.loss,
             "perplexity": None,
             "bits_per_byte": None,
-            "accuracy": None,
+            "accuracy": self.num_correct / self.tokens,
         }
-        if self.tokens:
-            numbers["loss"] = self.loss
-            numbers["accuracy"] = self.num_correct / self.tokens
-            if self.loss < MAX_EXPONENT:
-                numbers["perplexity"] = math.exp(self.loss)
-            if self.num_bytes:
-                numbers["bits_per_byte"] = self.nats / math.log(2) / self.num_bytes
+        if self.loss < MAX_EXPONENT:
+            numbers["perplexity"] = math.exp(self.loss)
+        if self.num_bytes:
+            numbers["bits_per_byte"] = self.nats / math.log(2) / self.num_bytes
         return numbers
-
-
-class Group(NamedTuple):
-    """Documents that are summed together."""
-
-    source: str
-    length: int  # number of tokens, rounded down to a power of two
-
-
-class Measured:
-    """Sums of each group of documents.
-
-    A document counts when it is read; its tokens count later, when the devices have scored them.
-    """
-
-    def __init__(self) -> None:
-        self.totals: dict[Group, Totals] = {}
-        self._tokens_read = 0
-
-    def documents_scored(self) -> float:
-        """Estimates the number of documents whose tokens are scored."""
-        whole = self.whole()
-        return whole.documents * whole.tokens / self._tokens_read
-
-    def whole(self) -> Totals:
-        """Returns the sums of all documents."""
-        return Totals.sum(self.totals.values())
-
-    def by_source(self) -> dict[str, Totals]:
-        """Returns each source's sums, in reading order."""
-        return self._sums_by(lambda group: group.source)
-
-    def by_length(self) -> dict[int, Totals]:
-        """Returns the sums of documents of n to 2n - 1 tokens, by n, ascending."""
-        return dict(sorted(self._sums_by(lambda group: group.length).items()))
-
-    def _sums_by(self, key: Callable[[Group], K]) -> dict[K, Totals]:
-        parts: dict[K, list[Totals]] = {}
-        for group, totals in self.totals.items():
-            parts.setdefault(key(group), []).append(totals)
-        return {name: Totals.sum(totals) for name, totals in parts.items()}
 
     def windows(self, inputs: Iterable[Input], length: int, stride: int) -> Iterator[Window]:
         """Yields the windows of documents, and counts the documents."""
-        indices: dict[Group, int] = {}
         for source in inputs:
             for document in source.documents():
-                group = Group(source.name, power_of_two(len(document.tokens)))
-                self._add(group, Totals(documents=1, num_bytes=document.num_bytes))
-                index = indices.setdefault(group, len(indices))
+                self.documents += 1
+                self.num_bytes += document.num_bytes
                 windows = spans(len(document.tokens), document.first, length, stride)
                 for begin, end, counted in windows:
-                    self._tokens_read += counted
-                    yield Window(document.tokens[begin:end], counted, index)
+                    self.tokens_read += counted
+                    yield Window(document.tokens[begin:end], counted)
 
     def add_scores(self, batch: Row, scores: Scores) -> None:
         """Adds the losses of a batch; raises `NumericsError` if one is not finite."""
-        counted = batch[GROUPS] >= 0
-        indices = batch[GROUPS][counted]
-        losses = np.asarray(scores.losses)[counted]
-        correct = np.asarray(scores.correct)[counted]
-        groups = list(self.totals)
+        losses = np.asarray(scores.losses, np.float64)
         if not np.isfinite(losses).all():
-            source, _ = groups[int(indices[~np.isfinite(losses)][0])]
             raise NumericsError(
-                f"{source}: the loss of a token is not finite: the weights are damaged, or --dtype "
-                "float32 is needed"
+                "the loss of a token is not finite: the weights are damaged, or --dtype float32 is "
+                "needed"
             )
-        weights = (None, losses.astype(np.float64), correct)
-        sums = (np.bincount(indices, weight, len(groups)).tolist() for weight in weights)
-        for group, tokens, nats, num_correct in zip(groups, *sums, strict=True):
-            self._add(group, Totals(tokens=tokens, nats=nats, num_correct=round(num_correct)))
-
-    def _add(self, group: Group, totals: Totals) -> None:
-        self.totals[group] = Totals.sum((self.totals.get(group, Totals()), totals))
+        self.tokens += int(np.count_nonzero(batch["labels"] != IGNORE))
+        self.nats += float(losses.sum())
+        self.num_correct += int(np.count_nonzero(scores.correct))
 
 
 def measure(
@@ -301,7 +239,6 @@ def measure(
     """Measures a model on documents.
 
     Args:
-      inputs: equal names are one source.
       length, stride: as in `spans`.
       progress: called after each batch.
 
@@ -315,14 +252,9 @@ def measure(
     for batch, scores in pipeline(packed_batches, scorer, signal.SIGINT):
         measured.add_scores(batch, scores)
         progress(measured)
-    if not measured.whole().tokens:
+    if not measured.tokens:
         raise InputError("no token to predict: no document has more than one")
     return measured
-
-
-def power_of_two(number: int) -> int:
-    """Returns the largest power of two up to `number`; 0 for 0."""
-    return 1 << (number.bit_length() - 1) if number else 0
 
 
 def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:
@@ -340,11 +272,7 @@ def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:
 
 
 def _empty_row(length: int) -> Row:
-    return {
-        **empty_row(length),
-        GROUPS: np.full(length, -1, np.int32),
-        SEGMENTS: np.zeros(length, np.int32),
-    }
+    return {**empty_row(length), SEGMENTS: np.zeros(length, np.int32)}
 
 
 def _row(windows: Iterable[Window], length: int) -> Row:
@@ -356,6 +284,5 @@ def _row(windows: Iterable[Window], length: int) -> Row:
         row[SEGMENTS][start:end] = segment
         counted = slice(end - window.counted, end)
         row["labels"][counted] = window.tokens[-window.counted :]
-        row[GROUPS][counted] = window.group
         start = end
     return row

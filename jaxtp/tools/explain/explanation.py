@@ -272,13 +272,13 @@ def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx
     function, state = call.functional(model, scoped)
 
     def loss(params: nnx.State, other: nnx.State, arrays: list[Any]) -> jax.Array:
-        return sum_of_outputs(function(nnx.merge_state(params, other), arrays))
+        return _sum_of_outputs(function(nnx.merge_state(params, other), arrays))
 
     params, other = nnx.split_state(state, nnx.Param, ...)
     return loss, params, other
 
 
-def sum_of_outputs(outputs: object) -> jax.Array:
+def _sum_of_outputs(outputs: object) -> jax.Array:
     """Returns the sum of all floating-point outputs, in float32."""
     total = jnp.zeros(())
     for array in map(jnp.asarray, jax.tree.leaves(outputs)):

@@ -6,11 +6,10 @@ if __name__ == "__main__":
     start("jaxtp score")
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -18,20 +17,19 @@ from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command
-from jaxtp.config.files import fingerprint, require_writable, write_json
+from jaxtp.config.files import fingerprint
 from jaxtp.config.hints import Problem, explained
 from jaxtp.config.schema import (
     ConfigError,
     Count,
     DataPath,
-    OptionalFile,
     OptionalFolder,
     Positive,
 )
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
-from jaxtp.data.scores import Record, Scored, open_scores
+from jaxtp.data.scores import Record, Scored
 from jaxtp.data.store import Dataset, open_dataset
 from jaxtp.distributed.agreement import raise_everywhere, reporting_failure, run_and_report, watch
 from jaxtp.distributed.joining import join_processes
@@ -47,6 +45,7 @@ from jaxtp.generate.loading import (
 )
 from jaxtp.hf.runs import base_checksums
 from jaxtp.mesh import mesh_sizes
+from jaxtp.tools.evaluate.inputs import require_tokenizer
 from jaxtp.tools.score.scoring import Job, begin, score
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.validation import context_problems, refuse
@@ -70,7 +69,7 @@ In a finished folder it compares the files with their checksums.
 SHOWN_FIRST = (
     *("dataset", "model", "out", "top_k", "temperature"),
     *("data.sequence_length", "data.packing", "data.long_documents"),
-    *("batch_size", "dtype", "adapters", "json"),
+    *("batch_size", "dtype", "adapters"),
 )
 
 
@@ -113,9 +112,6 @@ class ScoreConfig(SourceConfig):
     batch_size: Count = 8
     """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    json: OptionalFile = None
-    """JSON file for the content of scores.json."""
-
     mesh: InferenceMeshConfig = InferenceMeshConfig()
 
 
@@ -140,7 +136,6 @@ def _run(argv: Sequence[str]) -> None:
     join_processes()
     with raise_everywhere(watch):
         config, _ = COMMAND.load(argv)
-        require_writable("--json", config.json)
         request_devices(config.mesh)
     with reporting_failure():
         _score(config)
@@ -166,7 +161,8 @@ def _score(config: ScoreConfig) -> None:
     with raise_everywhere():
         dataset = open_dataset(config.dataset)
         source = _open_model(config, path)
-        _check(config, dataset, source, length)
+        require_tokenizer(dataset, config.tokenizer or path, source)
+        _check(config, source, length)
         mesh = inference_mesh(config.mesh, source.config)
         _check_length(source, mesh, length)
         settings = RowSettings(
@@ -185,8 +181,6 @@ def _score(config: ScoreConfig) -> None:
     model = load_model(source, mesh)
     identity = fingerprint(base_checksums(nnx.state(model), mesh))
     score(replace(job, record=replace(job.record, model_sha256=identity)), model, config.batch_size)
-    if config.json is not None and jax.process_index() == 0:
-        write_json("--json", config.json, {"folder": str(out), **asdict(open_scores(out).record)})
 
 
 def _record(
@@ -219,13 +213,7 @@ def _open_model(config: ScoreConfig, path: Path) -> ModelSource:
     return replace(source, config=replace(source.config, precision=precision))
 
 
-def _check(config: ScoreConfig, dataset: Dataset, source: ModelSource, length: int) -> None:
-    if dataset.tokenizer.name != source.tokenizer.info.name:
-        raise DatasetError(
-            f"{dataset.folder} was made with tokenizer {dataset.tokenizer.name[:12]}, and "
-            f"{source.name} has {source.tokenizer.info.name[:12]}, whose ids mean other tokens; "
-            f"prepare the data with --tokenizer {config.tokenizer or config.model}"
-        )
+def _check(config: ScoreConfig, source: ModelSource, length: int) -> None:
     if config.top_k is not None and config.top_k > source.config.vocab_size:
         raise ConfigError(
             f"--top-k {config.top_k}: {source.name} has only {source.config.vocab_size} tokens"

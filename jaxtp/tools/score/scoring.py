@@ -81,6 +81,7 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
     mesh = model_mesh(model)
     parts = batch_parts(mesh_sizes(mesh))
     size = math.ceil(batch_size / parts) * parts
+    length = job.record.sequence_length
     program = _program(model, job.record)
     with ExitStack() as stack:
         with raise_everywhere():
@@ -92,14 +93,23 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
         if first_rows is None:
             print_status(f"{job.out} has these scores already, with the same checksums")
             return
-        progress = _Progress(job, sum(first_rows.values()))
+        total = sum(map(len, job.rows.values()))
+        finished = sum(first_rows.values())
+        resumed = f"; {finished:,} of them are done" if finished else ""
+        print_status(f"data    {total:,} rows of {length:,} tokens{resumed}")
+        status = Status()
+        start = time.monotonic()
+        tokens = 0
         try:
             for name, rows in job.rows.items():
                 for count, scores in _scores(program, mesh, rows, size, first_rows[name]):
                     _check_finite(scores)
                     if writer is not None:
                         writer.write(name, count, scores)
-                    progress.add(count)
+                    finished += count
+                    tokens += count * length
+                    rate = tokens / (time.monotonic() - start)
+                    status(f"{finished / total:.0%}  {rate:,.0f} tokens/s")
         except InterruptError:
             if writer is not None:
                 writer.save()
@@ -107,26 +117,6 @@ def score(job: Job, model: Decoder, batch_size: int) -> None:
         with raise_everywhere():
             if writer is not None:
                 writer.finish()
-
-
-class _Progress:
-    """Prints the share of finished rows, and the tokens per second."""
-
-    def __init__(self, job: Job, finished: int):
-        self._length = job.record.sequence_length
-        self._total = sum(map(len, job.rows.values()))
-        self._finished_before = finished
-        self._finished = finished
-        self._start = time.monotonic()
-        self._status = Status()
-        resumed = f"; {finished:,} of them are done" if finished else ""
-        print_status(f"data    {self._total:,} rows of {self._length:,} tokens{resumed}")
-
-    def add(self, rows: int) -> None:
-        self._finished += rows
-        tokens = (self._finished - self._finished_before) * self._length
-        rate = tokens / (time.monotonic() - self._start)
-        self._status(f"{self._finished / self._total:.0%}  {rate:,.0f} tokens/s")
 
 
 def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Array]]:

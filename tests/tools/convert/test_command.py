@@ -181,12 +181,3 @@ def test_mistakes_are_refused(imported, tmp_path, capsys):
         assert message in error
         assert error.count("\n") <= 5
     assert not (tmp_path / "out").exists()
-
-
-def test_the_list_of_families_says_which_published_weights_were_loaded(capsys):
-    """The evidence in README rests on them."""
-    convert("list")
-    listed = " ".join(capsys.readouterr().out.split())
-    assert "Published weights were loaded for only one model, SmolLM2-135M (llama)" in listed
-    readme = Path(__file__).parents[3] / "README.md"
-    assert "published weights of SmolLM2-135M alone" in readme.read_text()

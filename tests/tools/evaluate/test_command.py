@@ -82,36 +82,23 @@ def test_a_run_has_the_loss_of_its_own_evaluation(byte_dataset, tmp_path, capsys
 
 
 @pytest.mark.wide
-def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
+def test_numbers_of_several_sources(tiny_model, lines, tmp_path, capsys):
     one = write(tmp_path / "one.txt", TEXTS[-1])
-    inputs = ["--text", lines, "--text", one, "--by", "source", "--by", "length"]
+    inputs = ["--text", lines, "--text", one]
     file = tmp_path / "new/numbers.json"
     assert run(["--model", tiny_model, *inputs, "--sequence-length=16", f"--json={file}"]) == 0
     captured = capsys.readouterr()
     record = read_json(file)
-    first, second = record["by_source"]
-    assert (first["source"], second["source"]) == (str(lines), str(one))
+    assert record["data"] == [str(lines), str(one)]
     tokenizer = HuggingFaceTokenizer(byte_level(), "here", has_eos=False)
-    ids = [found.tolist() for found in tokenizer.encode_batch(TEXTS)]
-    assert first["documents"] == len(TEXTS)
-    assert first["tokens"] == sum(len(each) - 1 for each in ids)
-    assert first["bytes"] == sum(
+    ids = [found.tolist() for found in tokenizer.encode_batch([*TEXTS, TEXTS[-1]])]
+    numbers = record["all"]
+    assert numbers["documents"] == len(TEXTS) + 1
+    assert numbers["tokens"] == sum(len(each) - 1 for each in ids)
+    assert numbers["bytes"] == sum(
         len(tokenizer.decode(np.array(each[1:], np.uint32))) for each in ids
     )
-    lengths = record["by_length"]
-    assert (
-        record["all"]["documents"] == sum(part["documents"] for part in lengths) == len(TEXTS) + 1
-    )
-    of_documents = [len(each) for each in [*ids, ids[-1]]]
-    for part in lengths:
-        inside = [
-            length for length in of_documents if part["tokens_from"] <= length <= part["tokens_to"]
-        ]
-        assert part["documents"] == len(inside)
-        assert part["tokens"] == sum(inside) - len(inside)
-    (single,) = (part for part in lengths if part["tokens_from"] == 1)
-    assert (single["tokens"], single["loss"], single["bits_per_byte"]) == (0, None, None)
-    header, *_, last = captured.out.splitlines()
+    header, last = captured.out.splitlines()
     assert header.split() == [
         "window",
         "documents",
@@ -123,8 +110,12 @@ def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
         "accuracy",
     ]
     assert last.split()[:2] == ["all", "16"]
-    assert f"{record['all']['loss']:.6f}" in last
+    assert f"{numbers['loss']:.6f}" in last
     assert "parameters, float32" in captured.err
+
+
+def test_groups_of_numbers_are_refused_by_what_replaces_them(capsys):
+    assert_refused(main, ["--model=a", "--by", "source"], "one command for each source", capsys)
 
 
 def test_a_limit_counts_the_documents_that_are_read(tiny_model, tmp_path):
@@ -154,7 +145,7 @@ def test_the_default_window_of_several_models(tiny_model):
 @pytest.mark.wide
 def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
     other = save_model(tmp_path / "other", 1)
-    given = ["--text", lines, "--sequence-length=32", "--by", "source"]
+    given = ["--text", lines, "--sequence-length=32"]
     file = tmp_path / "numbers.json"
     assert run(["--model", tiny_model, "--model", other, *given, f"--json={file}"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
@@ -162,14 +153,8 @@ def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
     assert both[1] == evaluated(capsys, "--model", other, *given)
     losses = [record["all"]["loss"] for record in both]
     assert losses[0] != losses[1]
-    parts = [
-        [f"{tiny_model}:", str(lines)],
-        [f"{tiny_model}:", "all"],
-        [f"{other}:", str(lines)],
-        [f"{other}:", "all"],
-    ]
-    assert [row[:2] for row in rows] == parts
-    assert [row[-4] for row in rows[1::2]] == [f"{loss:.6f}" for loss in losses]
+    assert [row[0] for row in rows] == [str(tiny_model), str(other)]
+    assert [row[-4] for row in rows] == [f"{loss:.6f}" for loss in losses]
 
 
 def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, capsys):
@@ -284,7 +269,6 @@ REFUSED = {
     f"{GIVEN} --sequence-length 63 --mesh.cp 2": "is not divisible by --mesh.cp 2",
     f"{GIVEN} --mesh.tp 16": "tp can be 1, 2, 4",
     f"{GIVEN} --model other --adapters {{here}}": "--model names 2",
-    f"{GIVEN} --model {{model}}": "--model {model} is given twice",
     "--model {model} --model other --tasks mmlu": "--tasks takes one --model",
     f"{GIVEN} --limit 0": "--limit 0: should be greater than or equal to 1",
     f"{GIVEN} --json /proc/no/file": "--json /proc/no/file",
@@ -305,7 +289,7 @@ REFUSED = {
     "--max-document-bytes 100": "line 2: more than 100 bytes; a larger",
     "--model {model} --data {here}/one.txt": "--text",
     "--model {model} --data {here}/folders": "did you mean {here}/folder?",
-    "--model {model} --data {data}": "Prepare the documents again with --tokenizer",
+    "--model {model} --data {data}": "prepare the documents again with --tokenizer",
     "--model {model} --data {here}": "dataset",
 }
 

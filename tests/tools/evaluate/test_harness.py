@@ -21,7 +21,7 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from jaxtp.config.entry import Interrupt
+from jaxtp.config.entry import Interrupt, UserError
 from jaxtp.generate.loading import SourceConfig, open_source
 from jaxtp.tools.evaluate.__main__ import main
 from jaxtp.tools.evaluate.harness import HarnessError, JaxtpLM
@@ -142,7 +142,7 @@ def test_a_text_longer_than_the_model_reads_is_cut_into_windows(model, logprobs)
         ([2] * 17, too_long),
         ([300], "the token 300 is beyond the 300 of"),
     ):
-        with pytest.raises(HarnessError, match=message):
+        with pytest.raises(UserError, match=message):
             lm._loglikelihood_tokens([(None, [1], continuation)])
 
 

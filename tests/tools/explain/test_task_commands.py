@@ -84,7 +84,7 @@ def test_without_a_plan_each_mesh_has_a_proposal_as_in_a_run(run, capsys):
 
 
 @pytest.mark.wide
-def test_a_configuration_is_explained_with_its_whole_batch(tmp_path):
+def test_a_configuration_is_explained_on_a_micro_batch(tmp_path):
     """Its model is that of its folder."""
     settings = {
         "model": {"from_hf": str(FOLDER / "qwen3"), "remat": "none"},
@@ -94,8 +94,9 @@ def test_a_configuration_is_explained_with_its_whole_batch(tmp_path):
     }
     write_json(tmp_path / "small.yaml", settings)
     records = []
-    for command in (["--config"], []):
-        assert explain([*command, f"{tmp_path}/small.yaml", "--json", f"{tmp_path}/out.json"]) == 0
+    for count in (2, 1):
+        words = ["--config", f"{tmp_path}/small.yaml", "--json", f"{tmp_path}/out.json"]
+        assert explain([*words, f"--train.accumulation={count}"]) == 0
         records.append(read_json(tmp_path / "out.json"))
     part, whole = records
     assert part["modules"] == whole["modules"]
@@ -125,7 +126,8 @@ REFUSED = {
     "estimate --allow-code --config {run}/run.yaml --train.loss "
     "{run}/mine.py:lost": "has no lost; did you mean loss?",
     "estimate --model.build {run}/mine.py:build": "needs a loss",
-    "explain {run}/run.yaml --mesh tp=2": "run.yaml names code",
+    "explain {run}/run.yaml --mesh tp=2": "use --config {run}/run.yaml",
+    "explain --config {run}/run.yaml --mesh tp=2": "run.yaml names code",
     "explain --allow-code --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
     "explain --allow-code --config {run}/run.yaml --mesh fsdp=3": "not divisible",
     "explain --model.build {run}/mine.py:build --mesh tp=2": "needs a loss",
@@ -135,6 +137,5 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_a_mistake_is_refused(run, capsys, words):
     command, *rest = words.format(run=run).split()
-    assert_refused(
-        {"estimate": estimate, "explain": explain}[command], rest, REFUSED[words], capsys
-    )
+    main = {"estimate": estimate, "explain": explain}[command]
+    assert_refused(main, rest, REFUSED[words].format(run=run), capsys)
