@@ -325,8 +325,8 @@ class LoopConfig(Settings):
 
     deterministic: Annotated[bool, NOTHING] = False
     """On GPUs, compile the step without operations that sum in a varying order (XLA's flag
-    xla_gpu_exclude_nondeterministic_ops), and take the first suitable attention kernel instead of
-    the fastest. The step may be slower. verify_every implies the flag. CPUs need neither."""
+    xla_gpu_exclude_nondeterministic_ops). The step may be slower. verify_every implies the flag.
+    CPUs do not need it."""
 
     @property
     def excludes_nondeterministic(self) -> bool:

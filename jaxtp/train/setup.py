@@ -305,11 +305,11 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
                 check_attention,
                 check_devices,
                 check_outside_of_jit,
-                select_attention,
             )
 
             check_outside_of_jit(mesh, config.model.precision.compute)
-            attention_times = check_attention(config, mesh) if blueprint.is_decoder else None
+            if blueprint.is_decoder:
+                check_attention(config, mesh)
         run_folder.prepare(config.run.dir)
     if on_accelerator:
         from jaxtp.train.known_versions import version_warnings
@@ -321,8 +321,6 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
         lines += preflight(config, mesh, data.description)
     if self_check:
         lines.append(check_devices(mesh, config.model.precision.compute))
-        if attention_times is not None:
-            select_attention(config, mesh, attention_times)
     return lines
 
 
