@@ -320,7 +320,7 @@ class LoopConfig(Settings):
 
     verify_every: Annotated[CountOrZero, NOTHING] = 0
     """Steps between checks for silent corruption, which compare replicas and compute a step twice.
-    A difference ends the run, and the error names the devices. A check stores two copies of the
+    A difference ends the run, and the error names the devices. A check stores a copy of the
     state in host memory. 0 is off."""
 
     deterministic: Annotated[bool, NOTHING] = False
