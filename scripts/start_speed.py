@@ -111,13 +111,13 @@ def plain_step() -> None:
     from jaxtp.train import optimizer
     from jaxtp.train.config import TrainConfig
     from jaxtp.train.state import plan_state
-    from jaxtp.train.step import make_train_step, trace_step
+    from jaxtp.train.step import trace_step
 
     config = TrainConfig()
     mesh = jaxtp.make_mesh(**({"fsdp": 2, "tp": 4} if jax.device_count() == 8 else {}))
     plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
     state = plan.create(seed=0)
-    step = trace_step(config, plan, make_train_step(config, plan)).lower().compile()
+    step = trace_step(config, plan).lower().compile()
     data = config.data
     batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
     zeros = {

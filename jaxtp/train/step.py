@@ -459,26 +459,21 @@ def fetch(output: StepOutput) -> dict[str, float]:
 
 
 def trace_step(
-    config: TrainConfig,
-    blueprint: Blueprint,
-    step: Wrapped | None = None,
-    batch: Shapes | None = None,
+    config: TrainConfig, blueprint: Blueprint, batch: Shapes | None = None, **options: Any
 ) -> Traced:
     """Traces the training step on its mesh, which may be abstract.
 
     Args:
-      step: the result of `make_train_step`, if already made.
       batch: the abstract batch; by default rows of tokens.
+      options: of `make_train_step`.
     """
     data = config.data
     mesh = blueprint.mesh
-    if step is None:
-        step = make_train_step(config, blueprint)
     if batch is None:
         rows = data.global_batch_size
         batch = abstract_batch(mesh, rows, data.sequence_length, packed=data.packed)
     with jax.set_mesh(mesh):
-        return step.trace(blueprint.sharded, batch)
+        return make_train_step(config, blueprint, **options).trace(blueprint.sharded, batch)
 
 
 def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:
