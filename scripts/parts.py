@@ -346,9 +346,8 @@ def main() -> None:
         parser.error(f"the mesh {sizes} does not fill hosts of 8 devices")
     hardware = find(arguments.hardware)
     if "cudnn" in chosen_kernels(config, sizes, hardware.architecture):
-        config = replace_nested(
-            config, {"model.attention": "fused"}
-        )  # it needs no library, and as little memory
+        # It needs no library, and as little memory.
+        config = replace_nested(config, {"model.attention": "fused"})
     gpus = topology(arguments.hardware, max(devices // 8, 1), min(devices, 8))
     mesh = mesh_of(sizes, gpus.devices())
     traced = trace(config, mesh)
