@@ -148,8 +148,9 @@ def make_train_step(
     def step(
         state: Any, batch: Batch, *, stop: Array | None = None, experts: Experts = None
     ) -> tuple[Any, StepOutput]:
-        before = blueprint.unflatten(state) if on_leaves else state
-        train_state = blueprint.merge(before)
+        if on_leaves:
+            state = blueprint.unflatten(state)
+        train_state = blueprint.merge(state)
         model: Any = train_state.model
         updates = train_state.optimizer.step[...]
 
@@ -167,27 +168,33 @@ def make_train_step(
         objective.after_update(model, terms)
 
         finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-        updated = nnx.state(train_state, STORED)
         new, skipped = _skip_if_useless(
-            updated, before, finite, terms.weight != 0, config.train.skips_allowed
+            nnx.state(train_state, STORED),
+            state,
+            finite,
+            terms.weight != 0,
+            config.train.skips_allowed,
         )
 
         metrics |= norms("param_norm", nnx.filter_state(new["model"], nnx.Param))
         metrics["skipped"] = skipped
-        rate = _learning_rate(config, task, train_state.optimizer, updates)
-        scalars = Scalars.of(_with_loss(metrics, loss, terms, rate), stop)
-        output = StepOutput(scalars, checksums, choices, grads if with_grads else None)
-        return jax.tree.leaves(new) if on_leaves else new, output
+        metrics = _with_loss(
+            metrics, loss, terms, _learning_rate(config, task, train_state.optimizer, updates)
+        )
+        if on_leaves:
+            new = jax.tree.leaves(new)
+        return new, StepOutput(
+            Scalars.of(metrics, stop), checksums, choices, grads if with_grads else None
+        )
 
     replicated: Any = _replicated(blueprint)
-    shardings = blueprint.shardings
     grads = nnx.filter_state(blueprint.shardings["model"], nnx.Param) if with_grads else None
     # The compiler chooses the shardings of the choices.
     return jax.jit(
         step,
         donate_argnums=0,
         out_shardings=(
-            jax.tree.leaves(shardings) if on_leaves else shardings,
+            jax.tree.leaves(blueprint.shardings) if on_leaves else blueprint.shardings,
             StepOutput(replicated, replicated, None, grads),
         ),
     )
@@ -363,7 +370,7 @@ def _sum_over_micro_batches(
 
 def _skip_if_useless(
     new: nnx.State, old: nnx.State, finite: Array, has_weight: Array, skips_allowed: int
-) -> tuple[nnx.State, Array]:
+) -> tuple[Any, Array]:
     # Returns the old state if the step is useless, and the number of non-finite steps in a row.
     #
     # A step without weight has no gradient, but momentum and decay would still move the parameters.

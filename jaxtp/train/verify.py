@@ -117,7 +117,7 @@ class Verifier:
             raise self._unequal_copies(step, places)
         # The step donates the state, so a copy on the host restores it.
         donated = named_arrays(state)
-        held = to_host(donated)
+        on_host = to_host(donated)
         first, output = compute(state)
         assert output.checksums is not None
         results = named_arrays(first)
@@ -125,7 +125,7 @@ class Verifier:
         # Makes room for the restored state
         for array in results.values():
             array.delete()
-        copies = {name: to_devices(held[name], donated[name]) for name in donated}
+        copies = {name: to_devices(on_host[name], donated[name]) for name in donated}
         state = replace_arrays(state, copies)
         returned = checksums(arrays | named_arrays(state))
         self._compared = list(arrays)
