@@ -169,7 +169,7 @@ class _WeightsAndBiases:
             self._run = wandb.init(
                 project=config.metrics.project,
                 name=config.run.dir.name,
-                id=_run_id(config.run.dir / _TRACKER_IDS),
+                id=run_id(config.run.dir / _TRACKER_IDS),
                 resume="allow",
                 dir=config.run.dir,
                 config=to_plain(config),
@@ -287,8 +287,8 @@ class Trackers:
                 )
 
 
-def _run_id(path: Path) -> str:
-    # Returns the id of a W&B run that the file stores; stores a new one if it has none yet.
+def run_id(path: Path) -> str:
+    """Returns the id of a W&B run that the file stores; stores a new one if it has none yet."""
     try:
         stored: str = json.loads(read_bytes(path, MAX_JSON))["wandb"]
     # There is no file yet, or a kill cut it short.
