@@ -25,7 +25,7 @@ def measure(layers: int, devices: int) -> dict[str, float]:
     from jaxtp.train import optimizer
     from jaxtp.train.config import DataConfig, TrainConfig
     from jaxtp.train.state import plan_state
-    from jaxtp.train.step import make_train_step, trace_step
+    from jaxtp.train.step import trace_step
 
     tiny = {
         "vocab_size": 256,
@@ -49,7 +49,7 @@ def measure(layers: int, devices: int) -> dict[str, float]:
         return done
 
     plan = note("plan", lambda: plan_state(model, optimizer.build(config.optimizer, 10), mesh))
-    traced = note("trace", lambda: trace_step(config, plan, make_train_step(config, plan)))
+    traced = note("trace", lambda: trace_step(config, plan))
     lowered = note("lower", traced.lower)
     note("compile", lowered.compile)
     return times

@@ -57,7 +57,7 @@ from jaxtp.tools.estimate.roofline import link_speed
 from jaxtp.tools.estimate.search import Setting, describe_model, estimate, target
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import training_of
-from jaxtp.train.memory import costs_of_step, with_attention
+from jaxtp.train.memory import costs_of_step
 from jaxtp.train.step import compiler_options
 from jaxtp.train.validation import chosen_kernels
 
@@ -346,7 +346,8 @@ def main() -> None:
         parser.error(f"the mesh {sizes} does not fill hosts of 8 devices")
     hardware = find(arguments.hardware)
     if "cudnn" in chosen_kernels(config, sizes, hardware.architecture):
-        config = with_attention(config, "fused")  # it needs no library, and as little memory
+        # It needs no library, and as little memory.
+        config = replace_nested(config, {"model.attention": "fused"})
     gpus = topology(arguments.hardware, max(devices // 8, 1), min(devices, 8))
     mesh = mesh_of(sizes, gpus.devices())
     traced = trace(config, mesh)

@@ -113,13 +113,13 @@ def plain_step() -> None:
     from jaxtp.train import optimizer
     from jaxtp.train.config import TrainConfig
     from jaxtp.train.state import plan_state
-    from jaxtp.train.step import make_train_step, trace_step
+    from jaxtp.train.step import trace_step
 
     config = TrainConfig()
     mesh = jaxtp.make_mesh(**({"fsdp": 2, "tp": 4} if jax.device_count() == 8 else {}))
     plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
     state = plan.create(seed=0)
-    step = trace_step(config, plan, make_train_step(config, plan)).lower().compile()
+    step = trace_step(config, plan).lower().compile()
     data = config.data
     batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
     zeros = {
@@ -150,16 +150,10 @@ def tiny_step(folder: Path, repeats: int) -> Times:
         batch, _ = next(batches)
         step = make_train_step(run.config, run.blueprint)
         on_state = step.trace(run.state, batch).lower().compile()
-        leaves, tree = jax.tree.flatten(jax.tree.map(lambda array: array + 0, run.state))
-
-        def flat(
-            leaves: list[jax.Array], batch: dict[str, jax.Array]
-        ) -> tuple[list[jax.Array], jax.Array]:
-            new, output = step(jax.tree.unflatten(tree, leaves), batch)
-            return jax.tree.leaves(new), output.scalars.values
-
-        on_leaves = jax.jit(flat, donate_argnums=0).trace(leaves, batch).lower().compile()
-        state = jax.tree.unflatten(tree, [leaf + 0 for leaf in leaves])
+        leaves = [leaf + 0 for leaf in run.leaves]
+        step = make_train_step(run.config, run.blueprint, on_leaves=True)
+        on_leaves = step.trace(leaves, batch).lower().compile()
+        state = run.blueprint.unflatten([leaf + 0 for leaf in leaves])
 
         def block(way: str) -> None:
             nonlocal leaves, state
@@ -170,10 +164,10 @@ def tiny_step(folder: Path, repeats: int) -> Times:
                     continue
                 inputs = next(batches)[0] if way == LOOP else batch
                 if way.startswith("the step on leaves"):
-                    leaves, values = on_leaves(leaves, inputs)
+                    leaves, output = on_leaves(leaves, inputs)
                 else:
                     state, output = on_state(state, inputs)
-                    values = output.scalars.values
+                values = output.scalars.values
                 if waiting is not None:  # one step in flight, as in the trainer
                     np.asarray(waiting).tolist()
                 waiting = values

@@ -29,7 +29,7 @@ from jaxtp.train import optimizer, verify
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory_check import verification_bytes
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
-from jaxtp.train.step import fetch, make_train_step, trace_step
+from jaxtp.train.step import fetch, trace_step
 
 
 class Bench:
@@ -56,11 +56,9 @@ class Bench:
         parts = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
         self.batch = {name: jax.device_put(part, where) for name, part in parts.items()}
         self.state = self.plan.create(seed=0)
-        steps = [
-            make_train_step(self.config, self.plan, with_checksums=each) for each in (False, True)
-        ]
         self.plain, self.summed = (
-            trace_step(self.config, self.plan, each).lower().compile() for each in steps
+            trace_step(self.config, self.plan, with_checksums=each).lower().compile()
+            for each in (False, True)
         )
         self.verifier = verify.Verifier(
             self.config, self.plan, Checkpoints(folder / "checkpoints"), None

@@ -320,13 +320,13 @@ class LoopConfig(Settings):
 
     verify_every: Annotated[CountOrZero, NOTHING] = 0
     """Steps between checks for silent corruption, which compare replicas and compute a step twice.
-    A difference ends the run, and the error names the devices. A check stores two copies of the
+    A difference ends the run, and the error names the devices. A check stores a copy of the
     state in host memory. 0 is off."""
 
     deterministic: Annotated[bool, NOTHING] = False
     """On GPUs, compile the step without operations that sum in a varying order (XLA's flag
-    xla_gpu_exclude_nondeterministic_ops), and take the first suitable attention kernel instead of
-    the fastest. The step may be slower. verify_every implies the flag. CPUs need neither."""
+    xla_gpu_exclude_nondeterministic_ops). The step may be slower. verify_every implies the flag.
+    CPUs do not need it."""
 
     @property
     def excludes_nondeterministic(self) -> bool:

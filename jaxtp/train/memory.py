@@ -18,7 +18,6 @@ from jax.typing import DTypeLike
 from jaxtp.analysis.step_costs import StepCosts, described, step_costs
 from jaxtp.checkpoint.logical import divisible_axes, named_variables, padded_shape, split_dims
 from jaxtp.checkpoint.storage import save_host_bytes
-from jaxtp.layers.kernels.select import KernelChoice
 from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, Sizes, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
@@ -195,11 +194,6 @@ def memory_per_device(
         logits=0,
     )
     return max(block, loss, copies, update, key=lambda memory: memory.total)
-
-
-def with_attention(config: TrainConfig, implementation: KernelChoice) -> TrainConfig:
-    """Returns the run with another attention kernel."""
-    return replace(config, model=replace(config.model, attention=implementation))
 
 
 def costs_of_step(

@@ -64,7 +64,7 @@ def require_memory(
       The memory of a step; None if the devices report no limit, as on CPUs.
 
     Raises:
-      ConfigError: the state or the copies for verification do not fit the host; or a step does not
+      ConfigError: the state or the copy for verification does not fit the host; or a step does not
         fit a device, and `train.allow_oversize` is off.
     """
     mesh = blueprint.mesh
@@ -84,7 +84,7 @@ def require_memory(
         if needed > available:
             raise ConfigError(
                 f"train.verify_every={config.train.verify_every} keeps the state of this process's "
-                f"devices in host memory, twice: that takes {size_text(needed)}, and this machine "
+                f"devices in host memory: that takes {size_text(needed)}, and this machine "
                 f"has {size_text(available)}; --train.verify-every 0 trains without verification"
             )
     limit = bytes_limit(mesh.local_devices[0])
@@ -111,5 +111,5 @@ def require_memory(
 
 
 def verification_bytes(blueprint: Blueprint) -> int:
-    """Returns the host memory of a verification: two copies of the process's part of the state."""
-    return 2 * bytes_per_device(blueprint) * len(blueprint.mesh.local_devices)
+    """Returns the host memory of a verification: a copy of the process's part of the state."""
+    return bytes_per_device(blueprint) * len(blueprint.mesh.local_devices)

@@ -147,9 +147,9 @@ class _TensorBoard:
         self.close = self._writer.close
 
     def write(self, step: int, values: Record) -> None:
-        tags = {re.sub(r"[^-/\w.]", "_", name).lstrip("/"): values[name] for name in values}
         summary = Summary()
-        for tag, value in tags.items():
+        for name, value in values.items():
+            tag = re.sub(r"[^-/\w.]", "_", name).lstrip("/")
             summary.value.add(tag=tag, simple_value=value)
         self._add(step, summary=summary)
         if time.monotonic() - self._flushed > _FLUSH_SECONDS:
@@ -169,7 +169,7 @@ class _WeightsAndBiases:
             self._run = wandb.init(
                 project=config.metrics.project,
                 name=config.run.dir.name,
-                id=tracker_id(config.run.dir, "wandb", uuid.uuid4().hex[:12]),
+                id=run_id(config.run.dir / _TRACKER_IDS),
                 resume="allow",
                 dir=config.run.dir,
                 config=to_plain(config),
@@ -241,8 +241,8 @@ class Trackers:
         # their records are removed.
         logs_from = resumed_at + 1 if resumed_at else 0
         with writing(self._path):
-            before = _read(self._path) if self._path.exists() else ""
-            earlier = [line for line in before.splitlines() if _step(line) < logs_from]
+            before = _lines(self._path) if self._path.exists() else []
+            earlier = [line for line in before if _numbers(line).get("step", math.inf) < logs_from]
             write_atomically(self._path, "".join(line + "\n" for line in earlier).encode())
             self._file = open_directly(self._path, "a")
         try:
@@ -287,44 +287,34 @@ class Trackers:
                 )
 
 
-def tracker_id(folder: Path, name: str, new: str) -> str:
-    """Returns a tracker's id, which the run's folder stores; stores `new` if it has none yet."""
-    path = folder / _TRACKER_IDS
+def run_id(path: Path) -> str:
+    """Returns the id of a W&B run that the file stores; stores a new one if it has none yet."""
     try:
-        stored: dict[str, str] = dict(json.loads(read_bytes(path, MAX_JSON)))
+        stored: str = json.loads(read_bytes(path, MAX_JSON))["wandb"]
     # There is no file yet, or a kill cut it short.
-    except (FileNotFoundError, ValueError, TypeError):
-        stored = {}
-    if name not in stored:
-        stored[name] = new
-        write_atomically(path, json.dumps(stored).encode())
-    return stored[name]
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        stored = uuid.uuid4().hex[:12]
+        write_atomically(path, json.dumps({"wandb": stored}).encode())
+    return stored
 
 
-def _read(path: Path) -> str:
-    return read_bytes(path, _MAX_BYTES).decode(errors="replace")
+def _lines(path: Path) -> list[str]:
+    return read_bytes(path, _MAX_BYTES).decode(errors="replace").splitlines()
 
 
-def _step(line: str) -> float:
+def _numbers(line: str) -> dict[str, float]:
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        # A kill cut the line short, or no run wrote it: the line is dropped.
-        return math.inf
+        record = json.loads(line, parse_int=float)
+    # A kill cut the line short, or no run wrote it.
+    except (ValueError, RecursionError):
+        record = {}
+    items = record.items() if isinstance(record, dict) else ()
+    return {name: value for name, value in items if isinstance(value, float)}
 
 
 def read_metrics(run: Path) -> list[dict[str, float]]:
     """Returns a run's complete records; raises OSError if there is no file."""
-    records = []
-    for line in _read(run / METRICS).splitlines():
-        try:
-            record = json.loads(line, parse_int=float)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            numbers = {name: value for name, value in record.items() if isinstance(value, float)}
-            records.append(numbers)
-    return records
+    return list(filter(None, map(_numbers, _lines(run / METRICS))))
 
 
 def last_values(run: Path) -> dict[str, float]:

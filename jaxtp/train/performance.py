@@ -49,8 +49,6 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
 
 def peak_flops(device: jax.Device) -> float:
     """Returns the dense bfloat16 peak in FLOP/s; NaN if unknown, as on CPUs."""
-    if device.platform == "cpu":
-        return math.nan
     hardware = of_kind(device.device_kind)
     return math.nan if hardware is None else hardware.flops
 

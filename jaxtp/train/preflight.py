@@ -2,7 +2,6 @@
 
 import secrets
 import socket
-import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -28,10 +27,6 @@ from jaxtp.train import run_folder
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import versions_here
 from jaxtp.train.self_check import check_collectives
-
-MAX_SKEW = 60.0
-"""Maximum seconds by which the clocks of hosts may differ. A larger difference breaks certificates,
-logs and schedulers."""
 
 
 class Record(TypedDict):
@@ -62,8 +57,6 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
     hosts = [record["host"] for record in records]
     if not config.mesh.tp_across_hosts:
         check_hosts_of_tp(hosts, mesh)
-    # All processes are here at the same time, because they have just exchanged records.
-    check_clocks(all_gather_json(time.time()), records)
     check_folder(config.run.dir)
     check_collectives(mesh)
     first = records[0]
@@ -78,7 +71,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> li
         f"axes    between hosts: {', '.join(axes_between_hosts(mesh, hosts)) or 'none'}",
         f"versions {versions}",
         f"equal   versions, configuration (sha256 {fingerprint(first['configuration'])[:12]}), "
-        "data, clocks and run folder; collectives over every axis are right",
+        "data and run folder; collectives over every axis are right",
     ]
 
 
@@ -175,21 +168,6 @@ def axes_between_hosts(mesh: Mesh, host_names: Sequence[str]) -> list[str]:
         for dim, axis in enumerate(mesh.axis_names)
         if (hosts != hosts.take([0], axis=dim)).any()
     ]
-
-
-def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
-    """Raises ConfigError if a clock differs too much from process 0's."""
-    for process, seconds in enumerate(times):
-        if not abs(seconds - times[0]) <= MAX_SKEW:
-            raise ConfigError(
-                f"the clock of {process_name(process, records[process]['host'])} says "
-                f"{_utc(seconds)}, the clock of {process_name(0, records[0]['host'])} "
-                f"{_utc(times[0])}: they may differ by {MAX_SKEW:g} s at most"
-            )
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def check_folder(folder: Path) -> None:

@@ -27,9 +27,6 @@ _TRAINED_ORDER = {
     SHUFFLE: "order of the rows in an epoch",
     MIXTURE: "order of the sources of a mixture",
 }
-_UNLABELED_LEFT_OUT = ("best fit 1", "best fit 2")
-"""Algorithms of packing, before and after rows without a label were left out
-(`data/packing.py`)."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Info) -> l
     for part, name in _TRAINED_ORDER.items():
         change = _change(part, stored, now)
         if change is not None:
-            fatal.append(f"\n  {name}: {change}; {_reason(part, stored, now, jaxtp)}")
+            fatal.append(f"\n  {name}: {change}; {_holder(part, stored, jaxtp)} has the stored one")
     if fatal:
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of a run that reads the same data in another "
@@ -193,16 +190,13 @@ def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Info) -> l
     return [f"changed since: rows of evaluations: {change}; compare their losses with care"]
 
 
-def _reason(part: str, stored: Mapping[str, Any], now: Mapping[str, Any], jaxtp: str) -> str:
-    # Returns why the order differs, or the version that has the stored order.
-    was = stored.get(part, {}).get("algorithm")
-    if (was, now.get(part, {}).get("algorithm")) == _UNLABELED_LEFT_OUT:
-        return "rows without a label are now left out, which changes the order of the other rows"
-    if part == SHUFFLE and was is not None:
-        return f"{was} has the stored one"
+def _holder(part: str, stored: Mapping[str, Any], jaxtp: str) -> str:
+    # Returns the version that has the stored order.
+    algorithm: str | None = stored.get(part, {}).get("algorithm")
+    if part == SHUFFLE and algorithm is not None:
+        return algorithm
     # Between two releases, the installed version has the same number and may have another order.
-    is_same = jaxtp == f"jaxtp {version('jaxtp')}"
-    return f"{'an earlier state of ' if is_same else ''}{jaxtp} has the stored one"
+    return f"an earlier state of {jaxtp}" if jaxtp == f"jaxtp {version('jaxtp')}" else jaxtp
 
 
 def _change(part: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

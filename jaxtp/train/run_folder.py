@@ -27,9 +27,8 @@ from jaxtp.train.config import TrainConfig
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 NON_FINITE = "non_finite"
-CORRUPTION = "corruption"
 PROFILE = "profile"
-_REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, CORRUPTION, PROFILE, "damaged")
+_REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, PROFILE, "damaged")
 """Folders that a run makes and fills. `checkpoints` is not among them, because it may be a link:
 large runs keep checkpoints on another disk."""
 LOCK = ".lock"

@@ -7,8 +7,7 @@ collective that layers use moves integers along each mesh axis.
 
 import math
 import time
-import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -30,15 +29,8 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.agreement import all_gather_json, is_multiprocess, raise_everywhere
-from jaxtp.layers.kernels.select import (
-    KERNELS,
-    Kernel,
-    Use,
-    architecture_of,
-    candidates,
-    record_fastest,
-)
+from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
+from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, pick_kernel
 from jaxtp.layers.sequence_parallel import Part
 from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes
 from jaxtp.train.config import TrainConfig
@@ -255,10 +247,7 @@ def exact_numbers(devices: int, size: int) -> HostArray:
     )
 
 
-MAX_TOKENS = 1024
-TIMED_TOKENS = 4096
-"""Maximum lengths of the sequences that are checked (several blocks of every kernel), and of the
-sequences that are timed."""
+MAX_TOKENS = 1024  # Maximum length of the sequences: several blocks of every kernel
 
 SPAN = 16
 """Tokens of a span. A span may have twice the relative error of the whole; the norm of the whole
@@ -276,12 +265,9 @@ _RESULTS = (
     "its gradient of the sinks",
 )
 
-Times = Sequence[Mapping[str, float]]
-"""Seconds by kernel, for each use of attention; empty if only one kernel works."""
 
-
-def check_attention(config: TrainConfig, mesh: Mesh) -> Times:
-    """Checks a run's attention kernels, and times alternatives.
+def check_attention(config: TrainConfig, mesh: Mesh) -> None:
+    """Checks a run's attention kernels.
 
     Each process's first device computes a small problem of the run's shape, forward and backward,
     and compares it with the `xla` kernel in float32.
@@ -289,56 +275,19 @@ def check_attention(config: TrainConfig, mesh: Mesh) -> Times:
     Raises:
       ConfigError: a kernel does not run, or gives wrong results.
     """
-    # Some kernels were wrong on one model of GPU, or with one kind of mask. If the settings name no
-    # kernel, and both cuDNN's and the fused kernel work, the run uses the faster one.
+    # Some kernels were wrong on one model of GPU, or with one kind of mask.
     device = mesh.local_devices[0]
-    times: list[dict[str, float]] = []
-    for use, heads in _uses(config, mesh):
-        preferred, *alternatives = candidates(config.model.attention, use)
-        # Measured times differ from start to start.
-        if config.train.deterministic:
-            alternatives = []
-
-        problem_of = partial(_kernel_problem, use=use, heads=heads, where=device.device_kind)
-        with jax.default_device(device):
-            failure = problem_of(preferred)
-            if failure is not None:
-                other = "xla" if preferred.name == "blockwise" else "blockwise"
-                raise ConfigError(f"model.attention: {failure}; try --model.attention {other}")
-            working = [kernel for kernel in alternatives if problem_of(kernel) is None]
-            timed = [preferred, *working] if working else []
-            times.append({kernel.name: kernel_seconds(kernel, use, heads) for kernel in timed})
-    return times
-
-
-def select_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
-    """Selects the fastest kernel for each use of attention; all processes must call it.
-
-    A kernel must work in all processes, and the slowest process's time counts.
-
-    Args:
-      times: from `check_attention`; the preferred kernel comes first.
-    """
-    for (use, _), *by_process in zip(_uses(config, mesh), *all_gather_json(times), strict=False):
-        seconds = {}
-        for name in by_process[0]:
-            if all(name in process for process in by_process):
-                seconds[name] = max(process[name] for process in by_process)
-        if len(seconds) < 2:
-            continue
-        preferred = next(iter(seconds))
-        fastest = min(seconds, key=seconds.__getitem__)
-        name = preferred if seconds[preferred] <= 1.1 * seconds[fastest] else fastest
-        measured = ", ".join(f"{kernel} {1e3 * value:.2f} ms" for kernel, value in seconds.items())
-        record_fastest(use, KERNELS[name].name, f"measured here, forward and backward: {measured}")
-
-
-def _uses(config: TrainConfig, mesh: Mesh) -> list[tuple[Use, tuple[int, int]]]:
-    # The distinct uses of attention, each with the query and kv heads of a device.
     sizes = mesh_sizes(mesh)
-    uses = run_uses(config, sizes, architecture_of(mesh.local_devices[0]))
+    uses = run_uses(config, sizes, architecture_of(device))
+    # The query and kv heads of a device
     heads = (block.heads.on_device(sizes[TP]) for block in attention_blocks(config.model))
-    return list(dict.fromkeys(zip(uses, heads, strict=True)))
+    for use, on_device in dict.fromkeys(zip(uses, heads, strict=True)):
+        kernel, _ = pick_kernel(config.model.attention, use)
+        with jax.default_device(device):
+            failure = _kernel_problem(kernel, use, on_device, device.device_kind)
+        if failure is not None:
+            other = "xla" if kernel.name == "blockwise" else "blockwise"
+            raise ConfigError(f"model.attention: {failure}; try --model.attention {other}")
 
 
 def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str) -> str | None:
@@ -358,17 +307,6 @@ def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str
                 f"its norm, and {use.dtype} explains {tolerance:.0e}"
             )
     return None
-
-
-def kernel_seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
-    """Returns the time of the fastest of five calls, forward and backward.
-
-    Sequences have the run's length, or at most `TIMED_TOKENS`.
-    """
-    arrays, settings = problem(use, *heads, max_length=TIMED_TOKENS)
-    program = jax.jit(partial(results, kernel.run, settings))
-    jax.block_until_ready(program(*arrays))
-    return min(timeit.repeat(lambda: jax.block_until_ready(program(*arrays)), number=1))
 
 
 def relative_errors(
@@ -418,7 +356,7 @@ def problem(
     effect, and sinks are large enough for theirs. With context parallelism, the queries are every
     other chunk, and keys begin before the sequence.
     """
-    length = max(16, min(int(use.length or max_length), max_length))
+    length = max(16, min(use.length or max_length, max_length))
     queries = length
     keys = length
     part = None

@@ -12,7 +12,6 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
-from jax.tree_util import PyTreeDef
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import Info, newest_with_info
@@ -41,7 +40,7 @@ from jaxtp.train.run_data import (
 )
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
-from jaxtp.train.step import make_eval_step, make_train_step, on_leaves
+from jaxtp.train.step import make_eval_step, make_train_step
 from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts, with_references
 from jaxtp.train.validation import batch_violations, check_decoder, open_mesh, refuse
 
@@ -65,9 +64,8 @@ class Run:
     report: Report
     interrupt: Interrupt
     timing: Timing
-    # Leaves and structure of the state
+    # Leaves of the state
     leaves: list[Array]
-    tree: PyTreeDef
     # Number of steps so far, with those that were skipped
     step: int
     # Position of the next batch
@@ -84,7 +82,7 @@ class Run:
     @property
     def state(self) -> nnx.State:
         """The current state."""
-        return jax.tree.unflatten(self.tree, self.leaves)
+        return self.blueprint.unflatten(self.leaves)
 
     @state.setter
     def state(self, state: nnx.State) -> None:
@@ -157,10 +155,7 @@ def make_run(
         if step < config.train.steps:
             run_folder.write_config(config)
 
-    leaves, tree = jax.tree.flatten(initial.state)
-    train_step = make_train_step(
-        config, blueprint, with_checksums=config.train.verify_every > 0, task=task
-    )
+    with_checksums = config.train.verify_every > 0
     timing.end_startup()
     return Run(
         config=config,
@@ -168,14 +163,15 @@ def make_run(
         objective=objective_of(task.loss, config),
         data=data,
         blueprint=blueprint,
-        train_step=on_leaves(train_step, blueprint, tree),
+        train_step=make_train_step(
+            config, blueprint, with_checksums=with_checksums, on_leaves=True, task=task
+        ),
         eval_step=make_eval_step(config, blueprint, task.loss),
         checkpoints=checkpoints,
         report=report,
         interrupt=interrupt,
         timing=timing,
-        leaves=leaves,
-        tree=tree,
+        leaves=jax.tree.leaves(initial.state),
         step=step,
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
         base=initial.base,
@@ -305,11 +301,11 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
                 check_attention,
                 check_devices,
                 check_outside_of_jit,
-                select_attention,
             )
 
             check_outside_of_jit(mesh, config.model.precision.compute)
-            attention_times = check_attention(config, mesh) if blueprint.is_decoder else None
+            if blueprint.is_decoder:
+                check_attention(config, mesh)
         run_folder.prepare(config.run.dir)
     if on_accelerator:
         from jaxtp.train.known_versions import version_warnings
@@ -321,8 +317,6 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
         lines += preflight(config, mesh, data.description)
     if self_check:
         lines.append(check_devices(mesh, config.model.precision.compute))
-        if attention_times is not None:
-            select_attention(config, mesh, attention_times)
     return lines
 
 
@@ -343,7 +337,7 @@ def _notes(setup: _Setup) -> dict[str, object]:
         verify = (
             f"every {interval:,} steps: an extra step, and in each process "
             f"{size_text(verification_bytes(setup.blueprint), binary=True)} of host memory, for "
-            "the state before the step and its first result"
+            "the state before the step"
         )
     return {
         "memory": setup.memory,

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -119,6 +119,10 @@ class Blueprint:
         `key` seeds the model's random keys.
         """
         return nnx.merge(self.graph, state, rng_state(self.rngs, key), self.constants, copy=True)
+
+    def unflatten(self, leaves: Sequence[Array]) -> nnx.State:
+        """Returns the state with these leaves."""
+        return jax.tree.unflatten(jax.tree.structure(self.abstract), leaves)
 
     def model_of(self, weights: nnx.State) -> nnx.Module:
         """Returns the model with these weights."""

@@ -6,7 +6,6 @@ learning rate of `optimizer.py`), moves the selection biases of experts, and sel
 if the step is not finite, or has no weight (`_skip_if_useless`).
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,7 +19,6 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.stages import Traced, Wrapped
-from jax.tree_util import PyTreeDef
 
 from jaxtp.checkpoint.checksum import device_checksums
 from jaxtp.checkpoint.logical import Variable, named_variables
@@ -50,7 +48,6 @@ from jaxtp.train.loss import (
 )
 from jaxtp.train.sharded_optimizer import Optimizer
 from jaxtp.train.state import OPTIMIZER_SCOPE, STORED, Blueprint, rng_state
-from jaxtp.train.stopping import abstract_flags
 from jaxtp.train.task import Loss, Shapes, Task
 
 
@@ -119,6 +116,7 @@ def make_train_step(
     with_checksums: bool = False,
     with_choices: bool = False,
     with_grads: bool = False,
+    on_leaves: bool = False,
     task: Task = Task(),
 ) -> Wrapped:
     """Returns the jitted training step `state, batch -> state, StepOutput`; donates the state.
@@ -138,6 +136,8 @@ def make_train_step(
       with_checksums: the output has `checksums`.
       with_choices: the output has `choices`.
       with_grads: the output has `grads`.
+      on_leaves: the step takes and returns the leaves of a state. Flattening a state in each step
+        would take as long as a tiny step itself.
       task: parts that replace the decoder's loss and the optimizer of `config`.
     """
     objective = objective_of(task.loss, config)
@@ -146,8 +146,10 @@ def make_train_step(
     )
 
     def step(
-        state: nnx.State, batch: Batch, *, stop: Array | None = None, experts: Experts = None
-    ) -> tuple[nnx.State, StepOutput]:
+        state: Any, batch: Batch, *, stop: Array | None = None, experts: Experts = None
+    ) -> tuple[Any, StepOutput]:
+        if on_leaves:
+            state = blueprint.unflatten(state)
         train_state = blueprint.merge(state)
         model: Any = train_state.model
         updates = train_state.optimizer.step[...]
@@ -166,16 +168,24 @@ def make_train_step(
         objective.after_update(model, terms)
 
         finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
-        updated = nnx.state(train_state, STORED)
         new, skipped = _skip_if_useless(
-            updated, state, finite, terms.weight != 0, config.train.skips_allowed
+            nnx.state(train_state, STORED),
+            state,
+            finite,
+            terms.weight != 0,
+            config.train.skips_allowed,
         )
 
         metrics |= norms("param_norm", nnx.filter_state(new["model"], nnx.Param))
         metrics["skipped"] = skipped
-        rate = _learning_rate(config, task, train_state.optimizer, updates)
-        scalars = Scalars.of(_with_loss(metrics, loss, terms, rate), stop)
-        return new, StepOutput(scalars, checksums, choices, grads if with_grads else None)
+        metrics = _with_loss(
+            metrics, loss, terms, _learning_rate(config, task, train_state.optimizer, updates)
+        )
+        if on_leaves:
+            new = jax.tree.leaves(new)
+        return new, StepOutput(
+            Scalars.of(metrics, stop), checksums, choices, grads if with_grads else None
+        )
 
     replicated: Any = _replicated(blueprint)
     grads = nnx.filter_state(blueprint.shardings["model"], nnx.Param) if with_grads else None
@@ -183,25 +193,11 @@ def make_train_step(
     return jax.jit(
         step,
         donate_argnums=0,
-        out_shardings=(blueprint.shardings, StepOutput(replicated, replicated, None, grads)),
+        out_shardings=(
+            jax.tree.leaves(blueprint.shardings) if on_leaves else blueprint.shardings,
+            StepOutput(replicated, replicated, None, grads),
+        ),
     )
-
-
-def on_leaves(step: Wrapped, blueprint: Blueprint, tree: PyTreeDef) -> Wrapped:
-    """Returns a training step that takes and returns the leaves of a state.
-
-    Flattening a state in each step would take as long as a tiny step itself.
-    """
-    step_of_state = inspect.unwrap(step)
-
-    def flat(
-        leaves: Sequence[Array], batch: Batch, *, stop: Array | None = None
-    ) -> tuple[object, StepOutput]:
-        new, output = step_of_state(jax.tree.unflatten(tree, leaves), batch, stop=stop)
-        return jax.tree.leaves(new), output
-
-    shardings = jax.tree.leaves(blueprint.shardings)
-    return jax.jit(flat, donate_argnums=0, out_shardings=(shardings, _replicated(blueprint)))
 
 
 def _learning_rate(
@@ -374,7 +370,7 @@ def _sum_over_micro_batches(
 
 def _skip_if_useless(
     new: nnx.State, old: nnx.State, finite: Array, has_weight: Array, skips_allowed: int
-) -> tuple[nnx.State, Array]:
+) -> tuple[Any, Array]:
     # Returns the old state if the step is useless, and the number of non-finite steps in a row.
     #
     # A step without weight has no gradient, but momentum and decay would still move the parameters.
@@ -440,7 +436,7 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
     accumulation = config.train.accumulation
     objective = objective_of(loss, config)
 
-    def step(state: nnx.State, batch: Batch, number: Array | int = 0) -> Terms:
+    def evaluation(state: nnx.State, batch: Batch, number: Array | int = 0) -> Terms:
         def terms_of(micro: Batch, index: Array) -> Terms:
             key = jax.random.fold_in(jax.random.key(config.run.seed), number * accumulation + index)
             model: Any = blueprint.merge(state, key).model
@@ -459,7 +455,7 @@ def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None 
         )
         return sums
 
-    return jax.jit(step, out_shardings=_replicated(blueprint))
+    return jax.jit(evaluation, out_shardings=_replicated(blueprint))
 
 
 def fetch(output: StepOutput) -> dict[str, float]:
@@ -470,30 +466,21 @@ def fetch(output: StepOutput) -> dict[str, float]:
 
 
 def trace_step(
-    config: TrainConfig,
-    blueprint: Blueprint,
-    step: Wrapped | None = None,
-    state: nnx.State | list[Array] | None = None,
-    batch: Shapes | None = None,
+    config: TrainConfig, blueprint: Blueprint, batch: Shapes | None = None, **options: Any
 ) -> Traced:
     """Traces the training step on its mesh, which may be abstract.
 
     Args:
-      step: the result of `make_train_step`, if already made.
-      state: the step's first argument; by default the abstract state.
       batch: the abstract batch; by default rows of tokens.
+      options: of `make_train_step`.
     """
     data = config.data
     mesh = blueprint.mesh
-    if step is None:
-        step = make_train_step(config, blueprint)
-    if state is None:
-        state = blueprint.sharded
     if batch is None:
         rows = data.global_batch_size
         batch = abstract_batch(mesh, rows, data.sequence_length, packed=data.packed)
     with jax.set_mesh(mesh):
-        return step.trace(state, batch, **abstract_flags(mesh))
+        return make_train_step(config, blueprint, **options).trace(blueprint.sharded, batch)
 
 
 def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:

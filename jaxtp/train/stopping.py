@@ -24,24 +24,16 @@ STOP = "stop"  # Name of the step's argument that takes the flags
 STDERR = 2  # File descriptor, even if `sys.stderr` is replaced
 
 
-def abstract_flags(mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the step's argument for flags: with several processes, a float32 per device."""
-    if not is_multiprocess():
-        return {}
-    sharding = NamedSharding(mesh, PartitionSpec(AXES))
-    return {STOP: jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=sharding)}
-
-
 class Stopping:
     """Agrees with all processes on the step after which the run stops."""
 
     def __init__(self, interrupt: Interrupt, mesh: Mesh):
         def flags(number: int) -> dict[str, Array]:
+            if not is_multiprocess():
+                return {}
+            sharding = NamedSharding(mesh, PartitionSpec(AXES))
             local = np.full(len(mesh.local_devices), number, np.float32)
-            return {
-                name: jax.make_array_from_process_local_data(array.sharding, local, array.shape)
-                for name, array in abstract_flags(mesh).items()
-            }
+            return {STOP: jax.make_array_from_process_local_data(sharding, local, (mesh.size,))}
 
         self._interrupt = interrupt
         # The process that received a signal, counted from 1; 0 if none did

@@ -49,7 +49,7 @@ from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
 from jaxtp.train.state import finite_arrays
-from jaxtp.train.step import StepOutput, TrainStep, compiler_options, fetch, trace_step
+from jaxtp.train.step import StepOutput, TrainStep, compiler_options, fetch
 from jaxtp.train.stopping import Stopping, Watchdog
 from jaxtp.train.task import Task
 
@@ -509,8 +509,7 @@ class Trainer:
             started = time.perf_counter()
             batch = run.data.abstract(self.mesh)
             try:
-                traced = trace_step(self.config, run.blueprint, run.train_step, run.leaves, batch)
-                lowered = traced.lower()
+                lowered = run.train_step.lower(run.leaves, batch, **self._stopping.flags())
                 options = compiler_options(self.config, self._platform)
                 compiled: TrainStep = in_thread(
                     lambda: lowered.compile(compiler_options=options)
@@ -538,7 +537,7 @@ class Trainer:
 
         def compute(state: nnx.State) -> tuple[nnx.State, StepOutput]:
             leaves, output = train_step(jax.tree.leaves(state), batch, **flags)
-            return jax.tree.unflatten(run.tree, leaves), output
+            return run.blueprint.unflatten(leaves), output
 
         with self._phase(f"the verification of step {step}", "verify"):
             run.state = self._verifier.begin(step, run.state, batch, compute)

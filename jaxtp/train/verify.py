@@ -17,7 +17,6 @@ The errors for non-finite losses, gradients and updates are here too.
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -42,12 +41,11 @@ from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.collectives import constrain
 from jaxtp.config.entry import NumericsError, UserError
-from jaxtp.config.files import open_directly
 from jaxtp.data.loader import Batch
-from jaxtp.distributed.agreement import all_gather_json, host_names
+from jaxtp.distributed.agreement import host_names
 from jaxtp.layers.parameter import spec_of
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.run_folder import CORRUPTION, NON_FINITE, replacing
+from jaxtp.train.run_folder import NON_FINITE, replacing
 from jaxtp.train.setup import Run
 from jaxtp.train.state import Blueprint, named_arrays, trained_parameters
 from jaxtp.train.step import StepOutput
@@ -88,7 +86,6 @@ class Verifier:
     ):
         self.verified = verified
         self._every = config.train.verify_every
-        self._folder = config.run.dir / CORRUPTION
         self._devices = list(blueprint.mesh.devices.flat)
         self._checkpoints = checkpoints
         self._hosts = host_names()
@@ -97,8 +94,8 @@ class Verifier:
             for name, variable in trained_parameters(blueprint).items()
         }
         self._history: dict[int, np.ndarray] = {}
-        self._before: HostShards = {}
-        self._first: HostShards = {}
+        self._compared: list[str] = []
+        """Names of the arrays of the state and the batch."""
         self._tables: list[Array] = []
         """Checksums of the state and the batch, before and after the way to the host and back; of
         the gradients; and of the result."""
@@ -117,22 +114,21 @@ class Verifier:
         arrays = named_arrays(state) | {f"{_BATCH}{name}": array for name, array in batch.items()}
         before = checksums(arrays)
         if places := minority_devices(np.asarray(before), replica_groups_by_name(arrays)):
-            raise self._unequal_copies(step, places, to_host(arrays))
-        # The step donates the state, so a copy on the host restores it. The first result also goes
-        # to the host, as evidence.
-        self._before = to_host(arrays)
+            raise self._unequal_copies(step, places)
+        # The step donates the state, so a copy on the host restores it.
+        donated = named_arrays(state)
+        on_host = to_host(donated)
         first, output = compute(state)
         assert output.checksums is not None
         results = named_arrays(first)
-        after = checksums(results)
-        self._first = to_host(results)
+        after = jax.block_until_ready(checksums(results))
         # Makes room for the restored state
         for array in results.values():
             array.delete()
-        donated = named_arrays(state)
-        copies = {name: to_devices(self._before[name], donated[name]) for name in donated}
+        copies = {name: to_devices(on_host[name], donated[name]) for name in donated}
         state = replace_arrays(state, copies)
         returned = checksums(arrays | named_arrays(state))
+        self._compared = list(arrays)
         self._tables = [before, returned, output.checksums, after]
         return state
 
@@ -148,7 +144,7 @@ class Verifier:
         twice = changed(self._gradients, first_gradients, second_gradients)
         faults = {
             "the state changed on its way to host memory and back": changed(
-                self._before, before, back
+                self._compared, before, back
             ),
             "the gradients of the step, computed twice from the same state and "
             "batch, differ": twice,
@@ -165,16 +161,9 @@ class Verifier:
         for fault, places in faults.items():
             if places:
                 note = _BEFORE_SUM if places is twice and self._in_all_copies(twice) else ""
-                evidence = {
-                    "before": self._before,
-                    "first": self._first,
-                    "second": to_host(results),
-                }
-                raise self._error(step, fault, places, note, evidence)
+                raise self._error(step, fault, places, note)
         self.verified = step
         self._history.clear()
-        self._before = {}
-        self._first = {}
 
     def _in_all_copies(self, places: MeshPositions) -> bool:
         # Whether all copies of some shard are wrong
@@ -187,9 +176,7 @@ class Verifier:
         """Keeps a step's gradient checksums until the next verification."""
         self._history[step] = np.asarray(gradients)
 
-    def _unequal_copies(
-        self, step: int, places: MeshPositions, before: HostShards
-    ) -> CorruptionError:
+    def _unequal_copies(self, step: int, places: MeshPositions) -> CorruptionError:
         # If unequal gradients made the copies of the state differ, the error names their step.
         for earlier, table in self._history.items():
             wrong = minority_devices(table, self._gradients)
@@ -198,30 +185,21 @@ class Verifier:
                     f"the gradients of step {earlier} differed between copies, and the state "
                     "since then"
                 )
-                return self._error(step, fault, wrong, "", {"before": before})
+                return self._error(step, fault, wrong)
         note = ""
         if self._history:
             first = next(iter(self._history))
             note = f"The gradients had equal copies in each step since {first}. "
-        return self._error(step, "copies differ before the step", places, note, {"before": before})
+        return self._error(step, "copies differ before the step", places, note)
 
     def _error(
-        self,
-        step: int,
-        fault: str,
-        places: MeshPositions,
-        note: str,
-        evidence: Mapping[str, HostShards],
+        self, step: int, fault: str, places: MeshPositions, note: str = ""
     ) -> CorruptionError:
         where = describe_devices(places, self._devices, self._hosts)
-        message = f"step {step}: silent corruption: {fault}: {where}"
-        folder = self._folder / str(step)
-        saved = "The state and the batch"
-        if len(evidence) > 1:
-            saved = "Both results, the state before them and the batch"
-        failures = list(filter(None, all_gather_json(_write(folder, message, evidence))))
-        saved += f" could not be saved: {failures[0]}" if failures else f" are in {folder}"
-        return CorruptionError(f"{message}. {note}{saved}. {DIAGNOSE}. {self._recovery_hint()}")
+        return CorruptionError(
+            f"step {step}: silent corruption: {fault}: {where}. {note}{DIAGNOSE}. "
+            f"{self._recovery_hint()}"
+        )
 
     def _recovery_hint(self) -> str:
         with contextlib.suppress(CheckpointError, NumericsError):
@@ -290,26 +268,6 @@ def to_devices(shards: Sequence[tuple[jax.Device, np.ndarray]], like: Array) -> 
     """Puts the shards from `to_host` back on their devices."""
     parts = [jax.device_put(shard, device) for device, shard in shards]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
-
-
-def _write(folder: Path, message: str, evidence: Mapping[str, HostShards]) -> str | None:
-    # Writes a file for each device of this process; returns the error, if any. NumPy stores
-    # bfloat16 as raw bytes, two per number.
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if jax.process_index() == 0:
-            with open_directly(folder / "fault.txt", "w") as file:
-                file.write(f"{message}\n")
-        for moment, arrays in evidence.items():
-            for device in jax.local_devices():
-                parts: dict[str, np.ndarray] = {}
-                for name, shards in arrays.items():
-                    parts.update((name, shard) for holder, shard in shards if holder == device)
-                with open_directly(folder / f"{moment}_device_{device.id}.npz", "wb") as file:
-                    np.savez(file, **parts)  # type: ignore[arg-type]
-    except OSError as error:
-        return f"{folder}: {error.strerror}"
-    return None
 
 
 def nonfinite_gradient(

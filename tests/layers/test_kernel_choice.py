@@ -19,7 +19,6 @@ from jaxtp.layers.kernels.select import (
     KERNELS,
     Use,
     architecture_of,
-    candidates,
     pick_kernel,
     unsupported,
 )
@@ -82,23 +81,6 @@ def test_the_architecture_is_that_of_the_device_or_of_its_row_in_the_table():
     assert architecture_of(jax.devices()[0]) == "cpu"
     rows = {"h100": "cuda 9.0", "b200": "cuda 10.0", "l40s": "cuda 8.9", "v5e": "tpu"}
     assert {name: TABLE[name].architecture for name in rows} == rows
-
-
-def test_auto_takes_the_kernel_that_was_measured_to_be_faster():
-    use = replace(HOPPER, length=4095)  # measured here alone
-    names = lambda asked, use: [kernel.name for kernel in candidates(asked, use)]
-    assert names("auto", use) == ["cudnn", "fused"]
-    assert names("auto", replace(use, platform="cuda 8.9")) == ["fused", "cudnn"]
-    for asked, changes in (
-        ("cudnn", {}),
-        ("auto", {"packed": True}),
-        ("auto", {"platform": "cpu"}),
-    ):
-        assert len(candidates(asked, replace(use, **changes))) == 1
-    select.record_fastest(use, "fused", "measured")
-    assert pick_kernel("auto", use) == (KERNELS["fused"], "measured")
-    assert pick_kernel("cudnn", use)[0].name == "cudnn"
-    assert pick_kernel("auto", replace(use, window=128))[0].name == "cudnn"
 
 
 def test_every_head_has_blocks_that_triton_takes():

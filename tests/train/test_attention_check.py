@@ -14,12 +14,9 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.kernels.fused_attention import fused_attention
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import mesh_sizes
 from jaxtp.models.config import ModelConfig
-from jaxtp.train import self_check
-from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
-from jaxtp.train.run_report import describe_kernels
-from jaxtp.train.self_check import TOLERANCE, check_attention, relative_errors, select_attention
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.self_check import TOLERANCE, check_attention, relative_errors
 
 MODEL = ModelConfig(
     num_heads=4,
@@ -150,79 +147,3 @@ def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
         ConfigError, match="the kernel blockwise does not run on cpu: no such instruction; try"
     ):
         check()
-
-
-@pytest.fixture
-def times(monkeypatch):
-    """Two kernels that are timed, and what they take."""
-    seconds = {"blockwise": 3.0, "xla": 2.0}
-    monkeypatch.setattr(
-        self_check, "candidates", lambda asked, use: [kernels.KERNELS[name] for name in seconds]
-    )
-    monkeypatch.setattr(
-        self_check, "kernel_seconds", lambda kernel, use, heads: seconds[kernel.name]
-    )
-    return seconds
-
-
-MESH = jaxtp.make_mesh(tp=2)
-
-
-def run_of_length(length, **loop):
-    """A run whose kernels are chosen on their own: a choice is for all uses of one length.
-
-    Kernels are checked at sixteen tokens at least, so that all of these lengths share their
-    programs.
-    """
-    assert length < 16
-    model = replace(MODEL, attention="auto")
-    return TrainConfig(
-        model=model, data=DataConfig(sequence_length=length), train=LoopConfig(**loop)
-    )
-
-
-def chosen(run):
-    select_attention(run, MESH, check_attention(run, MESH))
-    return describe_kernels(run, mesh_sizes(MESH), "cpu")
-
-
-STAYS = "blockwise attention (measured here, "
-
-
-def test_of_two_kernels_a_run_takes_the_faster_and_says_so(times):
-    run = run_of_length(8)
-    said = (
-        "xla attention (measured here, forward and backward: blockwise 3000.00 ms, xla 2000.00 ms)"
-    )
-    assert chosen(run) == said
-
-
-@pytest.mark.wide
-def test_all_processes_take_the_kernel_whose_slowest_process_is_the_fastest(times, monkeypatch):
-    monkeypatch.setattr(
-        self_check, "all_gather_json", lambda mine: [mine, [{"blockwise": 3.0, "xla": 4.0}]]
-    )
-    assert chosen(run_of_length(9)).startswith(STAYS)
-    # A process in which a kernel is wrong has no times of it.
-    monkeypatch.setattr(self_check, "all_gather_json", lambda mine: [mine, [{}]])
-    assert "measured" not in chosen(run_of_length(10))
-
-
-def test_a_deterministic_run_takes_the_first_kernel_whatever_the_times_are(times):
-    assert "measured" not in chosen(run_of_length(11, deterministic=True))
-
-
-def test_a_kernel_that_is_as_fast_stays(times):
-    times["xla"] = 2.9
-    assert chosen(run_of_length(12)).startswith(STAYS)
-
-
-def test_a_kernel_that_is_wrong_is_no_rival(times, monkeypatch):
-    wrong = replace(planted(MISTAKES["no documents"]), name="xla")
-    monkeypatch.setattr(self_check, "candidates", lambda asked, use: [RIGHT, wrong])
-    assert "measured" not in chosen(run_of_length(13))
-
-
-def test_a_kernel_takes_time():
-    use = kernels.Use(head_dim=8, dtype="float32", length=32, packed=False)
-    assert self_check.kernel_seconds(RIGHT, use, (2, 1)) > 0

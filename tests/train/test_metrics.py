@@ -24,7 +24,7 @@ from jaxtp.config.schema import from_yaml
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, RunConfig, TrainConfig
-from jaxtp.train.metrics import TRACKERS, Timing, Trackers, read_metrics, tracker_id
+from jaxtp.train.metrics import TRACKERS, Timing, Trackers, read_metrics, run_id
 from jaxtp.train.performance import (
     Profiler,
     describe_peak,
@@ -221,10 +221,11 @@ def test_files_that_a_crash_left_half_written_are_read_as_far_as_they_go(tmp_pat
     (tmp_path / "metrics.jsonl").write_bytes(
         b'{"step": 1, "loss": 2.0}\n' + b"[" * 100_000 + b'\n\x00\xff{"step"'
     )
-    (tmp_path / "trackers.json").write_bytes(b'{"wandb": "a')
+    trackers = tmp_path / "trackers.json"
+    trackers.write_bytes(b'{"wandb": "a')
     trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
-    assert tracker_id(tmp_path, "wandb", "new") == "new"
+    assert run_id(trackers) == run_id(trackers)
 
 
 def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, capsys):

@@ -154,14 +154,6 @@ def test_another_order_is_refused_by_name(part, monkeypatch):
     assert "--run.init-from" in message
 
 
-def test_rows_that_are_now_left_out_are_named_with_what_to_do():
-    stored = stored_by(data().description)
-    stored["corpus"][ORDER][ROWS] = {"algorithm": "best fit 1", "sha256": "0" * 64}
-    message = refusal(data().description, stored)
-    assert "rows without a label are now left out" in message
-    assert "jaxtp 0" not in message
-
-
 def test_other_rows_of_evaluations_and_checkpoints_without_an_order_are_named(monkeypatch):
     stored = stored_by(data().description)
     (line,) = lines_of(data().description, stored_by(data().corpus.describe()))

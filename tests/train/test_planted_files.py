@@ -33,7 +33,6 @@ ABSENT = {
         ".lock",
         "metrics.jsonl",
         "checkpoints/1",
-        "corruption",
         "non_finite.new",
     ],
     "dataset": ["journal.json", "seen.sha256", "train-00001.tokens", "tokenizer.json"],

@@ -39,7 +39,7 @@ from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import make_train_step, trace_step
+from jaxtp.train.step import trace_step
 
 MODEL = "llama_linear"
 SCALE = 0.9
@@ -258,9 +258,8 @@ def temporaries(config, task, batch):
     """Bytes that a step takes besides state and batch."""
     plan = plan_state(config.model, optimizers.build(config.optimizer, 10), make_mesh())
     with jax.set_mesh(plan.mesh):
-        step = make_train_step(config, plan, task=task)
         return (
-            trace_step(config, plan, step, batch=batch)
+            trace_step(config, plan, batch, task=task)
             .lower()
             .compile()
             .memory_analysis()

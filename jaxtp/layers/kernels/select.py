@@ -3,8 +3,8 @@
 No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and
 last key of each query (`sequence_parallel.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to
 2.3 times as fast as FlashAttention on an H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000
-(huggingface/transformers#48163). On GPUs a run checks its kernel against plain products, and times
-the candidates of `auto` (`train/self_check.py`). `pick_scan` chooses the scan of Gated DeltaNet.
+(huggingface/transformers#48163). On GPUs a run checks its kernel against plain products
+(`train/self_check.py`). `pick_scan` chooses the scan of Gated DeltaNet.
 """
 
 import importlib.metadata
@@ -398,33 +398,11 @@ _KERNELS = (
 KERNELS: dict[KernelName, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 """By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
 
-# The fastest of `candidates`, and the measurement
-_MEASURED: dict[Use, tuple[KernelName, str]] = {}
-
-
-def record_fastest(use: Use, name: KernelName, why: str) -> None:
-    """Makes `auto` use the kernel that was measured fastest."""
-    _MEASURED[use] = (name, why)
-
-
-def candidates(requested: KernelChoice, use: Use) -> list[Kernel]:
-    """Returns the chosen kernel, then kernels that may be faster, to time them."""
-    kernel, _ = pick_kernel(requested, use)
-    kernels = [kernel]
-    if requested == "auto" and kernel.platforms is not None:
-        for rival in (KERNELS["cudnn"], KERNELS["fused"]):
-            if rival != kernel and not any(rival.problems(use)):
-                kernels.append(rival)
-    return kernels
-
 
 def pick_kernel(requested: KernelChoice, use: Use) -> tuple[Kernel, str]:
     """Returns the kernel and the reason; `unsupported` checks a requested kernel."""
     if requested != "auto":
         return KERNELS[requested], "as configured"
-    if use in _MEASURED:
-        name, why = _MEASURED[use]
-        return KERNELS[name], why
     if use.family != "cuda" and use.length is not None and use.length <= _SHORT:
         return KERNELS["xla"], f"up to {_SHORT} tokens its scores are small"
     on_hopper = use.capability is not None and use.capability[0] == _HOPPER

@@ -30,17 +30,16 @@ from jaxtp.analysis.hlo import HloError, count_flops_in_hlo
 from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import Record, columns
 from jaxtp.config.entry import signal_name
-from jaxtp.config.schema import to_plain, validate
+from jaxtp.config.schema import replace_nested, to_plain, validate
 from jaxtp.data.loader import split
 from jaxtp.distributed.environment import child_environment
 from jaxtp.mesh import Sizes, mesh_of
 from jaxtp.tools.estimate.search import Setting
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import with_attention
 from jaxtp.train.setup import open_task
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import compiler_options, make_train_step, trace_step
+from jaxtp.train.step import compiler_options, trace_step
 from jaxtp.train.task import Task
 from jaxtp.train.validation import chosen_kernels
 
@@ -255,7 +254,7 @@ def compile_for(
     note = "the workspace of cuDNN's kernels is not counted"
     cudnn_target = with_cudnn(target)
     if cudnn_target is None:
-        config = with_attention(config, "fused")
+        config = replace_nested(config, {"model.attention": "fused"})
         note = f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"
     compiled = ask(config, sizes, cudnn_target or target, timeout_s=timeout_s)
     return replace(compiled, notes=(*compiled.notes, note))
@@ -353,9 +352,7 @@ def trace(config: TrainConfig, mesh: Mesh) -> Traced:
     with jax.set_mesh(mesh):
         tuned = optimizers.build(config.optimizer, config.train.steps)
         blueprint = plan_state(config.model, tuned, mesh)
-        return trace_step(
-            config, blueprint, make_train_step(config, blueprint, task=task), batch=batch
-        )
+        return trace_step(config, blueprint, batch, task=task)
 
 
 def _numbers(compiled: jax.stages.Compiled, sizes: Sizes) -> Record:

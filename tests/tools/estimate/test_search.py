@@ -30,7 +30,6 @@ from jaxtp.tools.estimate.search import (
 )
 from jaxtp.tools.estimate.summary import device_hours, explained, heading
 from jaxtp.train.config import DataConfig, TrainConfig
-from jaxtp.train.memory import with_attention
 from jaxtp.train.validation import check_kernels
 
 H100 = find("h100")
@@ -260,7 +259,7 @@ def room_for(config, devices=8):
 
 @pytest.mark.wide
 def test_changes_that_only_together_make_it_fit():
-    singly = (CONFIG, IN_FLOAT32, with_attention(IN_FLOAT32, "auto"))
+    singly = (CONFIG, IN_FLOAT32, replace_nested(IN_FLOAT32, {"model.attention": "auto"}))
     room = (room_for(FUSED) + min(map(room_for, singly))) / 2
     tight = found(IN_FLOAT32, room=room, hardware=with_room(room))
     assert not tight.settings[0].fits

@@ -23,7 +23,7 @@ from jaxtp.tools.estimate.compiler import (
     with_cudnn,
 )
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
-from jaxtp.train.memory import memory_per_device, with_attention
+from jaxtp.train.memory import memory_per_device
 
 
 def missing():
@@ -128,7 +128,7 @@ def test_the_attention_of_cudnn_is_compiled_without_a_gpu():
     long = replace_nested(CONFIG, changes | {"data.sequence_length": 8192})
     where = {"hosts": 1, "devices_per_host": 8, "timeout_s": 300}
     cudnn, fused, xla = (
-        compile_for(with_attention(long, name), SIZES, "h100", **where)
+        compile_for(replace_nested(long, {"model.attention": name}), SIZES, "h100", **where)
         for name in ("cudnn", "fused", "xla")
     )
     assert cudnn.notes[-1] == "the workspace of cuDNN's kernels is not counted"
