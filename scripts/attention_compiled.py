@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.analysis.tables import columns
 from jaxtp.layers.kernels.fused_attention import MAX_HEAD_DIM, fused_attention
 from jaxtp.layers.kernels.programs import DTYPES
-from jaxtp.layers.sequence_parallel import Part, segment_mask
+from jaxtp.layers.positions import Part, segment_mask
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 

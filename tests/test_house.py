@@ -13,7 +13,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"config"},
     {"mesh"},
-    {"distributed", "compiler_hints"},
+    {"distributed"},
     {"collectives"},
     {"layers", "plans", "data"},
     {"models", "checkpoint"},

@@ -22,7 +22,7 @@ from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.parameter import parameter, params_and_specs
-from jaxtp.layers.sequence_parallel import segment_positions
+from jaxtp.layers.positions import segment_positions
 from jaxtp.mesh import TP
 from jaxtp.models.block import BlockConfig
 

@@ -19,12 +19,11 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_index, axis_size, constrain, device_view, token_spec
-from jaxtp.compiler_hints import rows_as_heads
 from jaxtp.config.affects import COST
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive, Settings
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
-from jaxtp.layers.context import ContextAttention, Sequences, of_heads
+from jaxtp.layers.context import ContextAttention, LocalShape, Method, Sequences, of_heads
 from jaxtp.layers.kernels.select import (
     KernelChoice,
     Use,
@@ -42,8 +41,8 @@ from jaxtp.layers.linear import (
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
+from jaxtp.layers.positions import Part, segment_positions
 from jaxtp.layers.rope import RopeScaling, apply_rope, rotated_dims
-from jaxtp.layers.sequence_parallel import LocalShape, Method, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
 # Queries, keys, values and perhaps gates
@@ -442,7 +441,7 @@ class CausalSelfAttention(Branch):
         is_ring = self.out.transport.is_ring(shape.tp, split=True)
         # Whether `swap_sequence` has swapped the projections
         is_swapped = is_split and shape.tp > 1 and not is_ring
-        return partial(rows_as_heads, run) if is_swapped else run
+        return partial(_rows_as_heads, run) if is_swapped else run
 
     def _attend_cached(
         self,
@@ -568,3 +567,18 @@ class CausalSelfAttention(Branch):
             y = jnp.where(is_real[:, None], y, 0)
         y = y.reshape(rows, length, -1)
         return y * jax.nn.sigmoid(gate[0]) if gate else y
+
+
+def _rows_as_heads(
+    attend: Callable[..., Array], q: Array, k: Array, v: Array, segments: None
+) -> Array:
+    """Runs an attention kernel on the heads of all rows, as if they were heads of one row.
+
+    With `swap_sequence` around attention's projections, activations are `[T, B, F]` in memory. A
+    kernel of a GPU takes `[B, T, N, H]` row-major, so XLA would swap queries, keys, values and
+    results; `[1, T, B * N, H]` is the memory as it is.
+    """
+    rows, length = q.shape[:2]
+    one_row = (x.swapaxes(0, 1).reshape(1, length, -1, x.shape[3]) for x in (q, k, v))
+    y = attend(*one_row, segments)
+    return y.reshape(length, rows, -1, y.shape[3]).swapaxes(0, 1)

@@ -20,9 +20,9 @@ not depend on T.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,17 +39,56 @@ from jaxtp.collectives import (
     batch_spec,
     check_divides,
     device_view,
+    own_part,
     permute,
     token_spec,
     vary_like,
 )
 from jaxtp.layers.kernels.delta_rule import CARRIED
-from jaxtp.layers.sequence_parallel import Context, LocalShape, Method, Part, own_part
-from jaxtp.mesh import CONTEXT, CP
+from jaxtp.layers.positions import Part
+from jaxtp.layers.transport import SequenceParallel, is_split
+from jaxtp.mesh import CONTEXT, CP, TP, parts
 
 _STATIC = {"static": True}
 
 _Pair = tuple[int, int]
+
+Method = Literal["ulysses", "gather"]
+Context = Literal["auto", Method]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalShape:
+    """A device's micro-batch, and settings that decide how layers process it."""
+
+    sizes: Mapping[str, int]  # devices along each mesh axis
+    rows: int  # sequences on the device
+    length: int  # tokens of each whole sequence
+    packed: bool = False  # sequences hold several documents
+    platform: str | None = "cpu"
+    """Architecture of the device (`architecture_of`), which decides the kernels; None if
+    unknown."""
+
+    context: Context = "auto"  # requested method of attention over cp
+    zigzag: bool = False  # devices along cp hold tokens in zigzag order
+
+    @property
+    def tp(self) -> int:
+        """Devices along tp."""
+        return self.sizes[TP]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on the device inside parallel layers."""
+        return self.rows * self.length // parts(self.sizes, CONTEXT)
+
+    def is_split(self, setting: SequenceParallel) -> bool:
+        """See `is_split`."""
+        return is_split(setting, self.length, self.sizes)
+
+    def between(self, setting: SequenceParallel) -> int:
+        """Returns the tokens on the device between parallel layers."""
+        return self.tokens // self.tp if self.is_split(setting) else self.tokens
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +97,7 @@ class Sequences:
     """Documents and token order of a batch's sequences, for layers that mix positions."""
 
     segments: Array | None = None
-    """Documents of each row (`layers/sequence_parallel.py`), in natural order; None if each row is
+    """Documents of each row (`layers/positions.py`), in natural order; None if each row is
     one document."""
 
     # Requested method of attention over cp

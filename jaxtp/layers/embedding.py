@@ -23,12 +23,14 @@ from jaxtp.collectives import (
     device_view,
     enter_parallel,
     leave_parallel,
+    own_part,
     token_spec,
 )
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers.context import LocalShape
 from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
-from jaxtp.layers.sequence_parallel import LocalShape, activation_spec, own_part, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
 TABLE_SPEC = P(TP, STORAGE)

@@ -36,7 +36,7 @@ from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelL
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
-from jaxtp.layers.sequence_parallel import segment_positions
+from jaxtp.layers.positions import segment_positions
 from jaxtp.mesh import CP, TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections

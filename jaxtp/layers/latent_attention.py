@@ -50,7 +50,7 @@ from jaxtp.layers.lora import Lora, Target
 from jaxtp.layers.norm import ATTEND, Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.rope import apply_rope
-from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
 
 # Name in profiles of the down projections, and of the latents' gather

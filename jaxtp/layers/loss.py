@@ -32,12 +32,12 @@ from jaxtp.collectives import (
     axis_size,
     device_view,
     enter_parallel,
+    swap_sequence,
     token_spec,
 )
-from jaxtp.compiler_hints import swap_sequence
 from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.parameter import DType
-from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import TOKENS, TP
 
 LOSS = "vocab_parallel_cross_entropy"

@@ -12,12 +12,13 @@ unidirectional: XLA runs one collective at a time, at the full bandwidth of a sw
 
 In each turn of a ring a device sends an array to the next device, multiplies others meanwhile, and
 has the array of the previous device when the turn ends. A ring that scatters sends in each half of
-a turn. `in_turn` is a barrier before the products, inside `_begin_send`, and after them. The loops
+a turn. `_in_turn` is a barrier before the products, inside `_begin_send`, and after them. The loops
 over turns are unrolled, because XLA would copy what a loop sends.
 """
 
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -25,11 +26,11 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import axis_index, axis_size, permute
-from jaxtp.compiler_hints import by_rows, in_turn
+from jaxtp.collectives import GATHERED, REDUCED, axis_index, axis_size, by_rows, permute
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.products import (
     NeedsGrad,
@@ -42,12 +43,43 @@ from jaxtp.layers.products import (
     unwrapped,
     value_of,
 )
-from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
+from jaxtp.layers.transport import SEQUENCE_DIM, Transport
 from jaxtp.mesh import TP
 
 Overlap = Literal["none", "ring"]
 V = TypeVar("V", Array, Value)
 Sums = TypeVar("Sums", Array, list[Array])
+
+
+@dataclass(frozen=True)
+class Ring(Transport):
+    """Overlaps products with communication under sequence parallelism, else as `Transport`."""
+
+    keep: bool = False
+    """As in `gather_matmul`; see `LayerContext.recomputed`."""
+
+    def is_ring(self, tp: int, *, split: bool) -> bool:
+        """See `Transport`."""
+        return split and tp > 1
+
+    def enter(
+        self, x: Operand, kernels: Sequence[Operand], sequence_dim: int | None
+    ) -> tuple[Array, ...]:
+        """See `Transport`."""
+        if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
+            return super().enter(x, kernels, sequence_dim)
+        shard = jax.tree.map(lambda array: checkpoint_name(array, GATHERED), x)
+        return gather_matmul(self.keep, shard, tuple(kernels))
+
+    def leave(
+        self, inputs: Sequence[Operand], kernels: Sequence[Operand], sequence_dim: int | None
+    ) -> Array:
+        """See `Transport`."""
+        if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
+            return super().leave(inputs, kernels, sequence_dim)
+        reduced = matmul_scatter(tuple(inputs), tuple(kernels))
+        return checkpoint_name(reduced, REDUCED)
+
 
 # A ring that gathers: the part of the sequence that each device holds in each turn.
 #
@@ -80,7 +112,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
         parts.append(part)
         arriving, _, part, _ = _begin_gather_turn(turn, part)
         products = [product(part, w, x.dtype) for w in factors]
-        part, products = in_turn(arriving, products)
+        part, products = _in_turn(arriving, products)
         products_by_turn.append(products)
     ys = _in_order(products_by_turn)
     if len(ys) < len(kernels):
@@ -119,7 +151,7 @@ def _gather_backward(
             grad_w = _plus_kernel_gradient(grad_w, part, trained_grads, start)
     if trained and not keep:
         # One ring after the other, or XLA would join permutes of both.
-        x, grad_x = in_turn(parts[0], grad_x)
+        x, grad_x = _in_turn(parts[0], grad_x)
         grad_w = _kernel_gradient_ring(x, trained_grads)
     kernel_grads = []
     if grad_w is not None:
@@ -134,7 +166,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     for turn in range(axis_size(TP)):
         arriving, grad_w, part, start = _begin_gather_turn(turn, part, grad_w)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
-        part, grad_w = in_turn(arriving, grad_w)
+        part, grad_w = _in_turn(arriving, grad_w)
     return grad_w
 
 
@@ -195,12 +227,12 @@ def _scatter_ring(
         if kept_parts:
             # In turn t this ring has the part that a gathering ring has in turn t mod tp.
             grad_w = _plus_kernel_gradient(grad_w, kept_parts[turn % tp], grads, start)
-        high_sum, part, low_sum, grad_w = in_turn(arriving, part, low_sum, grad_w)
+        high_sum, part, low_sum, grad_w = _in_turn(arriving, part, low_sum, grad_w)
 
         sending = low_sum if turn < tp else None
         arriving, high_sum, part, ws = _begin_send(sending, high_sum, part, high_factors)
         high_sum = _plus_products(high_sum, part, ws, dtype)
-        arrived, high_sum = in_turn(arriving, high_sum)
+        arrived, high_sum = _in_turn(arriving, high_sum)
         low_sum = arrived if turn < tp else low_sum
     return jnp.concatenate([low_sum, high_sum], -1), grad_w  # type: ignore[list-item]
 
@@ -229,7 +261,7 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
         products = [product(*input_gradient_operands(part, kernels[i]), part.dtype) for i in needed]
         kernel_grads = [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
         sums = _plus(sums, kernel_grads)
-        part, products, sums = in_turn(arriving, products, sums)
+        part, products, sums = _in_turn(arriving, products, sums)
         products_by_turn.append(products)
     input_grads = dict(zip(needed, _in_order(products_by_turn), strict=True))
     # An input is in 8 bits if its kernel is.
@@ -241,9 +273,18 @@ gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
+def _in_turn(*values: object) -> Any:
+    """Separates the turns of a ring: XLA moves no operation from one turn to another.
+
+    XLA would merge products of several turns that share an operand. The merged product waits for
+    all permutes, and hides only one.
+    """
+    return lax.optimization_barrier(values)
+
+
 def _begin_send(sending: object, *operands: object) -> Any:
     """Sends an array to the next device; returns what arrives, and operands to multiply now."""
-    sending, *operands_now = in_turn(sending, *operands)
+    sending, *operands_now = _in_turn(sending, *operands)
     arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
     return arriving, *operands_now
 

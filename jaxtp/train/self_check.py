@@ -39,7 +39,7 @@ from jaxtp.layers.kernels.select import (
     candidates,
     record_fastest,
 )
-from jaxtp.layers.sequence_parallel import Part
+from jaxtp.layers.positions import Part
 from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions

@@ -19,10 +19,11 @@ from jaxtp.collectives import (
     device_view,
     enter_parallel,
     leave_parallel,
+    own_part,
     reduce_scatter,
+    swap_sequence,
     token_spec,
 )
-from jaxtp.compiler_hints import swap_sequence
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
@@ -42,7 +43,7 @@ from jaxtp.layers.lora import Float8Kernel, Lora, LoraConfig, Target
 from jaxtp.layers.mlp import ACTIVATIONS, MLP, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
 from jaxtp.layers.parameter import Variable, Weights, parameter, params_and_specs
-from jaxtp.layers.sequence_parallel import activation_spec, own_part, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"

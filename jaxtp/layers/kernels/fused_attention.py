@@ -31,7 +31,7 @@ from jaxtp.collectives import ATTENDED, vary_alike
 from jaxtp.layers.kernels.blockwise_attention import sinks_gradient
 from jaxtp.layers.kernels.padding import pad_ranges, pad_to, round_up
 from jaxtp.layers.kernels.programs import check_dtypes, padded_size, run_programs
-from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
+from jaxtp.layers.positions import Part, key_ranges, query_ranges
 
 MAX_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
 
