@@ -167,9 +167,7 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
         if shape[dim] % count:
             below = shape[dim] // count * count
             above = -(-shape[dim] // count) * count
-            product = " x ".join(
-                f"{axis}={axis_size(axis)}" for axis in names if axis_size(axis) > 1
-            )
+            product = " x ".join(f"{axis}={axis_size(axis)}" for axis in _split_axes(names))
             raise DivisionError(
                 f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
                 f"nearest: {f'{below} or {above}' if below else above}"
@@ -329,11 +327,11 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
     zeros.
     """
     size = axis_size(axis)
+    if size == 1:
+        return x
     if pairs is None:
         pairs = [(i, (i + 1) % size) for i in range(size)]
-    if size > 1:
-        return lax.ppermute(x, axis, list(pairs))
-    return x if current_mesh() is None or list(pairs) else jnp.zeros_like(x)
+    return lax.ppermute(x, axis, list(pairs))
 
 
 def by_rows(array: Array) -> Array:

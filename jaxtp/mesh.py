@@ -279,11 +279,8 @@ def resolve_sizes(sizes: Sizes, num_devices: int) -> dict[str, int]:
             f"{describe_mesh(sizes)}: {num_devices} devices cannot be divided by {fixed}; "
             f"meshes that fit: {_list_meshes(num_devices, sizes)}"
         )
-    resolved = dict(sizes)
-    for axis, size in sizes.items():
-        if size == -1:
-            resolved[axis] = num_devices // fixed
-    return resolved
+    remaining = num_devices // fixed
+    return {axis: remaining if size == -1 else size for axis, size in sizes.items()}
 
 
 def _check_count(sizes: Sizes, needed: int, devices: Sequence[jax.Device]) -> None:

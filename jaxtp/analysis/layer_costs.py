@@ -43,7 +43,7 @@ from jaxtp.layers.context import (
     chunk_size,
     halo,
     hops,
-    num_routes,
+    routes,
 )
 from jaxtp.layers.embedding import EMBEDDING, LearnedPositions, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Placement
@@ -829,7 +829,7 @@ def context_costs(
     else:
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
             size = 2 * attention.keys * head_bytes * work.rows * tokens
-            count = num_routes(cp, hop, zigzag=work.zigzag) * runs
+            count = len(routes(cp, hop, zigzag=work.zigzag)) * runs
             yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, size, count)
 
 

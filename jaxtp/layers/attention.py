@@ -130,7 +130,8 @@ class AttentionConfig(Settings):
     @property
     def heads(self) -> PaddedHeads:
         """The division of query heads over tp."""
-        return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
+        group = self.num_heads // self.num_kv_heads
+        return PaddedHeads((self.num_kv_heads, group, self.head_dim), self.head_dim)
 
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns the `Use` of a kernel on a device's sequences."""
@@ -187,47 +188,34 @@ class AttentionConfig(Settings):
 
 @dataclass(frozen=True)
 class PaddedHeads(PaddedDim):
-    """Splits query heads over tp; factors: kv heads K, query heads per kv head G, head width H.
+    """Splits query heads, or numbers of them, over tp.
 
-    Each device has the query heads of whole kv heads, or shares a kv head. Otherwise padding adds
-    kv heads, or query heads to each group, whichever computes less.
+    The factors are kv heads K, query heads per kv head G, and the width of a head, or of its
+    numbers if it has several. Each device has the query heads of whole kv heads, or shares a kv
+    head. Otherwise padding adds kv heads, or query heads to each group, whichever computes less.
     """
 
-    def numbers(self, *width: int) -> PaddedNumbers:
+    # Width of a head, also if the factors divide its numbers
+    head_dim: int
+
+    def numbers(self, *width: int) -> PaddedHeads:
         """Returns the division of one number per query head, or of `width`."""
-        return PaddedNumbers((*self.factors[:2], *width), self.factors[2])
+        return replace(self, factors=(*self.factors[:2], *width))
 
     @property
     def keys(self) -> PaddedKVHeads:
         """The division of kv heads over tp."""
-        kv_heads, group, width = self.factors
-        return PaddedKVHeads((kv_heads, width), group)
-
-    def stored(self, tp: int) -> tuple[int, ...]:
-        """See `PaddedDim`."""
-        return _padded_heads(*self.factors, tp)
-
-    def on_device(self, tp: int) -> tuple[int, int]:
-        """Returns each device's query heads and kv heads."""
-        kv_heads, group, _ = self.stored(tp)
-        return kv_heads * group // tp, max(1, kv_heads // tp)
-
-
-@dataclass(frozen=True)
-class PaddedNumbers(PaddedDim):
-    """Splits numbers of query heads over tp, like the heads.
-
-    The factors are kv heads K, query heads per kv head G, and perhaps numbers per query head.
-    """
-
-    # Width of the heads
-    width: int
+        return PaddedKVHeads((self.factors[0], self.head_dim), self.factors[1])
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
         kv_heads, group, *width = self.factors
-        kv_heads, group, _ = _padded_heads(kv_heads, group, self.width, tp)
-        return kv_heads, group, *width
+        return *_padded_heads(kv_heads, group, self.head_dim, tp), *width
+
+    def on_device(self, tp: int) -> tuple[int, int]:
+        """Returns each device's query heads and kv heads."""
+        kv_heads, group, *_ = self.stored(tp)
+        return kv_heads * group // tp, max(1, kv_heads // tp)
 
 
 @dataclass(frozen=True)
@@ -240,7 +228,7 @@ class PaddedKVHeads(PaddedDim):
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
         kv_heads, width = self.factors
-        kv_heads, _, _ = _padded_heads(kv_heads, self.group, width, tp)
+        kv_heads, _ = _padded_heads(kv_heads, self.group, width, tp)
         return kv_heads, width
 
     def shared_by(self, tp: int) -> int:
@@ -252,8 +240,8 @@ class PaddedKVHeads(PaddedDim):
 
 
 @lru_cache(maxsize=1024)
-def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
-    """Returns the padded factors of `PaddedHeads` with the fewest query heads."""
+def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int]:
+    """Returns the padded K and G of `PaddedHeads` with the fewest query heads."""
     unshared = -(-kv_heads // tp) * tp
     for shared in range(kv_heads, min(unshared, tp, _MAX_SHARED_KV_HEADS)):
         # `tp / shared` devices share a head, and store a part of it.
@@ -261,8 +249,8 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
             continue
         padded_heads = -(-group * shared // tp) * tp
         if padded_heads <= unshared * group:
-            return shared, padded_heads // shared, width
-    return unshared, group, width
+            return shared, padded_heads // shared
+    return unshared, group
 
 
 class CausalSelfAttention(Branch):

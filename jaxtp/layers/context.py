@@ -22,6 +22,7 @@ not depend on T.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import jax
@@ -287,12 +288,13 @@ def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | Non
     return window - 1 if sent < length // cp * (cp - 1) else None
 
 
+@lru_cache(maxsize=4096)
 def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
     """Returns the tokens whose keys and values a device sends, for halos of `reach` tokens."""
     size = chunk_size(length, cp, zigzag=zigzag)
     sent = 0
     for hop, tokens in hops(reach, size):
-        sent += num_routes(cp, hop, zigzag=zigzag) * tokens
+        sent += len(routes(cp, hop, zigzag=zigzag)) * tokens
     return sent
 
 
@@ -324,17 +326,6 @@ def routes(cp: int, hop: int, *, zigzag: bool) -> dict[_Pair, list[_Pair]]:
         if source != target:
             by_slots.setdefault((sent, received), []).append((source, target))
     return by_slots
-
-
-def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
-    """Returns `len(routes(...))`."""
-    if not zigzag:
-        return int(hop < cp)
-    # An odd hop has a pair within a device, which sends nothing.
-    first = max(cp, hop)
-    last = min(2 * cp - 1, cp - 1 + hop)
-    from_first_to_second = last - first + 1 - hop % 2
-    return 2 * (hop < cp) + (from_first_to_second > 0)
 
 
 def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:

@@ -72,7 +72,7 @@ class GatedDeltaConfig(Settings):
     def delta_heads(self) -> PaddedHeads:
         """The division of value heads over tp; key heads, which have the width, are kv heads."""
         group = self.delta_value_heads // self.delta_key_heads
-        return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
+        return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim), self.delta_key_dim)
 
 
 class GatedDeltaNet(Branch):

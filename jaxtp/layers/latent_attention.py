@@ -83,7 +83,7 @@ class LatentAttentionConfig(AttentionConfig):
         """See `AttentionConfig`."""
         if not self.kv_rank:
             return super().heads
-        return LatentHeads((self.num_heads, 1, self.head_dim))
+        return LatentHeads((self.num_heads, 1, self.head_dim), self.head_dim)
 
     def use(self, **fields: object) -> Use:
         """See `AttentionConfig`."""

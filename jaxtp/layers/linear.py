@@ -226,11 +226,8 @@ class ColumnParallelLinear(nnx.Module):
         if self.matmul == "compute":
             return list(outputs)
         # The gradient of `y` is quantised, so devices that share a head first need all of it.
-        tp = axis_size(TP)
-        averaged = []
-        for y, dim in zip(outputs, self.features, strict=True):
-            averaged.append(average_gradient(y, dim.shared_by(tp)))
-        return averaged
+        groups = [dim.shared_by(axis_size(TP)) for dim in self.features]
+        return list(map(average_gradient, outputs, groups))
 
     def _add_biases(self, outputs: list[Array], weights: Weights) -> list[Array]:
         for i in range(len(self.biases)):
@@ -366,8 +363,6 @@ def _as_operand(x: Array, matmul: Matmul, *feature_axes: str) -> Operand:
 
 
 def _as_dim(layer: str, features: int | PaddedDim, **sizes: int) -> PaddedDim:
-    if isinstance(features, PaddedDim):
-        check_sizes(layer, features=features.size, **sizes)
-        return features
-    check_sizes(layer, features=features, **sizes)
-    return ExactDim((features,))
+    dim = features if isinstance(features, PaddedDim) else ExactDim((features,))
+    check_sizes(layer, features=dim.size, **sizes)
+    return dim

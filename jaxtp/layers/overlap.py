@@ -17,7 +17,7 @@ over turns are unrolled, because XLA would copy what a loop sends.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
@@ -33,12 +33,12 @@ from jax.typing import DTypeLike
 from jaxtp.collectives import GATHERED, REDUCED, axis_index, axis_size, by_rows, permute
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.products import (
-    NeedsGrad,
     Operand,
     Value,
     gradient_of,
     input_gradient_operands,
     kernel_gradient,
+    perturbed,
     product,
     unwrapped,
     value_of,
@@ -123,7 +123,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
 def _gather_forward(
     keep: bool, x: object, kernels: tuple[Any, ...]
 ) -> tuple[tuple[Array, ...], object]:
-    needs_grad = NeedsGrad.of([x], kernels)
+    needs_grad = (_perturbed([x]), _perturbed(kernels))
     values = tuple(map(value_of, unwrapped(kernels)))
     parts, ys = _gather_matmul(unwrapped(x), values)
     saved_parts = parts if keep else parts[:1]
@@ -133,15 +133,15 @@ def _gather_forward(
 def _gather_backward(
     keep: bool, residuals: Any, grads: tuple[Any, ...]
 ) -> tuple[object, tuple[object, ...]]:
-    parts, kernels, needs_grad = residuals
+    parts, kernels, (x_index, kernel_indices) = residuals
     used = [i for i, grad in enumerate(grads) if not isinstance(grad, SymbolicZero)]
-    trained = [i for i in used if needs_grad.kernels[i]]
+    trained = [i for i in used if i in kernel_indices]
     trained_grads = [grads[i] for i in trained]
     kept_parts = parts if keep and trained else []
     dtype = grads[used[0]].dtype
     grad_x = None
     grad_w = None
-    if needs_grad.inputs[0]:
+    if x_index:
         operands = [input_gradient_operands(grads[i], kernels[i], TP) for i in used]
         ys, ws = zip(*operands, strict=True)
         grad_x, grad_w = _scatter_ring(ys, ws, dtype, kept_parts, trained_grads)
@@ -156,7 +156,7 @@ def _gather_backward(
     kernel_grads = []
     if grad_w is not None:
         kernel_grads = _split(grad_w, [kernels[i] for i in trained])
-    return gradient_of(parts[0], grad_x), _as_kernels(kernel_grads, trained, kernels, dtype)
+    return gradient_of(parts[0], grad_x), _as_operands(kernel_grads, trained, kernels, dtype)
 
 
 def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
@@ -238,35 +238,35 @@ def _scatter_ring(
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
-    needs_grad = NeedsGrad.of(inputs, kernels)
+    needed = _perturbed(inputs)
+    trained = _perturbed(kernels)
     inputs = unwrapped(inputs)
     kernels = unwrapped(kernels)
-    saved_inputs = []
-    for x, is_trained in zip(inputs, needs_grad.kernels, strict=True):
-        saved_inputs.append(value_of(x) if is_trained else None)
+    saved_inputs = {i: value_of(inputs[i]) for i in trained}
     saved_kernels = tuple(map(value_of, kernels))
-    return matmul_scatter.fun(inputs, kernels), (saved_inputs, saved_kernels, needs_grad)
+    return matmul_scatter.fun(inputs, kernels), (saved_inputs, saved_kernels, needed)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    inputs, kernels, needs_grad = residuals
+    # An input is saved if its kernel needs a gradient.
+    trained, kernels, needed = residuals
     size = grad.shape[SEQUENCE_DIM]
-    needed = _true_indices(needs_grad.inputs)
-    trained = _true_indices(needs_grad.kernels)
     sums: Any = None
     products_by_turn = []
     part = grad
     for turn in range(axis_size(TP)):
         arriving, sums, part, start = _begin_gather_turn(turn, part, sums)
         products = [product(*input_gradient_operands(part, kernels[i]), part.dtype) for i in needed]
-        kernel_grads = [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
+        kernel_grads = [_kernel_gradient(_part(x, start, size), part) for x in trained.values()]
         sums = _plus(sums, kernel_grads)
         part, products, sums = _in_turn(arriving, products, sums)
         products_by_turn.append(products)
-    input_grads = dict(zip(needed, _in_order(products_by_turn), strict=True))
+    input_grads = _in_order(products_by_turn)
     # An input is in 8 bits if its kernel is.
-    wrapped = tuple(gradient_of(w, input_grads.get(i)) for i, w in enumerate(kernels))
-    return wrapped, _as_kernels(sums, trained, kernels, grad.dtype)
+    return (
+        _as_operands(input_grads, needed, kernels, grad.dtype),
+        _as_operands(sums, trained, kernels, grad.dtype),
+    )
 
 
 gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
@@ -292,12 +292,8 @@ def _begin_send(sending: object, *operands: object) -> Any:
 def _begin_gather_turn(turn: int, part: Value, sums: object = None) -> Any:
     """Returns what arrives, `sums`, the part to multiply now, and where it begins."""
     start = _part_start(turn, part.shape[SEQUENCE_DIM])
-    return _begin_send(_unless_last(turn, part), sums, part, start)
-
-
-def _unless_last(turn: int, part: V) -> V | None:
-    """Returns a part that the next device needs, in every turn but the last."""
-    return part if turn < axis_size(TP) - 1 else None
+    is_last = turn == axis_size(TP) - 1
+    return _begin_send(None if is_last else part, sums, part, start)
 
 
 def _part_start(turn: int, size: int) -> Array:
@@ -333,8 +329,12 @@ def _split(joined: Array, kernels: Sequence[Value]) -> list[Array]:
     return jnp.split(joined, ends, -1)
 
 
-def _true_indices(flags: Sequence[bool]) -> list[int]:
-    return [i for i, flag in enumerate(flags) if flag]
+def _perturbed(operands: Sequence[object]) -> dict[int, None]:
+    """Returns the indices of operands that need a gradient.
+
+    They are keys, because the residuals of a `custom_vjp` are a tree of arrays.
+    """
+    return {i: None for i, operand in enumerate(operands) if perturbed(operand)}
 
 
 def _plus(total: Sums | None, summand: Sums) -> Sums:
@@ -370,12 +370,12 @@ def _kernel_gradient(x: Value, grad: Array) -> Array:
     return kernel_gradient(x, grad, wide)
 
 
-def _as_kernels(
+def _as_operands(
     grads: Sequence[Array],
-    trained: Sequence[int],
-    kernels: Sequence[Value],
+    needed: Iterable[int],
+    operands: Sequence[Value],
     dtype: DTypeLike,
 ) -> tuple[object, ...]:
-    """Returns a gradient for each kernel, rounded to `dtype`; None if it is not trained."""
-    by_index = {i: grad.astype(dtype) for i, grad in zip(trained, grads, strict=True)}
-    return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(kernels))
+    """Returns a gradient for each operand, rounded to `dtype`; None if it needs none."""
+    by_index = {i: grad.astype(dtype) for i, grad in zip(needed, grads, strict=True)}
+    return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(operands))

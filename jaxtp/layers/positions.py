@@ -1,4 +1,4 @@
-"""What depends on the positions of tokens: documents, the keys that a query sees, dropout.
+"""Positions of tokens: documents, the keys that a query sees, and dropout by position.
 
 `segments` `[B, T]` mark the documents of a row: integers, equal within a document and different
 between neighbours, 0 for padding.

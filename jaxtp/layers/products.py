@@ -5,8 +5,6 @@ layers have no modes. Autodiff would save or multiply something else; `multiply`
 leaves all other products to it.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,20 +18,6 @@ from jaxtp.layers.float8 import FLOAT8, Float8, Quantised
 Operand = Array | Quantised
 # An operand without its gradient
 Value = Array | Float8
-
-
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class NeedsGrad:
-    """Which arguments of a product need a gradient."""
-
-    inputs: tuple[bool, ...]
-    kernels: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, inputs: Iterable[object], kernels: Iterable[object]) -> "NeedsGrad":
-        """Reads the arguments of the forward pass of a `custom_vjp`."""
-        return cls(tuple(map(perturbed, inputs)), tuple(map(perturbed, kernels)))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -284,11 +284,12 @@ def _gather(value: object) -> Any:
         spec = declared_spec(value, value.ndim)
         if dim_over(STORAGE, spec) is None:
             return value
-        gather = with_gradient(
-            lambda weight: constrain(weight, gathered_spec(spec)),
-            lambda grad: constrain(grad, spec),
-        )
-        return value.replace(gather(value[...]))
+
+        def gather(weight: Array) -> Array:
+            return constrain(weight, gathered_spec(spec))
+
+        load = with_gradient(gather, lambda grad: constrain(grad, spec))
+        return value.replace(load(value[...]))
     if not isinstance(value, CONTAINERS):
         return value
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: leaf is not value)

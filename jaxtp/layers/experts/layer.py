@@ -332,8 +332,7 @@ def _gathered_tokens(x: Array, gates: Array, experts: Array) -> tuple[Array, Arr
 def _weights_of(module: str, weights: Weights) -> Weights:
     """Returns the weights of a module of the layer, by their paths in it."""
     prefix = f"{module}."
-    own = [path for path in weights if path.startswith(prefix)]
-    return {path.removeprefix(prefix): weights[path] for path in own}
+    return {path.removeprefix(prefix): w for path, w in weights.items() if path.startswith(prefix)}
 
 
 class ExpertsBesideMLP(PositionwiseBranch):

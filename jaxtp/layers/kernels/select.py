@@ -383,6 +383,7 @@ _KERNELS = (
         run=_fused,
         products=_exact,
         platforms=("cuda",),
+        # Blocks of wider heads do not fit a GPU's shared memory.
         head_dims=lambda use: (256, 2),
     ),
     Kernel(name="blockwise", run=blockwise_attention, products=_by_blocks, streams_scores=True),
