@@ -73,15 +73,15 @@ KEPT = "kept"
 
 
 def device_view(
-    body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any
+    body: Callable[..., Any], name: str, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
     """Returns a function that runs `body` on the shards of each device.
 
     Without a mesh it calls `body`.
 
-    `name` appears in profiles and errors. Each spec is a `PartitionSpec`, or a pytree of specs like
-    its argument. Axes of one device are left out of the specs: `body` uses the functions below, not
-    `jax.lax`.
+    `name` appears in profiles and errors. A spec is a `PartitionSpec` of all arrays of an argument,
+    or a pytree of specs like the argument. Axes of one device are left out of the specs: `body`
+    uses the functions below, not `jax.lax`.
 
     Raises:
       ValueError: when called, if a dim of an argument is not divisible by its mesh axes.
@@ -94,7 +94,8 @@ def device_view(
         with jax.named_scope(name):
             if mesh is None:
                 return body(*args)
-            jax.tree.map(lambda spec, arg: check_divides(name, arg.shape, spec), in_specs, args)
+            specs = jax.tree.broadcast(in_specs, args)
+            jax.tree.map(lambda spec, arg: check_divides(name, arg.shape, spec), specs, args)
             ins, outs = jax.tree.map(_split_spec, (in_specs, out_specs))
             try:
                 return jax.shard_map(body, in_specs=ins, out_specs=outs)(*args)

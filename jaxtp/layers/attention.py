@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_index, axis_size, constrain, device_view, token_spec
+from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.affects import COST
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive, Settings
 from jaxtp.layers.branch import Branch, KVCache
@@ -323,7 +323,7 @@ class CausalSelfAttention(Branch):
         # Only routers read chosen experts.
         sequences = replace(sequences, experts=None)
         attend = partial(self._attend, self._local_shape(x_BTD.shape[1], sequences))
-        y_BTF = self._on_heads(attend, x_BTD, (sequences,), (sequences.specs,), token_spec(TP))
+        y_BTF = self._on_heads(attend, x_BTD, (sequences,), (batch_spec(None),), token_spec(TP))
         return self.output(y_BTF, x_BTD)
 
     def project(self, x_BTD: Array) -> Heads:
@@ -350,11 +350,9 @@ class CausalSelfAttention(Branch):
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Attends from new tokens to the KV cache and to each other."""
-        cache_specs = (LAYER_SPEC, LAYER_SPEC)
-        out_specs = (token_spec(TP), cache_specs)
-        y, cache = self._on_heads(
-            self._attend_cached, x_BTD, (cache, new), (cache_specs, new.specs), out_specs
-        )
+        in_specs = (LAYER_SPEC, batch_spec(None))
+        out_specs = (token_spec(TP), LAYER_SPEC)
+        y, cache = self._on_heads(self._attend_cached, x_BTD, (cache, new), in_specs, out_specs)
         return self.output(y, x_BTD), cache
 
     def _on_heads(
@@ -371,7 +369,7 @@ class CausalSelfAttention(Branch):
             weights["sinks"] = jnp.asarray(self.sinks[...])
             weight_specs["sinks"] = spec_of(self.sinks)
         heads = self.project(x_BTD)
-        in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
+        in_specs = (weight_specs, token_spec(TP), *specs)
         return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *arguments)
 
     def _local_shape(self, length: int, sequences: Sequences) -> LocalShape:

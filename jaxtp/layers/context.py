@@ -95,7 +95,10 @@ class LocalShape:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Documents and token order of a batch's sequences, for layers that mix positions."""
+    """Documents and token order of a batch's sequences, for layers that mix positions.
+
+    A device has whole rows of its arrays.
+    """
 
     segments: Array | None = None
     """Documents of each row (`layers/positions.py`), in natural order; None if each row is
@@ -110,11 +113,6 @@ class Sequences:
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers also return their choices (`layers/balance.py`)."""
 
-    @property
-    def specs(self) -> "Sequences":
-        """Specs of its arrays for `device_view`: a device has whole rows."""
-        return jax.tree.map(lambda _: batch_spec(None), self)
-
     def local_tokens(self, x_BT: Array) -> Array:
         """Splits whole rows `[B, T, ...]` over cp, in device order; cp must divide T."""
         if axis_size(CP) == 1:
@@ -126,8 +124,7 @@ class Sequences:
             parts = [lax.dynamic_slice_in_dim(x, start, size, 1) for start, size in chunks]
             return jnp.concatenate(parts, axis=1)  # [B/(dp*fsdp), T/cp]
 
-        in_specs = (batch_spec(None),)
-        return device_view(take, "local_tokens", in_specs, out_specs=token_spec())(x_BT)
+        return device_view(take, "local_tokens", batch_spec(None), token_spec())(x_BT)
 
     def natural(self, x: object, dim: int = 1) -> Any:
         """Reorders an array of all tokens to natural order."""

@@ -246,8 +246,7 @@ def vocab_parallel_logits(
             y += precision.load(bias, None, accumulate=precision.logits)
         return y
 
-    bias_spec = None if bias_V is None else head.bias_spec
-    in_specs = (activation_spec(split_dim), head.table_spec, bias_spec)
+    in_specs = (activation_spec(split_dim), head.table_spec, head.bias_spec)
     run = device_view(project, "vocab_parallel_logits", in_specs, token_spec(TP))
     logits = run(x_BTD, table_VD, bias_V)
     return head.finish(logits[..., : head.vocab_size])

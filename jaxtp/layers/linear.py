@@ -175,7 +175,7 @@ class ColumnParallelLinear(nnx.Module):
             COLUMN,
             # A gathered input is a part of a global `[B, T, tp * D]`: see `Transport.joined`.
             in_specs=(inside if self.transport.joined else outside, weight_specs),
-            out_specs=(inside,) * len(self.features),
+            out_specs=inside,
         )
         outputs = run(x_BTD, weights)
         return outputs[0] if self.single else outputs

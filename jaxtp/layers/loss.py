@@ -164,9 +164,8 @@ def _on_devices(
         numbers = _map_chunks(reduce_chunk, arrays, head.chunk_size)
         return finish(swap_sequence(numbers, split_dim), *labels)
 
-    bias_spec = None if bias_V is None else head.bias_spec
     label_specs = (token_spec(),) * len(labels)
-    in_specs = (activation_spec(split_dim), head.table_spec, bias_spec, *label_specs)
+    in_specs = (activation_spec(split_dim), head.table_spec, head.bias_spec, *label_specs)
     return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)
 
 

@@ -108,7 +108,10 @@ class Transport:
         The activation is `[b, T/tp, D]` or `[b, T, D]`, a result `[b, T, F_i/tp]`.
         """
         if not self.joined:
-            x = self._gather(x, sequence_dim)
+            if isinstance(x, Quantised):
+                x = enter_float8(x, sequence_dim)
+            else:
+                x = enter_parallel(x, sequence_dim)
         x = swap_sequence(x, sequence_dim)
         # Dequantised once; the products of all adapters read it.
         plain = x.astype(x.dtype)
@@ -119,11 +122,6 @@ class Transport:
             y = multiply(operand, kernel, TP)
             products.append(swap_sequence(y, sequence_dim))
         return tuple(products)
-
-    def _gather(self, x: Operand, sequence_dim: int | None) -> Operand:
-        if isinstance(x, Quantised):
-            return enter_float8(x, sequence_dim)
-        return enter_parallel(x, sequence_dim)
 
     def leave(
         self, inputs: Sequence[Operand], kernels: Sequence[Operand], sequence_dim: int | None

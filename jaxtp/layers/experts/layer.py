@@ -136,11 +136,11 @@ class MixtureOfExperts(PositionwiseBranch):
         if sequences.experts is not None:
             token_data["experts"] = sequences.local_tokens(sequences.experts)
         sums = batch_spec(SEQUENCE)
-        recorded = P(*activation[:2]) if sequences.record else None
+        recorded = P(*activation[:2])
         transform = device_view(
             partial(self._transform, split_dim, sequences.record),
             EXPERTS,
-            in_specs=(activation, specs, dict.fromkeys(token_data, token_spec())),
+            in_specs=(activation, specs, token_spec()),
             out_specs=(activation, Routing(*[sums] * 5, *[recorded] * 2)),  # type: ignore[arg-type]
         )
         return transform(x_BTD, weights, token_data)
