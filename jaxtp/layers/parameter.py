@@ -1,4 +1,4 @@
-"""Parameters of layers: a value, the `PartitionSpec` that stores it, and the dtypes.
+"""Parameters of layers: a value, the `PartitionSpec` that stores it, its dtypes and its loading.
 
 A dim that tp does not divide is padded when its parameter is created (`PaddedDim`), so a model runs
 on any tp. `checkpoint/logical.py` and `train/sharded_optimizer.py` remove the padding.
