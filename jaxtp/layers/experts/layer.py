@@ -130,11 +130,8 @@ class MixtureOfExperts(PositionwiseBranch):
             specs["selection_bias"] = P(None)
         # Each device slices its part itself: if these came in split over tp, XLA would split their
         # other readers too.
-        token_data: Weights = {}
-        if sequences.segments is not None:
-            token_data["segments"] = sequences.local_tokens(sequences.segments)
-        if sequences.experts is not None:
-            token_data["experts"] = sequences.local_tokens(sequences.experts)
+        token_data = {"segments": sequences.segments, "experts": sequences.experts}
+        token_data = jax.tree.map(sequences.local_tokens, token_data)
         sums = batch_spec(SEQUENCE)
         recorded = P(*activation[:2])
         transform = device_view(
@@ -151,20 +148,20 @@ class MixtureOfExperts(PositionwiseBranch):
         record: bool,
         x: Array,
         weights: Weights,
-        token_data: Weights,
+        token_data: dict[str, Array | None],
     ) -> tuple[Array, Routing]:
         """Transforms a device's tokens `[b, t, D]`; tp splits their dim `split_dim`, if any.
 
-        `token_data` `[b, T/cp, ...]` are of all tokens of the tp group.
+        `token_data` `[b, T/cp, ...]`, if any, are of all tokens of the tp group.
         """
         config = self.config
         k = config.experts_per_token
         if split_dim is not None:
             token_data = jax.tree.map(partial(own_part, axis=TP, dim=1), token_data)
-        segments = token_data.get("segments")
+        segments = token_data["segments"]
         not_padding = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         router = Router(config, self.precision, weights, is_split=split_dim is not None)
-        replayed = token_data.get("experts")
+        replayed = token_data["experts"]
         experts, gates, routing = router.route(x, not_padding, replayed, record=record)
         # One exchange for gates, experts and the shared gate: float32 holds indices exactly.
         choices = [gates, experts.astype(jnp.float32)]
