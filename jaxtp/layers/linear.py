@@ -363,6 +363,8 @@ def _as_operand(x: Array, matmul: Matmul, *feature_axes: str) -> Operand:
 
 
 def _as_dim(layer: str, features: int | PaddedDim, **sizes: int) -> PaddedDim:
-    dim = features if isinstance(features, PaddedDim) else ExactDim((features,))
-    check_sizes(layer, features=dim.size, **sizes)
-    return dim
+    if isinstance(features, PaddedDim):
+        check_sizes(layer, features=features.size, **sizes)
+        return features
+    check_sizes(layer, features=features, **sizes)
+    return ExactDim((features,))
