@@ -152,20 +152,6 @@ def batch_parts(sizes: Sizes) -> int:
     return parts(sizes, BATCH)
 
 
-def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str, ...]:
-    """Returns the axes over which a weight's gradient is all-reduced.
-
-    `stored_split`: `STORAGE` splits a dim. `used_by_all_tp`: each device along tp computes a
-    summand of the gradient, from other tokens or other features.
-    """
-    axes = [*REPLICAS]
-    if not stored_split:
-        axes += STORAGE
-    if used_by_all_tp:
-        axes.append(TP)
-    return tuple(axes)
-
-
 def abstract_mesh(sizes: Sizes) -> AbstractMesh:
     """Returns a mesh of these sizes without devices."""
     return AbstractMesh(
@@ -293,11 +279,8 @@ def resolve_sizes(sizes: Sizes, num_devices: int) -> dict[str, int]:
             f"{describe_mesh(sizes)}: {num_devices} devices cannot be divided by {fixed}; "
             f"meshes that fit: {_list_meshes(num_devices, sizes)}"
         )
-    resolved = dict(sizes)
-    for axis, size in sizes.items():
-        if size == -1:
-            resolved[axis] = num_devices // fixed
-    return resolved
+    remaining = num_devices // fixed
+    return {axis: remaining if size == -1 else size for axis, size in sizes.items()}
 
 
 def _check_count(sizes: Sizes, needed: int, devices: Sequence[jax.Device]) -> None:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # else the plugin looks for a GPU
 
@@ -37,9 +38,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.analysis.tables import columns
-from jaxtp.layers.kernels.fused_attention import MAX_HEAD_DIM, fused_attention
-from jaxtp.layers.kernels.programs import DTYPES
-from jaxtp.layers.sequence_parallel import Part, segment_mask
+from jaxtp.layers.kernels.fused_attention import fused_attention
+from jaxtp.layers.parameter import DType
+from jaxtp.layers.positions import Part, segment_mask
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 
@@ -211,8 +212,8 @@ def over_lengths(
 def over_widths() -> str:
     """Returns table 2."""
     rows = []
-    for dtype in DTYPES:
-        widths = (16, 32, 64, 80, 128, MAX_HEAD_DIM)
+    for dtype in get_args(DType):
+        widths = (16, 32, 64, 80, 128, 256)
         for heads in (*(Heads(width, width, sinks=True) for width in widths), GPT_OSS, DEEPSEEK):
             attend = partial(
                 fused_attention, window=128 if heads is GPT_OSS else 1000, softcap=50.0

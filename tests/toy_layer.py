@@ -22,7 +22,7 @@ from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.parameter import parameter, params_and_specs
-from jaxtp.layers.sequence_parallel import segment_positions
+from jaxtp.layers.positions import segment_positions
 from jaxtp.mesh import TP
 from jaxtp.models.block import BlockConfig
 
@@ -61,23 +61,21 @@ class CausalConvolution(nnx.Module):
 
     def __call__(self, values_BTF, segments_BT=None):
         weights, specs = params_and_specs(self)
-        given = [x for x in (segments_BT,) if x is not None]
-        inner = [batch_spec(None)] * len(given)
         features = token_spec(TP)
-        return device_view(self._convolve, CONVOLUTION, (specs, features, *inner), features)(
-            weights, values_BTF, *given
-        )
+        in_specs = (specs, features, batch_spec(None))
+        convolve = device_view(self._convolve, CONVOLUTION, in_specs, features)
+        return convolve(weights, values_BTF, segments_BT)
 
     def decode(self, values_BTF, cache, new):
         weights, specs = params_and_specs(self)
         features = token_spec(TP)
-        in_specs = (specs, features, LAYER_SPEC, new.specs)
+        in_specs = (specs, features, LAYER_SPEC, batch_spec(None))
         out_specs = (features, LAYER_SPEC)
         return device_view(self._decode, CONVOLUTION, in_specs, out_specs)(
             weights, values_BTF, cache, new
         )
 
-    def _convolve(self, weights, values, segments=None):
+    def _convolve(self, weights, values, segments):
         length = values.shape[1]
         positions = jnp.arange(length)[None] if segments is None else segment_positions(segments)
         before = lambda k: jnp.pad(values, ((0, 0), (k, 0), (0, 0)))[:, :length]

@@ -33,9 +33,18 @@ from jaxtp.analysis.collective import (
     Axes,
     Collective,
 )
+from jaxtp.collectives import gradient_sum_axes
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
-from jaxtp.layers.context import ContextAttention, chunk_size, halo, hops, num_routes
+from jaxtp.layers.context import (
+    ContextAttention,
+    LocalShape,
+    Method,
+    chunk_size,
+    halo,
+    hops,
+    routes,
+)
 from jaxtp.layers.embedding import EMBEDDING, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Placement
 from jaxtp.layers.experts.placement import StackedDims
@@ -58,8 +67,7 @@ from jaxtp.layers.parameter import (
     spec_of,
 )
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.layers.sequence_parallel import LocalShape, Method
-from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, Sizes, axes_of, gradient_sum_axes, parts
+from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, Sizes, axes_of, parts
 
 Projection = ColumnParallelLinear | RowParallelLinear
 
@@ -789,7 +797,7 @@ def context_costs(
     else:
         position = 2 * attention.keys * head_bytes * work.rows
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
-            count = num_routes(cp, hop, zigzag=work.zigzag) * runs
+            count = len(routes(cp, hop, zigzag=work.zigzag)) * runs
             yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, position * tokens, count)
         exchanged = position * (work.length // cp + (1 + work.zigzag) * reach)
     yield Bytes("workspace", exchanged)

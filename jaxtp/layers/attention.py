@@ -18,13 +18,12 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_index, axis_size, constrain, device_view, token_spec
-from jaxtp.compiler_hints import rows_as_heads
+from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.affects import COST
 from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive, Settings
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
-from jaxtp.layers.context import ContextAttention, Sequences, of_heads
+from jaxtp.layers.context import ContextAttention, LocalShape, Method, Sequences, of_heads
 from jaxtp.layers.kernels.select import (
     KernelChoice,
     Use,
@@ -42,8 +41,8 @@ from jaxtp.layers.linear import (
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs, spec_of
+from jaxtp.layers.positions import Part, segment_positions
 from jaxtp.layers.rope import RopeScaling, apply_rope, rotated_dims
-from jaxtp.layers.sequence_parallel import LocalShape, Method, Part, segment_positions
 from jaxtp.mesh import CP, TP, current_device, current_mesh, mesh_sizes
 
 # Queries, keys, values and perhaps gates
@@ -131,7 +130,8 @@ class AttentionConfig(Settings):
     @property
     def heads(self) -> PaddedHeads:
         """The division of query heads over tp."""
-        return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
+        group = self.num_heads // self.num_kv_heads
+        return PaddedHeads((self.num_kv_heads, group, self.head_dim), self.head_dim)
 
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns the `Use` of a kernel on a device's sequences."""
@@ -188,47 +188,34 @@ class AttentionConfig(Settings):
 
 @dataclass(frozen=True)
 class PaddedHeads(PaddedDim):
-    """Splits query heads over tp; factors: kv heads K, query heads per kv head G, head width H.
+    """Splits query heads, or numbers of them, over tp.
 
-    Each device has the query heads of whole kv heads, or shares a kv head. Otherwise padding adds
-    kv heads, or query heads to each group, whichever computes less.
+    The factors are kv heads K, query heads per kv head G, and the width of a head, or of its
+    numbers if it has several. Each device has the query heads of whole kv heads, or shares a kv
+    head. Otherwise padding adds kv heads, or query heads to each group, whichever computes less.
     """
 
-    def numbers(self, *width: int) -> PaddedNumbers:
+    # Width of a head, also if the factors divide its numbers
+    head_dim: int
+
+    def numbers(self, *width: int) -> PaddedHeads:
         """Returns the division of one number per query head, or of `width`."""
-        return PaddedNumbers((*self.factors[:2], *width), self.factors[2])
+        return replace(self, factors=(*self.factors[:2], *width))
 
     @property
     def keys(self) -> PaddedKVHeads:
         """The division of kv heads over tp."""
-        kv_heads, group, width = self.factors
-        return PaddedKVHeads((kv_heads, width), group)
-
-    def stored(self, tp: int) -> tuple[int, ...]:
-        """See `PaddedDim`."""
-        return _padded_heads(*self.factors, tp)
-
-    def on_device(self, tp: int) -> tuple[int, int]:
-        """Returns each device's query heads and kv heads."""
-        kv_heads, group, _ = self.stored(tp)
-        return kv_heads * group // tp, max(1, kv_heads // tp)
-
-
-@dataclass(frozen=True)
-class PaddedNumbers(PaddedDim):
-    """Splits numbers of query heads over tp, like the heads.
-
-    The factors are kv heads K, query heads per kv head G, and perhaps numbers per query head.
-    """
-
-    # Width of the heads
-    width: int
+        return PaddedKVHeads((self.factors[0], self.head_dim), self.factors[1])
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
         kv_heads, group, *width = self.factors
-        kv_heads, group, _ = _padded_heads(kv_heads, group, self.width, tp)
-        return kv_heads, group, *width
+        return *_padded_heads(kv_heads, group, self.head_dim, tp), *width
+
+    def on_device(self, tp: int) -> tuple[int, int]:
+        """Returns each device's query heads and kv heads."""
+        kv_heads, group, *_ = self.stored(tp)
+        return kv_heads * group // tp, max(1, kv_heads // tp)
 
 
 @dataclass(frozen=True)
@@ -241,7 +228,7 @@ class PaddedKVHeads(PaddedDim):
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""
         kv_heads, width = self.factors
-        kv_heads, _, _ = _padded_heads(kv_heads, self.group, width, tp)
+        kv_heads, _ = _padded_heads(kv_heads, self.group, width, tp)
         return kv_heads, width
 
     def shared_by(self, tp: int) -> int:
@@ -253,8 +240,8 @@ class PaddedKVHeads(PaddedDim):
 
 
 @lru_cache(maxsize=1024)
-def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
-    """Returns the padded factors of `PaddedHeads` with the fewest query heads."""
+def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int]:
+    """Returns the padded K and G of `PaddedHeads` with the fewest query heads."""
     unshared = -(-kv_heads // tp) * tp
     for shared in range(kv_heads, min(unshared, tp, _MAX_SHARED_KV_HEADS)):
         # `tp / shared` devices share a head, and store a part of it.
@@ -262,8 +249,8 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
             continue
         padded_heads = -(-group * shared // tp) * tp
         if padded_heads <= unshared * group:
-            return shared, padded_heads // shared, width
-    return unshared, group, width
+            return shared, padded_heads // shared
+    return unshared, group
 
 
 class CausalSelfAttention(Branch):
@@ -336,7 +323,7 @@ class CausalSelfAttention(Branch):
         # Only routers read chosen experts.
         sequences = replace(sequences, experts=None)
         attend = partial(self._attend, self._local_shape(x_BTD.shape[1], sequences))
-        y_BTF = self._on_heads(attend, x_BTD, (sequences,), (sequences.specs,), token_spec(TP))
+        y_BTF = self._on_heads(attend, x_BTD, (sequences,), (batch_spec(None),), token_spec(TP))
         return self.output(y_BTF, x_BTD)
 
     def project(self, x_BTD: Array) -> Heads:
@@ -363,11 +350,9 @@ class CausalSelfAttention(Branch):
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Attends from new tokens to the KV cache and to each other."""
-        cache_specs = (LAYER_SPEC, LAYER_SPEC)
-        out_specs = (token_spec(TP), cache_specs)
-        y, cache = self._on_heads(
-            self._attend_cached, x_BTD, (cache, new), (cache_specs, new.specs), out_specs
-        )
+        in_specs = (LAYER_SPEC, batch_spec(None))
+        out_specs = (token_spec(TP), LAYER_SPEC)
+        y, cache = self._on_heads(self._attend_cached, x_BTD, (cache, new), in_specs, out_specs)
         return self.output(y, x_BTD), cache
 
     def _on_heads(
@@ -384,7 +369,7 @@ class CausalSelfAttention(Branch):
             weights["sinks"] = jnp.asarray(self.sinks[...])
             weight_specs["sinks"] = spec_of(self.sinks)
         heads = self.project(x_BTD)
-        in_specs = (weight_specs, (token_spec(TP),) * len(heads), *specs)
+        in_specs = (weight_specs, token_spec(TP), *specs)
         return device_view(body, ATTEND, in_specs, out_specs)(weights, heads, *arguments)
 
     def _local_shape(self, length: int, sequences: Sequences) -> LocalShape:
@@ -442,7 +427,7 @@ class CausalSelfAttention(Branch):
         is_ring = self.out.transport.is_ring(shape.tp, split=True)
         # Whether `swap_sequence` has swapped the projections
         is_swapped = is_split and shape.tp > 1 and not is_ring
-        return partial(rows_as_heads, run) if is_swapped else run
+        return partial(_rows_as_heads, run) if is_swapped else run
 
     def _attend_cached(
         self,
@@ -568,3 +553,18 @@ class CausalSelfAttention(Branch):
             y = jnp.where(is_real[:, None], y, 0)
         y = y.reshape(rows, length, -1)
         return y * jax.nn.sigmoid(gate[0]) if gate else y
+
+
+def _rows_as_heads(
+    attend: Callable[..., Array], q: Array, k: Array, v: Array, segments: None
+) -> Array:
+    """Runs an attention kernel on the heads of all rows, as if they were heads of one row.
+
+    With `swap_sequence` around attention's projections, activations are `[T, B, F]` in memory. A
+    kernel of a GPU takes `[B, T, N, H]` row-major, so XLA would swap queries, keys, values and
+    results; `[1, T, B * N, H]` is the memory as it is.
+    """
+    rows, length = q.shape[:2]
+    one_row = (x.swapaxes(0, 1).reshape(1, length, -1, x.shape[3]) for x in (q, k, v))
+    y = attend(*one_row, segments)
+    return y.reshape(length, rows, -1, y.shape[3]).swapaxes(0, 1)

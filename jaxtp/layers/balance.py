@@ -96,7 +96,6 @@ def balance(
     There are one `Routing` and one number of experts per token for each kind of block. Labels are
     whole rows.
     """
-    by_layer = P(None, *batch_spec(SEQUENCE))
 
     def total(routings: list[Routing], labels: Array) -> Balance:
         # Sums are `[layers, b, ...]`, of this device's tokens.
@@ -130,7 +129,8 @@ def balance(
         return _all_reduce_flat(sums, BATCH)
 
     statistics = [replace(routing, experts=None, margin=None) for routing in routings]
-    in_specs = (jax.tree.map(lambda _: by_layer, statistics), batch_spec(None))
+    by_layer = P(None, *batch_spec(SEQUENCE))
+    in_specs = (by_layer, batch_spec(None))
     return device_view(total, BALANCE, in_specs, out_specs=P())(statistics, labels_BT)
 
 

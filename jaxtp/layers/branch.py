@@ -14,9 +14,8 @@ from jax import Array
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Settings
 from jaxtp.layers.cache import NewTokens
-from jaxtp.layers.context import Sequences
+from jaxtp.layers.context import LocalShape, Sequences
 from jaxtp.layers.lora import Target
-from jaxtp.layers.sequence_parallel import LocalShape
 
 KVCache = tuple[Array, ...]
 """Cached arrays of a branch: `[B, K, S, H]` with a slot S for each position, or states. tp splits

@@ -45,11 +45,6 @@ class NewTokens:
     """Packed: the first row of a sequence may have tokens before these. All others begin at
     position 0."""
 
-    @property
-    def specs(self) -> "NewTokens":
-        """Specs for `device_view`."""
-        return jax.tree.map(lambda _: batch_spec(None), self)
-
     def write(self, cache: Array, new: Array) -> Array:
         """Writes new tokens `[b, T, K, H]` to a device's cache `[b, K, S, H]`."""
         rows = self.rows

@@ -20,9 +20,10 @@ not depend on T.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,26 +40,68 @@ from jaxtp.collectives import (
     batch_spec,
     check_divides,
     device_view,
+    own_part,
     permute,
     token_spec,
     vary_like,
 )
 from jaxtp.layers.kernels.delta_rule import CARRIED
-from jaxtp.layers.sequence_parallel import Context, LocalShape, Method, Part, own_part
-from jaxtp.mesh import CONTEXT, CP
+from jaxtp.layers.positions import Part
+from jaxtp.layers.transport import SequenceParallel, is_split
+from jaxtp.mesh import CONTEXT, CP, TP, parts
 
 _STATIC = {"static": True}
 
 _Pair = tuple[int, int]
 
+Method = Literal["ulysses", "gather"]
+Context = Literal["auto", Method]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalShape:
+    """A device's micro-batch, and settings that decide how layers process it."""
+
+    sizes: Mapping[str, int]  # devices along each mesh axis
+    rows: int  # sequences on the device
+    length: int  # tokens of each whole sequence
+    packed: bool = False  # sequences hold several documents
+    platform: str | None = "cpu"
+    """Architecture of the device (`architecture_of`), which decides the kernels; None if
+    unknown."""
+
+    context: Context = "auto"  # requested method of attention over cp
+    zigzag: bool = False  # devices along cp hold tokens in zigzag order
+
+    @property
+    def tp(self) -> int:
+        """Devices along tp."""
+        return self.sizes[TP]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on the device inside parallel layers."""
+        return self.rows * self.length // parts(self.sizes, CONTEXT)
+
+    def is_split(self, setting: SequenceParallel) -> bool:
+        """See `is_split`."""
+        return is_split(setting, self.length, self.sizes)
+
+    def between(self, setting: SequenceParallel) -> int:
+        """Returns the tokens on the device between parallel layers."""
+        return self.tokens // self.tp if self.is_split(setting) else self.tokens
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Documents and token order of a batch's sequences, for layers that mix positions."""
+    """Documents and token order of a batch's sequences, for layers that mix positions.
+
+    A device has whole rows of its arrays.
+    """
 
     segments: Array | None = None
-    """Documents of each row (`layers/sequence_parallel.py`), in natural order; None if each row is
+    """Documents of each row (`layers/positions.py`), in natural order; None if each row is
     one document."""
 
     # Requested method of attention over cp
@@ -69,11 +112,6 @@ class Sequences:
     experts: Array | None = None
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers also return their choices (`layers/balance.py`)."""
-
-    @property
-    def specs(self) -> "Sequences":
-        """Specs of its arrays for `device_view`: a device has whole rows."""
-        return jax.tree.map(lambda _: batch_spec(None), self)
 
     def local_tokens(self, x_BT: Array) -> Array:
         """Splits whole rows `[B, T, ...]` over cp, in device order; cp must divide T."""
@@ -86,8 +124,7 @@ class Sequences:
             parts = [lax.dynamic_slice_in_dim(x, start, size, 1) for start, size in chunks]
             return jnp.concatenate(parts, axis=1)  # [B/(dp*fsdp), T/cp]
 
-        in_specs = (batch_spec(None),)
-        return device_view(take, "local_tokens", in_specs, out_specs=token_spec())(x_BT)
+        return device_view(take, "local_tokens", batch_spec(None), token_spec())(x_BT)
 
     def natural(self, x: object, dim: int = 1) -> Any:
         """Reorders an array of all tokens to natural order."""
@@ -248,12 +285,13 @@ def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | Non
     return window - 1 if sent < length // cp * (cp - 1) else None
 
 
+@lru_cache(maxsize=4096)
 def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
     """Returns the tokens whose keys and values a device sends, for halos of `reach` tokens."""
     size = chunk_size(length, cp, zigzag=zigzag)
     sent = 0
     for hop, tokens in hops(reach, size):
-        sent += num_routes(cp, hop, zigzag=zigzag) * tokens
+        sent += len(routes(cp, hop, zigzag=zigzag)) * tokens
     return sent
 
 
@@ -285,17 +323,6 @@ def routes(cp: int, hop: int, *, zigzag: bool) -> dict[_Pair, list[_Pair]]:
         if source != target:
             by_slots.setdefault((sent, received), []).append((source, target))
     return by_slots
-
-
-def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
-    """Returns `len(routes(...))`."""
-    if not zigzag:
-        return int(hop < cp)
-    # An odd hop has a pair within a device, which sends nothing.
-    first = max(cp, hop)
-    last = min(2 * cp - 1, cp - 1 + hop)
-    from_first_to_second = last - first + 1 - hop % 2
-    return 2 * (hop < cp) + (from_first_to_second > 0)
 
 
 def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:

@@ -23,12 +23,14 @@ from jaxtp.collectives import (
     device_view,
     enter_parallel,
     leave_parallel,
+    own_part,
     token_spec,
 )
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers.context import LocalShape
 from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
-from jaxtp.layers.sequence_parallel import LocalShape, activation_spec, own_part, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
 TABLE_SPEC = P(TP, STORAGE)
@@ -244,8 +246,7 @@ def vocab_parallel_logits(
             y += precision.load(bias, None, accumulate=precision.logits)
         return y
 
-    bias_spec = None if bias_V is None else head.bias_spec
-    in_specs = (activation_spec(split_dim), head.table_spec, bias_spec)
+    in_specs = (activation_spec(split_dim), head.table_spec, head.bias_spec)
     run = device_view(project, "vocab_parallel_logits", in_specs, token_spec(TP))
     logits = run(x_BTD, table_VD, bias_V)
     return head.finish(logits[..., : head.vocab_size])

@@ -24,7 +24,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import ATTENDED, axis_size, constrain, device_view, token_spec
+from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.schema import Count, CountOrZero, Settings
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
@@ -36,7 +36,7 @@ from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelL
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
-from jaxtp.layers.sequence_parallel import segment_positions
+from jaxtp.layers.positions import segment_positions
 from jaxtp.mesh import CP, TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
@@ -72,7 +72,7 @@ class GatedDeltaConfig(Settings):
     def delta_heads(self) -> PaddedHeads:
         """The division of value heads over tp; key heads, which have the width, are kv heads."""
         group = self.delta_value_heads // self.delta_key_heads
-        return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim))
+        return PaddedHeads((self.delta_key_heads, group, self.delta_key_dim), self.delta_key_dim)
 
 
 class GatedDeltaNet(Branch):
@@ -141,7 +141,7 @@ class GatedDeltaNet(Branch):
         sequences = replace(sequences, experts=None)
         projected = self.in_proj(x_BTD)
         weights, specs = self._inner()
-        in_specs = (specs, (token_spec(TP),) * len(projected), sequences.specs)
+        in_specs = (specs, token_spec(TP), batch_spec(None))
         read = device_view(self._read, DELTA, in_specs, token_spec(TP))
         return self.out(read(weights, projected, sequences))
 
@@ -246,9 +246,8 @@ class GatedDeltaNet(Branch):
         """Continues each row's state with its new tokens."""
         projected = self.in_proj(x_BTD)
         weights, specs = self._inner()
-        cache_specs = (LAYER_SPEC, LAYER_SPEC)
-        in_specs = (specs, (token_spec(TP),) * len(projected), cache_specs, new.specs)
-        read = device_view(self._read_on, DELTA, in_specs, (token_spec(TP), cache_specs))
+        in_specs = (specs, token_spec(TP), LAYER_SPEC, batch_spec(None))
+        read = device_view(self._read_on, DELTA, in_specs, (token_spec(TP), LAYER_SPEC))
         y, cache = read(weights, projected, cache, new)
         return self.out(y), cache
 

@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import (
     PROJECTED,
     axis_size,
+    batch_spec,
     constrain,
     device_view,
     enter_parallel,
@@ -50,7 +51,7 @@ from jaxtp.layers.lora import Lora, Target
 from jaxtp.layers.norm import ATTEND, Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.rope import apply_rope
-from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
 
 # Name in profiles of the down projections, and of the latents' gather
@@ -83,7 +84,7 @@ class LatentAttentionConfig(AttentionConfig):
         """See `AttentionConfig`."""
         if not self.kv_rank:
             return super().heads
-        return LatentHeads((self.num_heads, 1, self.head_dim))
+        return LatentHeads((self.num_heads, 1, self.head_dim), self.head_dim)
 
     def use(self, **fields: object) -> Use:
         """See `AttentionConfig`."""
@@ -170,10 +171,8 @@ class LatentAttention(CausalSelfAttention):
         """See `Branch`."""
         heads = self._latents(x_BTD)
         weights, specs = params_and_specs(self.latent_up)
-        heads_spec = token_spec(TP)
-        cache_specs = (LAYER_SPEC,)
-        in_specs = (specs, (heads_spec,) * len(heads), cache_specs, new.specs)
-        out_specs = (heads_spec, cache_specs)
+        in_specs = (specs, token_spec(TP), LAYER_SPEC, batch_spec(None))
+        out_specs = (token_spec(TP), LAYER_SPEC)
         attend = device_view(self._attend_cached, ATTEND, in_specs, out_specs)
         y, cache = attend(weights, heads, cache, new)
         return self.output(y, x_BTD), cache
@@ -239,9 +238,7 @@ class LatentAttention(CausalSelfAttention):
             gathered = enter_parallel(jnp.concatenate(latents, axis=-1), sequence)
             return jnp.split(gathered, ends, axis=-1)
 
-        in_specs = (activation_spec(sequence),) * len(latents)
-        out_specs = [token_spec(TP)] * len(latents)
-        run = device_view(enter, LATENT, in_specs, out_specs)
+        run = device_view(enter, LATENT, activation_spec(sequence), token_spec(TP))
         latent, shared, *query = run(*latents)
         (queries,) = self.query_up(query[0] if query else x_BTD)
         return queries, latent, shared

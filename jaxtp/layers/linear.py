@@ -25,12 +25,12 @@ from jaxtp.collectives import (
     average_gradient,
     axis_index,
     axis_size,
-    batch_spec,
     check_divides,
     device_view,
 )
+from jaxtp.layers.float8 import tokens_in_float8
 from jaxtp.layers.lora import Lora, LoraConfig, Target
-from jaxtp.layers.overlap import Overlap
+from jaxtp.layers.overlap import Overlap, Ring
 from jaxtp.layers.parameter import (
     ExactDim,
     Matmul,
@@ -41,10 +41,9 @@ from jaxtp.layers.parameter import (
     parameter,
     params_and_specs,
 )
-from jaxtp.layers.products import Operand, as_operand, load_kernel
-from jaxtp.layers.sequence_parallel import SequenceParallel, sequence_dim
-from jaxtp.layers.transport import Gather, Joined, Ring
-from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
+from jaxtp.layers.products import Operand
+from jaxtp.layers.transport import SequenceParallel, Transport, activation_specs
+from jaxtp.mesh import STORAGE, TP
 
 COLUMN = "column_parallel_linear"
 ROW = "row_parallel_linear"
@@ -68,7 +67,7 @@ class LayerContext:
     # The rest says when the layers of a block communicate: it depends on the block and its remat
     # policy, not on settings of a layer.
 
-    # The caller gathers the input of several layers and reduces their outputs (`Joined`).
+    # The caller gathers the input of several layers and reduces their outputs (`Transport.joined`).
     joined: bool = False
     # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
     # that it receives in that second run, because they live for one block only.
@@ -77,11 +76,11 @@ class LayerContext:
     early_reduction: bool = False
 
     @property
-    def transport(self) -> Gather:
+    def transport(self) -> Transport:
         """How a layer brings activations to its tp group and back."""
-        if self.joined:
-            return Joined()
-        return Ring(self.recomputed) if self.overlap == "ring" else Gather()
+        if self.overlap == "ring" and not self.joined:
+            return Ring(keep=self.recomputed)
+        return Transport(joined=self.joined)
 
 
 @dataclass(frozen=True)
@@ -174,9 +173,9 @@ class ColumnParallelLinear(nnx.Module):
         run = device_view(
             partial(self.project, sequence),
             COLUMN,
-            # A gathered input of each device is a part of a global `[B, T, tp * D]`, see `Gather`.
+            # A gathered input is a part of a global `[B, T, tp * D]`: see `Transport.joined`.
             in_specs=(inside if self.transport.joined else outside, weight_specs),
-            out_specs=(inside,) * len(self.features),
+            out_specs=inside,
         )
         outputs = run(x_BTD, weights)
         return outputs[0] if self.single else outputs
@@ -189,7 +188,7 @@ class ColumnParallelLinear(nnx.Module):
         kernels = self._load_kernels(weights)
         # `x @ A` of every adapter shares the gather of `x`, so A is one more kernel.
         adapters = self._load_adapters(weights)
-        tokens = as_operand(x.astype(self.precision.compute), self.matmul)
+        tokens = _as_operand(x.astype(self.precision.compute), self.matmul)
         products = self.transport.enter(tokens, [*kernels, *adapters], sequence)
         count = len(kernels)
         outputs = self._average_shared(products[:count])
@@ -208,8 +207,7 @@ class ColumnParallelLinear(nnx.Module):
         kernels = []
         for i, dim in enumerate(self.features):
             shard = weights[f"kernels.{i}"]
-            kernel = load_kernel(
-                self.precision,
+            kernel = self.precision.load_kernel(
                 self.matmul,
                 shard,
                 0,
@@ -228,11 +226,8 @@ class ColumnParallelLinear(nnx.Module):
         if self.matmul == "compute":
             return list(outputs)
         # The gradient of `y` is quantised, so devices that share a head first need all of it.
-        tp = axis_size(TP)
-        averaged = []
-        for y, dim in zip(outputs, self.features, strict=True):
-            averaged.append(average_gradient(y, dim.shared_by(tp)))
-        return averaged
+        groups = [dim.shared_by(axis_size(TP)) for dim in self.features]
+        return list(map(average_gradient, outputs, groups))
 
     def _add_biases(self, outputs: list[Array], weights: Weights) -> list[Array]:
         for i in range(len(self.biases)):
@@ -318,12 +313,12 @@ class RowParallelLinear(nnx.Module):
         # The input is [B/(dp*fsdp), T/cp, F/tp], the kernel [F/tp, D].
         x = x.astype(self.precision.compute)
         load = self.precision.load
-        inputs = [as_operand(x, self.matmul, TP)]
+        inputs = [_as_operand(x, self.matmul, TP)]
         # In row layers without tp XLA would move the reduction of the gradient, and copy it
-        # (`computed_here` in compiler_hints.py).
+        # (`WeightLayout.early`).
         early = axis_size(TP) == 1
         kernel = weights["kernel"]
-        kernels = [load_kernel(self.precision, self.matmul, kernel, 1, (TP,), early=early)]
+        kernels = [self.precision.load_kernel(self.matmul, kernel, 1, (TP,), early=early)]
         for at, lora in enumerate(self.loras):
             # A summand [B/(dp*fsdp), T/cp, rank]: the reduction sums it times B.
             inner = x @ load(weights[f"loras.{at}.a"], None)
@@ -359,23 +354,17 @@ def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | No
     return None
 
 
+def _as_operand(x: Array, matmul: Matmul, *feature_axes: str) -> Operand:
+    """Returns an activation as an operand of a layer.
+
+    Mesh axes split its features: in float8 their devices share the scales.
+    """
+    return tokens_in_float8(x, *feature_axes) if matmul == "float8" else x
+
+
 def _as_dim(layer: str, features: int | PaddedDim, **sizes: int) -> PaddedDim:
     if isinstance(features, PaddedDim):
         check_sizes(layer, features=features.size, **sizes)
         return features
     check_sizes(layer, features=features, **sizes)
     return ExactDim((features,))
-
-
-def activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple[int | None, P, P]:
-    """Returns `sequence_dim`, and the specs between the two layers (features over tp) and outside.
-
-    `[B, D]` has B tokens and no sequence.
-    """
-    if len(shape) == 2:
-        return None, P(TOKENS, TP), P(TOKENS, None)
-    sequence = sequence_dim(setting, shape)
-    unsplit = (None,) * (len(shape) - 3)
-    inside = batch_spec(CONTEXT, *unsplit, TP)
-    outside = batch_spec(CONTEXT if sequence is None else SEQUENCE, *unsplit, None)
-    return sequence, inside, outside

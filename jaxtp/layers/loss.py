@@ -32,12 +32,12 @@ from jaxtp.collectives import (
     axis_size,
     device_view,
     enter_parallel,
+    swap_sequence,
     token_spec,
 )
-from jaxtp.compiler_hints import swap_sequence
 from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.parameter import DType
-from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import TOKENS, TP
 
 LOSS = "vocab_parallel_cross_entropy"
@@ -145,7 +145,7 @@ def _on_devices(
     precision = head.context.precision
     split_dim = sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
-    def run(x: Array, shard: Array, bias: Array | None, *labels: Array) -> _Result:
+    def run(x: Array, shard: Array, bias: Array | None, labels: tuple[Array, ...]) -> _Result:
         x = enter_parallel(x.astype(precision.compute), split_dim)
         # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three
         # times (fsdp-1)*V/tp floats per token, which is less than the table only where a device has
@@ -164,10 +164,8 @@ def _on_devices(
         numbers = _map_chunks(reduce_chunk, arrays, head.chunk_size)
         return finish(swap_sequence(numbers, split_dim), *labels)
 
-    bias_spec = None if bias_V is None else head.bias_spec
-    label_specs = (token_spec(),) * len(labels)
-    in_specs = (activation_spec(split_dim), head.table_spec, bias_spec, *label_specs)
-    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, *labels)
+    in_specs = (activation_spec(split_dim), head.table_spec, head.bias_spec, token_spec())
+    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, labels)
 
 
 class _Table(NamedTuple):

@@ -84,7 +84,7 @@ class MLP(PositionwiseBranch):
             ColumnParallelLinear,
             d_model,
             # In the backward pass attention runs after the columns. XLA would delay the reduction
-            # of their gradients until then, and copy the gradients (`computed_here`).
+            # of their gradients until then, and copy the gradients (`WeightLayout.early`).
             context=replace(context, early_reduction=True),
             use_bias=config.mlp_bias,
             rngs=rngs,

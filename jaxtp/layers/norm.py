@@ -28,7 +28,7 @@ from jaxtp.layers.parameter import (
     parameter,
     params_and_specs,
 )
-from jaxtp.layers.sequence_parallel import activation_spec, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
 
 NormKind = Literal[

@@ -12,12 +12,13 @@ unidirectional: XLA runs one collective at a time, at the full bandwidth of a sw
 
 In each turn of a ring a device sends an array to the next device, multiplies others meanwhile, and
 has the array of the previous device when the turn ends. A ring that scatters sends in each half of
-a turn. `in_turn` is a barrier before the products, inside `_begin_send`, and after them. The loops
+a turn. `_in_turn` is a barrier before the products, inside `_begin_send`, and after them. The loops
 over turns are unrolled, because XLA would copy what a loop sends.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -25,29 +26,60 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import axis_index, axis_size, permute
-from jaxtp.compiler_hints import by_rows, in_turn
+from jaxtp.collectives import GATHERED, REDUCED, axis_index, axis_size, by_rows, permute
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.products import (
-    NeedsGrad,
     Operand,
     Value,
     gradient_of,
     input_gradient_operands,
     kernel_gradient,
+    perturbed,
     product,
     unwrapped,
     value_of,
 )
-from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
+from jaxtp.layers.transport import SEQUENCE_DIM, Transport
 from jaxtp.mesh import TP
 
 Overlap = Literal["none", "ring"]
 V = TypeVar("V", Array, Value)
 Sums = TypeVar("Sums", Array, list[Array])
+
+
+@dataclass(frozen=True)
+class Ring(Transport):
+    """Overlaps products with communication under sequence parallelism, else as `Transport`."""
+
+    keep: bool = False
+    """As in `gather_matmul`; see `LayerContext.recomputed`."""
+
+    def is_ring(self, tp: int, *, split: bool) -> bool:
+        """See `Transport`."""
+        return split and tp > 1
+
+    def enter(
+        self, x: Operand, kernels: Sequence[Operand], sequence_dim: int | None
+    ) -> tuple[Array, ...]:
+        """See `Transport`."""
+        if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
+            return super().enter(x, kernels, sequence_dim)
+        shard = jax.tree.map(lambda array: checkpoint_name(array, GATHERED), x)
+        return gather_matmul(self.keep, shard, tuple(kernels))
+
+    def leave(
+        self, inputs: Sequence[Operand], kernels: Sequence[Operand], sequence_dim: int | None
+    ) -> Array:
+        """See `Transport`."""
+        if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
+            return super().leave(inputs, kernels, sequence_dim)
+        reduced = matmul_scatter(tuple(inputs), tuple(kernels))
+        return checkpoint_name(reduced, REDUCED)
+
 
 # A ring that gathers: the part of the sequence that each device holds in each turn.
 #
@@ -80,7 +112,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
         parts.append(part)
         arriving, _, part, _ = _begin_gather_turn(turn, part)
         products = [product(part, w, x.dtype) for w in factors]
-        part, products = in_turn(arriving, products)
+        part, products = _in_turn(arriving, products)
         products_by_turn.append(products)
     ys = _in_order(products_by_turn)
     if len(ys) < len(kernels):
@@ -91,7 +123,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
 def _gather_forward(
     keep: bool, x: object, kernels: tuple[Any, ...]
 ) -> tuple[tuple[Array, ...], object]:
-    needs_grad = NeedsGrad.of([x], kernels)
+    needs_grad = (_perturbed([x]), _perturbed(kernels))
     values = tuple(map(value_of, unwrapped(kernels)))
     parts, ys = _gather_matmul(unwrapped(x), values)
     saved_parts = parts if keep else parts[:1]
@@ -101,15 +133,15 @@ def _gather_forward(
 def _gather_backward(
     keep: bool, residuals: Any, grads: tuple[Any, ...]
 ) -> tuple[object, tuple[object, ...]]:
-    parts, kernels, needs_grad = residuals
+    parts, kernels, (x_index, kernel_indices) = residuals
     used = [i for i, grad in enumerate(grads) if not isinstance(grad, SymbolicZero)]
-    trained = [i for i in used if needs_grad.kernels[i]]
+    trained = [i for i in used if i in kernel_indices]
     trained_grads = [grads[i] for i in trained]
     kept_parts = parts if keep and trained else []
     dtype = grads[used[0]].dtype
     grad_x = None
     grad_w = None
-    if needs_grad.inputs[0]:
+    if x_index:
         operands = [input_gradient_operands(grads[i], kernels[i], TP) for i in used]
         ys, ws = zip(*operands, strict=True)
         grad_x, grad_w = _scatter_ring(ys, ws, dtype, kept_parts, trained_grads)
@@ -119,12 +151,12 @@ def _gather_backward(
             grad_w = _plus_kernel_gradient(grad_w, part, trained_grads, start)
     if trained and not keep:
         # One ring after the other, or XLA would join permutes of both.
-        x, grad_x = in_turn(parts[0], grad_x)
+        x, grad_x = _in_turn(parts[0], grad_x)
         grad_w = _kernel_gradient_ring(x, trained_grads)
     kernel_grads = []
     if grad_w is not None:
         kernel_grads = _split(grad_w, [kernels[i] for i in trained])
-    return gradient_of(parts[0], grad_x), _as_kernels(kernel_grads, trained, kernels, dtype)
+    return gradient_of(parts[0], grad_x), _as_operands(kernel_grads, trained, kernels, dtype)
 
 
 def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
@@ -134,7 +166,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     for turn in range(axis_size(TP)):
         arriving, grad_w, part, start = _begin_gather_turn(turn, part, grad_w)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
-        part, grad_w = in_turn(arriving, grad_w)
+        part, grad_w = _in_turn(arriving, grad_w)
     return grad_w
 
 
@@ -195,55 +227,64 @@ def _scatter_ring(
         if kept_parts:
             # In turn t this ring has the part that a gathering ring has in turn t mod tp.
             grad_w = _plus_kernel_gradient(grad_w, kept_parts[turn % tp], grads, start)
-        high_sum, part, low_sum, grad_w = in_turn(arriving, part, low_sum, grad_w)
+        high_sum, part, low_sum, grad_w = _in_turn(arriving, part, low_sum, grad_w)
 
         sending = low_sum if turn < tp else None
         arriving, high_sum, part, ws = _begin_send(sending, high_sum, part, high_factors)
         high_sum = _plus_products(high_sum, part, ws, dtype)
-        arrived, high_sum = in_turn(arriving, high_sum)
+        arrived, high_sum = _in_turn(arriving, high_sum)
         low_sum = arrived if turn < tp else low_sum
     return jnp.concatenate([low_sum, high_sum], -1), grad_w  # type: ignore[list-item]
 
 
 def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
-    needs_grad = NeedsGrad.of(inputs, kernels)
+    needed = _perturbed(inputs)
+    trained = _perturbed(kernels)
     inputs = unwrapped(inputs)
     kernels = unwrapped(kernels)
-    saved_inputs = []
-    for x, is_trained in zip(inputs, needs_grad.kernels, strict=True):
-        saved_inputs.append(value_of(x) if is_trained else None)
+    saved_inputs = {i: value_of(inputs[i]) for i in trained}
     saved_kernels = tuple(map(value_of, kernels))
-    return matmul_scatter.fun(inputs, kernels), (saved_inputs, saved_kernels, needs_grad)
+    return matmul_scatter.fun(inputs, kernels), (saved_inputs, saved_kernels, needed)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], tuple[object, ...]]:
-    inputs, kernels, needs_grad = residuals
+    # An input is saved if its kernel needs a gradient.
+    trained, kernels, needed = residuals
     size = grad.shape[SEQUENCE_DIM]
-    needed = _true_indices(needs_grad.inputs)
-    trained = _true_indices(needs_grad.kernels)
     sums: Any = None
     products_by_turn = []
     part = grad
     for turn in range(axis_size(TP)):
         arriving, sums, part, start = _begin_gather_turn(turn, part, sums)
         products = [product(*input_gradient_operands(part, kernels[i]), part.dtype) for i in needed]
-        kernel_grads = [_kernel_gradient(_part(inputs[i], start, size), part) for i in trained]
+        kernel_grads = [_kernel_gradient(_part(x, start, size), part) for x in trained.values()]
         sums = _plus(sums, kernel_grads)
-        part, products, sums = in_turn(arriving, products, sums)
+        part, products, sums = _in_turn(arriving, products, sums)
         products_by_turn.append(products)
-    input_grads = dict(zip(needed, _in_order(products_by_turn), strict=True))
+    input_grads = _in_order(products_by_turn)
     # An input is in 8 bits if its kernel is.
-    wrapped = tuple(gradient_of(w, input_grads.get(i)) for i, w in enumerate(kernels))
-    return wrapped, _as_kernels(sums, trained, kernels, grad.dtype)
+    return (
+        _as_operands(input_grads, needed, kernels, grad.dtype),
+        _as_operands(sums, trained, kernels, grad.dtype),
+    )
 
 
 gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
+def _in_turn(*values: object) -> Any:
+    """Separates the turns of a ring: XLA moves no operation from one turn to another.
+
+    XLA would merge products of several turns that share an operand. The merged product waits for
+    all permutes, and hides only one.
+    """
+    return lax.optimization_barrier(values)
+
+
 def _begin_send(sending: object, *operands: object) -> Any:
     """Sends an array to the next device; returns what arrives, and operands to multiply now."""
-    sending, *operands_now = in_turn(sending, *operands)
+    sending, *operands_now = _in_turn(sending, *operands)
     arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
     return arriving, *operands_now
 
@@ -251,12 +292,8 @@ def _begin_send(sending: object, *operands: object) -> Any:
 def _begin_gather_turn(turn: int, part: Value, sums: object = None) -> Any:
     """Returns what arrives, `sums`, the part to multiply now, and where it begins."""
     start = _part_start(turn, part.shape[SEQUENCE_DIM])
-    return _begin_send(_unless_last(turn, part), sums, part, start)
-
-
-def _unless_last(turn: int, part: V) -> V | None:
-    """Returns a part that the next device needs, in every turn but the last."""
-    return part if turn < axis_size(TP) - 1 else None
+    is_last = turn == axis_size(TP) - 1
+    return _begin_send(None if is_last else part, sums, part, start)
 
 
 def _part_start(turn: int, size: int) -> Array:
@@ -292,8 +329,12 @@ def _split(joined: Array, kernels: Sequence[Value]) -> list[Array]:
     return jnp.split(joined, ends, -1)
 
 
-def _true_indices(flags: Sequence[bool]) -> list[int]:
-    return [i for i, flag in enumerate(flags) if flag]
+def _perturbed(operands: Sequence[object]) -> dict[int, None]:
+    """Returns the indices of operands that need a gradient.
+
+    They are keys, because the residuals of a `custom_vjp` are a tree of arrays.
+    """
+    return {i: None for i, operand in enumerate(operands) if perturbed(operand)}
 
 
 def _plus(total: Sums | None, summand: Sums) -> Sums:
@@ -329,12 +370,12 @@ def _kernel_gradient(x: Value, grad: Array) -> Array:
     return kernel_gradient(x, grad, wide)
 
 
-def _as_kernels(
+def _as_operands(
     grads: Sequence[Array],
-    trained: Sequence[int],
-    kernels: Sequence[Value],
+    needed: Iterable[int],
+    operands: Sequence[Value],
     dtype: DTypeLike,
 ) -> tuple[object, ...]:
-    """Returns a gradient for each kernel, rounded to `dtype`; None if it is not trained."""
-    by_index = {i: grad.astype(dtype) for i, grad in zip(trained, grads, strict=True)}
-    return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(kernels))
+    """Returns a gradient for each operand, rounded to `dtype`; None if it needs none."""
+    by_index = {i: grad.astype(dtype) for i, grad in zip(needed, grads, strict=True)}
+    return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(operands))

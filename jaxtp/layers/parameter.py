@@ -1,4 +1,4 @@
-"""Parameters of layers: a value, the `PartitionSpec` that stores it, and the dtypes.
+"""Parameters of layers: a value, the `PartitionSpec` that stores it, its dtypes and its loading.
 
 A dim that tp does not divide is padded when its parameter is created (`PaddedDim`), so a model runs
 on any tp. `checkpoint/logical.py` and `train/sharded_optimizer.py` remove the padding.
@@ -31,7 +31,8 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.schema import Count, Settings
-from jaxtp.layers.float8 import Float8, load_dequantised
+from jaxtp.layers.float8 import Float8, load_dequantised, load_float8
+from jaxtp.layers.products import Operand
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
 # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
@@ -100,6 +101,21 @@ class Precision(Settings):
         if isinstance(shard, Float8):
             return load_dequantised(shard, dtypes, weight_layout)
         return load_weight(shard, dtypes, weight_layout)
+
+    def load_kernel(
+        self,
+        matmul: Matmul,
+        shard: Array | Float8,
+        storage_dim: int,
+        input_axes: tuple[str, ...],
+        **layout: Any,
+    ) -> Operand:
+        """Loads a kernel as an operand of a layer; mesh axes split its input features."""
+        if matmul == "compute":
+            return self.load(shard, storage_dim, **layout)
+        dtypes = WeightDtypes(self.compute, self.reduce, self.compute)
+        weight_layout = WeightLayout(storage_dim=storage_dim, **layout)
+        return load_float8(shard, dtypes, weight_layout, input_axes)
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
-"""Products of a layer's operands: an activation and a kernel, each an array or in 8 bits.
+"""Products with hand-written gradients: in 8 bits, in rings, and where their order matters.
 
-An operand says how it is multiplied, so layers have no modes. `as_operand` and `load_kernel` make
-the operands of a layer, and `multiply` multiplies them, with hand-written gradients where autodiff
-would save or multiply something else.
+An operand is an activation or a kernel, an array or in 8 bits, and says how it is multiplied, so
+layers have no modes. Autodiff would save or multiply something else; `multiply` (`transport.py`)
+leaves all other products to it.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,80 +13,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from jaxtp import compiler_hints
-from jaxtp.collectives import WeightDtypes, WeightLayout, axis_size, vary_like
-from jaxtp.layers.float8 import (
-    FLOAT8,
-    Float8,
-    Quantised,
-    load_float8,
-    tokens_in_float8,
-)
-from jaxtp.layers.parameter import Matmul, Precision
-from jaxtp.mesh import STORAGE, TP
+from jaxtp.layers.float8 import FLOAT8, Float8, Quantised
 
 Operand = Array | Quantised
 # An operand without its gradient
 Value = Array | Float8
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class NeedsGrad:
-    """Which arguments of a product need a gradient."""
-
-    inputs: tuple[bool, ...]
-    kernels: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, inputs: Iterable[object], kernels: Iterable[object]) -> "NeedsGrad":
-        """Reads the arguments of the forward pass of a `custom_vjp`."""
-        return cls(tuple(map(perturbed, inputs)), tuple(map(perturbed, kernels)))
-
-
-def as_operand(x: Array, matmul: Matmul, *feature_axes: str) -> Operand:
-    """Returns an activation as an operand of a layer.
-
-    Mesh axes split its features: in float8 their devices share the scales.
-    """
-    return tokens_in_float8(x, *feature_axes) if matmul == "float8" else x
-
-
-def load_kernel(
-    precision: Precision,
-    matmul: Matmul,
-    shard: Array | Float8,
-    storage_dim: int,
-    input_axes: tuple[str, ...],
-    **layout: Any,
-) -> Operand:
-    """Loads a kernel as an operand of a layer; mesh axes split its input features."""
-    if matmul == "float8":
-        dtypes = WeightDtypes(precision.compute, precision.reduce, precision.compute)
-        weight_layout = WeightLayout(storage_dim=storage_dim, **layout)
-        return load_float8(shard, dtypes, weight_layout, input_axes)
-    return precision.load(shard, storage_dim, **layout)
-
-
-def multiply(x: Operand, w: Operand, *output_axes: str) -> Array:
-    """Returns `x @ w`, in the dtype of the kernel.
-
-    Mesh axes split the output features: in float8 their devices share the scales of the gradient.
-    """
-    if isinstance(x, Quantised) and isinstance(w, Quantised):
-        return _multiply(x, w, output_axes)
-    x = x.astype(w.dtype)
-    # Dequantises a kernel in 8 bits, whose dtype is the compute dtype.
-    w = w.astype(w.dtype)
-    # The gradients have an order only where a reduction over the storage can start early, and not
-    # with tp, where XLA chooses it: see `kernel_gradient_first`.
-    if axis_size(TP) > 1 or axis_size(*STORAGE) == 1:
-        return compiler_hints.matmul(x, w)
-    return _multiply(vary_like(x, w), vary_like(w, x), output_axes)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _multiply(x: Operand, w: Operand, output_axes: tuple[str, ...]) -> Array:
+def product_with_gradient(x: Operand, w: Operand, output_axes: tuple[str, ...]) -> Array:
+    """Returns `x @ w`, both arrays or both in 8 bits.
+
+    Mesh axes split the output features. The gradient of a kernel that is an array is computed no
+    later than the gradient of the layer's input. Its reduction over fsdp then starts early, and
+    products hide it.
+    """
     return product(value_of(x), value_of(w), x.dtype)
 
 
@@ -96,16 +35,14 @@ def _multiply(x: Operand, w: Operand, output_axes: tuple[str, ...]) -> Array:
 _Residuals = tuple[Value | None, Value | None]
 
 
-def _multiply_forward(
-    x: object, w: object, output_axes: tuple[str, ...]
-) -> tuple[Array, _Residuals]:
-    y = _multiply.fun(unwrapped(x), unwrapped(w), output_axes)
+def _forward(x: object, w: object, output_axes: tuple[str, ...]) -> tuple[Array, _Residuals]:
+    y = product_with_gradient.fun(unwrapped(x), unwrapped(w), output_axes)
     saved_x = value_of(unwrapped(x)) if perturbed(w) else None
     saved_w = value_of(unwrapped(w)) if perturbed(x) else None
     return y, (saved_x, saved_w)
 
 
-def _multiply_backward(
+def _backward(
     output_axes: tuple[str, ...], residuals: _Residuals, grad: Array
 ) -> tuple[object, object]:
     x, w = residuals
@@ -113,7 +50,9 @@ def _multiply_backward(
     grad_w = None
     in_8_bits = isinstance(x, Float8) or isinstance(w, Float8)
     if isinstance(x, Array):
-        x, grad = compiler_hints.product_apart(x, grad)
+        # XLA would merge the products for several kernels of the same activation, and copy each
+        # kernel's part of the result.
+        x, grad = lax.optimization_barrier((x, grad))
     if w is not None:
         scaled_grad, transposed = input_gradient_operands(grad, w, *output_axes)
         grad_x = product(scaled_grad, transposed, grad.dtype)
@@ -121,10 +60,10 @@ def _multiply_backward(
         grad_w = kernel_gradient(x, grad, grad.dtype)
     if in_8_bits:
         return Quantised.gradient(grad_x), Quantised.gradient(grad_w)
-    return compiler_hints.kernel_gradient_first(grad_x, grad_w)
+    return lax.optimization_barrier((grad_x, grad_w))
 
 
-_multiply.defvjp(_multiply_forward, _multiply_backward, symbolic_zeros=True)
+product_with_gradient.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def product(x: Value, w: Value, dtype: DTypeLike) -> Array:

@@ -34,10 +34,10 @@ from jaxtp.collectives import (
     PROJECTED,
     REDUCED,
     SHARED,
-    is_weight_gather,
 )
 from jaxtp.config.entry import UserError
 from jaxtp.layers.kernels.delta_rule import CARRIED
+from jaxtp.mesh import STORAGE
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "save_reduced", "full", "offload"]
 
@@ -101,7 +101,18 @@ def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
     # keeps it if the weight has no gradient.
     if primitive.name == "name":
         return bool(params["name"] == SHARED)
-    return primitive.name not in _VIEWS | {_FROZEN} and not is_weight_gather(primitive, params)
+    return primitive.name not in _VIEWS | {_FROZEN} and not _is_weight_gather(primitive, params)
+
+
+def _is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
+    """Returns whether a jaxpr primitive is `load_weight`'s gather, or of `SHARED`.
+
+    Remat policies never save this gather.
+    """
+    over_storage = set(params.get("axis_name", ())) <= set(STORAGE)
+    return primitive.name == "all_gather" and (
+        over_storage or params["axis_index_groups"] is not None
+    )
 
 
 def _offload() -> Callable[..., Any]:

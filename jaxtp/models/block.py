@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from jaxtp.config.schema import Positive
 from jaxtp.layers.branch import BranchConfig, Padded
+from jaxtp.layers.context import LocalShape
 from jaxtp.layers.experts import EXPERT_TARGETS, ExpertsConfig
 from jaxtp.layers.gated_delta import DELTA_TARGETS, GatedDeltaConfig
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import PaddedDim
-from jaxtp.layers.sequence_parallel import LocalShape
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,6 +59,7 @@ from jaxtp.config.schema import (
 )
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
+from jaxtp.layers.context import LocalShape
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.gated_delta import GatedDeltaNet
@@ -75,7 +76,6 @@ from jaxtp.layers.norm import NormKind
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import CP, STORAGE, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
 from jaxtp.models.block_rules import block_problems

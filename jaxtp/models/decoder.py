@@ -28,7 +28,7 @@ from jaxtp.layers import remat
 from jaxtp.layers.balance import Balance, Routing, balance, updated_selection_bias
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import NewTokens
-from jaxtp.layers.context import Sequences
+from jaxtp.layers.context import Context, LocalShape, Sequences
 from jaxtp.layers.embedding import (
     HeadConfig,
     LearnedPositions,
@@ -41,14 +41,8 @@ from jaxtp.layers.lora import freeze, store_in_float8
 from jaxtp.layers.loss import Projection, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm, rms_normalise
 from jaxtp.layers.parameter import parameter, spec_of
-from jaxtp.layers.sequence_parallel import (
-    Context,
-    LocalShape,
-    activation_spec,
-    dropout,
-    segment_positions,
-    sequence_dim,
-)
+from jaxtp.layers.positions import dropout, segment_positions
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 from jaxtp.models.block import BlockConfig, adapter_kernels
 from jaxtp.models.config import ModelConfig, Stack, set_matmul, validate_model
@@ -319,7 +313,7 @@ class Decoder(EmbeddingAndHead):
     ) -> Array:
         """Returns next-token logits `[B, T, V]`.
 
-        `segments_BT` mark documents (`layers/sequence_parallel.py`), `context` is attention's
+        `segments_BT` mark documents (`layers/positions.py`), `context` is attention's
         method over cp.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)

@@ -34,9 +34,9 @@ from jaxtp.collectives import (
     constrain,
     device_view,
     enter_parallel,
-    gather_weight,
     leave_parallel,
     load_weight,
+    with_gradient,
 )
 from jaxtp.mesh import BATCH, CONTEXT, CP, STORAGE, TOKENS, TP, axes_of, current_mesh, mesh_sizes
 from jaxtp.plans.layouts import (
@@ -284,7 +284,12 @@ def _gather(value: object) -> Any:
         spec = declared_spec(value, value.ndim)
         if dim_over(STORAGE, spec) is None:
             return value
-        return value.replace(gather_weight(value[...], spec, gathered_spec(spec)))
+
+        def gather(weight: Array) -> Array:
+            return constrain(weight, gathered_spec(spec))
+
+        load = with_gradient(gather, lambda grad: constrain(grad, spec))
+        return value.replace(load(value[...]))
     if not isinstance(value, CONTAINERS):
         return value
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: leaf is not value)

@@ -39,7 +39,7 @@ from jaxtp.config.schema import (
 )
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
-from jaxtp.layers.sequence_parallel import Context
+from jaxtp.layers.context import Context
 from jaxtp.mesh import AXES, Sizes
 from jaxtp.models.config import BlockChanges, Changes, ModelConfig, OriginConfig
 

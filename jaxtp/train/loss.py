@@ -25,7 +25,7 @@ from jaxtp.data.columns import WEIGHTS
 from jaxtp.data.loader import Batch
 from jaxtp.data.rows import PAIRS, SEGMENTS
 from jaxtp.layers.balance import Balance, Routing
-from jaxtp.layers.sequence_parallel import Context
+from jaxtp.layers.context import Context
 from jaxtp.mesh import as_current, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.config import LoopConfig, TrainConfig

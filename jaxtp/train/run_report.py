@@ -19,7 +19,7 @@ from jaxtp.config.console import Display, size_text
 from jaxtp.data.samples import Data
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
-from jaxtp.layers.sequence_parallel import is_split
+from jaxtp.layers.transport import is_split
 from jaxtp.mesh import (
     BATCH,
     CP,

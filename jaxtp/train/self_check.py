@@ -31,7 +31,7 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, pick_kernel
-from jaxtp.layers.sequence_parallel import Part
+from jaxtp.layers.positions import Part
 from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.known_versions import known_problems, native_versions

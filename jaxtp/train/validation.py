@@ -21,6 +21,7 @@ from jaxtp.config.hints import (
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers import remat
+from jaxtp.layers.context import LocalShape
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import (
     KernelName,
@@ -30,7 +31,6 @@ from jaxtp.layers.kernels.select import (
     pick_kernel,
     unsupported,
 )
-from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import (
     AXES,
     BATCH,

@@ -41,7 +41,7 @@ class Padded(nnx.Module):
         matrix = jax.random.normal(rngs.params(), (16, 22), param)
         heads = jax.random.normal(rngs.params(), (36, 16), param)
         self.heads = parameter(
-            "heads", heads, PartitionSpec("tp"), padding=((-2, PaddedHeads((3, 3, 4))),)
+            "heads", heads, PartitionSpec("tp"), padding=((-2, PaddedHeads((3, 3, 4), 4)),)
         )
         self.matrix = parameter(
             "matrix", matrix, PartitionSpec("fsdp", "tp"), padding=((-1, PaddedDim((22,))),)

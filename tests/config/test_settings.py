@@ -10,9 +10,9 @@ from jaxtp.config.affects import settings_of
 from jaxtp.config.schema import ConfigError, Settings, Share, as_base, validate
 from jaxtp.generate.sampling import GenerationSettings
 from jaxtp.layers.attention import AttentionConfig
+from jaxtp.layers.context import LocalShape
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import ModelConfig

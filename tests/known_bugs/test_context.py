@@ -25,7 +25,7 @@ from jaxtp.layers import context
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.select import KERNELS
-from jaxtp.layers.sequence_parallel import Part
+from jaxtp.layers.positions import Part
 from jaxtp.mesh import CP, mesh_of, mesh_shape
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.check.parity import on_host

@@ -29,7 +29,7 @@ from jaxtp.data.packing import Packed
 from jaxtp.data.samples import RowSettings, make_rows
 from jaxtp.layers import gated_delta
 from jaxtp.layers.kernels import select as kernels
-from jaxtp.layers.sequence_parallel import segment_mask, segment_positions
+from jaxtp.layers.positions import segment_mask, segment_positions
 from jaxtp.models import decoder
 from jaxtp.tools.evaluate.inputs import Document
 from jaxtp.tools.evaluate.measure import Scorer, measure

@@ -35,7 +35,7 @@ from jaxtp.layers.float8 import enter_float8
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.sequence_parallel import dropout
+from jaxtp.layers.positions import dropout
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, axes_of, make_mesh
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.optimizer import build as build_optimizer

@@ -30,7 +30,7 @@ import jaxtp
 from jaxtp.analysis.collective import ALL_GATHER, PERMUTE, REDUCE_SCATTER
 from jaxtp.analysis.work import work_of
 from jaxtp.collectives import device_view
-from jaxtp.layers.context import Sequences, num_routes
+from jaxtp.layers.context import Sequences, routes
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet
 from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
 from jaxtp.tools.check.shrink import methods_of
@@ -174,7 +174,7 @@ def test_what_moves_over_cp_does_not_depend_on_the_length(zigzag):
     values = CONFIG.delta_value_dim
     maps = 4 * B * CONFIG.delta_value_heads // tp * keys * (keys + values)
     features = (2 * CONFIG.delta_key_heads * keys + CONFIG.delta_value_heads * values) // tp
-    halos = num_routes(cp, 1, zigzag=zigzag)
+    halos = len(routes(cp, 1, zigzag=zigzag))
     found = moved(64)
     assert found[PERMUTE, 4 * B * (CONFIG.delta_conv - 1) * features] == 2 * halos
     assert found[ALL_GATHER, cp * chunks * maps] == found[REDUCE_SCATTER, cp * chunks * maps] == 1

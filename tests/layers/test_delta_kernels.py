@@ -88,24 +88,6 @@ def test_any_sizes_give_the_results_of_lax(sizes):
     check(sizes, "float32", TOLERANCE)
 
 
-REFUSED = [
-    ("bfloat16", "narrow", "are bfloat16, float32, float32: they need one dtype of bfloat16, "),
-    (
-        "float32",
-        (1, 1, 1, 65, 16, 16),
-        "chunks of 65 tokens of width 16.*at most 64 tokens of width 256",
-    ),
-    ("float32", (1, 1, 1, 16, 257, 16), "16 tokens of width 257"),
-]
-
-
-def test_dtypes_and_sizes_that_the_kernel_does_not_take_are_refused():
-    for dtype, sizes, message in REFUSED:
-        (w, *others), _ = draw(SIZES.get(sizes, sizes))
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(delta_kernels.chunk_states, w.astype(dtype), *others)
-
-
 HEADS = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 8}
 SUMMARIES = [
     (128, "cuda 9.0", "pallas states of Gated DeltaNet"),

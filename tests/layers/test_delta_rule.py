@@ -168,8 +168,3 @@ def test_the_backward_pass_saves_the_arguments_states_and_new_values():
     saved = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(backward))
     states = 4 * 2 * 4 * (256 // 64) * 16 * 8
     assert saved <= sum(x.nbytes for x in arguments) + states + arguments[2].nbytes + 2**10
-
-
-def test_a_chunk_is_a_power_of_two():
-    with pytest.raises(ValueError, match="chunk=48 is not a power of two"):
-        delta_rule(*draw(3, dtype="float32")[0], chunk=48)

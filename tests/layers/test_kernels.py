@@ -27,7 +27,7 @@ from jaxtp.layers.kernels import fused_attention as fused
 from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
 from jaxtp.layers.kernels.fused_attention import Blocks
 from jaxtp.layers.kernels.select import KERNELS, num_scores
-from jaxtp.layers.sequence_parallel import Part
+from jaxtp.layers.positions import Part
 
 ROWS = 2
 TOKENS = 25

@@ -11,9 +11,8 @@ from jax.sharding import PartitionSpec as P
 from support import assert_close, swept, use_mesh
 
 from jaxtp.analysis.census import count_collectives
-from jaxtp.layers.overlap import gather_matmul
-from jaxtp.layers.sequence_parallel import SEQUENCE_DIM
-from jaxtp.layers.transport import Gather, Ring
+from jaxtp.layers.overlap import Ring, gather_matmul
+from jaxtp.layers.transport import SEQUENCE_DIM, Transport
 from jaxtp.mesh import mesh_sizes
 
 D = 6
@@ -41,7 +40,7 @@ def pair(overlap):
     """
 
     def body(given):
-        transport = {"none": Gather(), "ring": Ring()}[overlap]
+        transport = {"none": Transport(), "ring": Ring()}[overlap]
         a, b = transport.enter(given["x"], [given["in 0"], given["in 1"]], SEQUENCE_DIM)
         return transport.leave(
             [jnp.tanh(a), jnp.sin(b)], [given["out 0"], given["out 1"]], SEQUENCE_DIM
@@ -104,7 +103,7 @@ def test_an_unused_output_of_a_ring_has_no_gradient():
         project = (
             partial(gather_matmul, False)
             if ring
-            else partial(Gather().enter, sequence_dim=SEQUENCE_DIM)
+            else partial(Transport().enter, sequence_dim=SEQUENCE_DIM)
         )
         ys = jax.shard_map(
             project, in_specs=(SPLIT, (SPLIT, SPLIT)), out_specs=(P(None, None, "tp"),) * 2

@@ -95,7 +95,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     st.integers(1, 16),
 )
 def test_every_device_has_the_query_heads_of_its_kv_heads(kv_heads, group, width, tp):
-    split = PaddedHeads((kv_heads, group, width))
+    split = PaddedHeads((kv_heads, group, width), width)
     stored_kv, stored_group, stored_width = split.stored(tp)
     assert (stored_kv >= kv_heads, stored_group >= group, stored_width) == (True, True, width)
     assert stored_kv * stored_group % tp == 0
@@ -113,7 +113,7 @@ def test_every_device_has_the_query_heads_of_its_kv_heads(kv_heads, group, width
 
 
 def test_an_absurd_mesh_takes_no_time():
-    assert PaddedHeads((8, 4, 64)).stored(10**40) == (10**40, 4, 64)
+    assert PaddedHeads((8, 4, 64), 64).stored(10**40) == (10**40, 4, 64)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 5), st.booleans())

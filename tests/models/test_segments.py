@@ -10,7 +10,7 @@ from variants import small_model
 
 import jaxtp
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.sequence_parallel import segment_mask, segment_positions
+from jaxtp.layers.positions import segment_mask, segment_positions
 
 CONFIG = small_model(vocab_size=19, num_layers=2, num_heads=8, norm_eps=1e-3, attention_sinks=True)
 LENGTHS = [5, 9, 2]

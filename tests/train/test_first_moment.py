@@ -97,7 +97,7 @@ def test_a_slow_decay_shrinks_a_moment():
     assert float(mean_after_50_updates()) == pytest.approx(0.999**50, rel=1e-4)
 
 
-QUERIES = PaddedHeads((3, 3, 4))
+QUERIES = PaddedHeads((3, 3, 4), 4)
 HIDDEN = PaddedDim((22,))
 SHAPES = {
     # 9 heads of 4

@@ -19,10 +19,11 @@ from jaxtp.collectives import (
     device_view,
     enter_parallel,
     leave_parallel,
+    own_part,
     reduce_scatter,
+    swap_sequence,
     token_spec,
 )
-from jaxtp.compiler_hints import swap_sequence
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
@@ -42,7 +43,7 @@ from jaxtp.layers.lora import Float8Kernel, Lora, LoraConfig, Target
 from jaxtp.layers.mlp import ACTIVATIONS, MLP, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
 from jaxtp.layers.parameter import Variable, Weights, parameter, params_and_specs
-from jaxtp.layers.sequence_parallel import activation_spec, own_part, sequence_dim
+from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, current_platform
 
 EXPERTS = "mixture_of_experts"
@@ -129,17 +130,14 @@ class MixtureOfExperts(PositionwiseBranch):
             specs["selection_bias"] = P(None)
         # Each device slices its part itself: if these came in split over tp, XLA would split their
         # other readers too.
-        token_data: Weights = {}
-        if sequences.segments is not None:
-            token_data["segments"] = sequences.local_tokens(sequences.segments)
-        if sequences.experts is not None:
-            token_data["experts"] = sequences.local_tokens(sequences.experts)
+        token_data = {"segments": sequences.segments, "experts": sequences.experts}
+        token_data = jax.tree.map(sequences.local_tokens, token_data)
         sums = batch_spec(SEQUENCE)
-        recorded = P(*activation[:2]) if sequences.record else None
+        recorded = P(*activation[:2])
         transform = device_view(
             partial(self._transform, split_dim, sequences.record),
             EXPERTS,
-            in_specs=(activation, specs, dict.fromkeys(token_data, token_spec())),
+            in_specs=(activation, specs, token_spec()),
             out_specs=(activation, Routing(*[sums] * 5, *[recorded] * 2)),  # type: ignore[arg-type]
         )
         return transform(x_BTD, weights, token_data)
@@ -150,20 +148,20 @@ class MixtureOfExperts(PositionwiseBranch):
         record: bool,
         x: Array,
         weights: Weights,
-        token_data: Weights,
+        token_data: dict[str, Array | None],
     ) -> tuple[Array, Routing]:
         """Transforms a device's tokens `[b, t, D]`; tp splits their dim `split_dim`, if any.
 
-        `token_data` `[b, T/cp, ...]` are of all tokens of the tp group.
+        `token_data` `[b, T/cp, ...]`, if any, are of all tokens of the tp group.
         """
         config = self.config
         k = config.experts_per_token
         if split_dim is not None:
             token_data = jax.tree.map(partial(own_part, axis=TP, dim=1), token_data)
-        segments = token_data.get("segments")
+        segments = token_data["segments"]
         not_padding = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         router = Router(config, self.precision, weights, is_split=split_dim is not None)
-        replayed = token_data.get("experts")
+        replayed = token_data["experts"]
         experts, gates, routing = router.route(x, not_padding, replayed, record=record)
         # One exchange for gates, experts and the shared gate: float32 holds indices exactly.
         choices = [gates, experts.astype(jnp.float32)]
@@ -331,8 +329,7 @@ def _gathered_tokens(x: Array, gates: Array, experts: Array) -> tuple[Array, Arr
 def _weights_of(module: str, weights: Weights) -> Weights:
     """Returns the weights of a module of the layer, by their paths in it."""
     prefix = f"{module}."
-    own = [path for path in weights if path.startswith(prefix)]
-    return {path.removeprefix(prefix): weights[path] for path in own}
+    return {path.removeprefix(prefix): w for path, w in weights.items() if path.startswith(prefix)}
 
 
 class ExpertsBesideMLP(PositionwiseBranch):

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import ATTENDED, vary_alike
 from jaxtp.layers.kernels.padding import pad_ranges, pad_to, round_up
-from jaxtp.layers.sequence_parallel import Part, key_ranges
+from jaxtp.layers.positions import Part, key_ranges
 
 MAX_BLOCK = 256
 """Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs

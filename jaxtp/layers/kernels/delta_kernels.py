@@ -16,11 +16,10 @@ from jax.experimental.pallas import triton
 from jaxtp.collectives import vary_alike
 from jaxtp.layers.kernels.delta_rule import states_by
 from jaxtp.layers.kernels.padding import pad_to, round_up
-from jaxtp.layers.kernels.programs import check_dtypes, padded_size, run_programs
+from jaxtp.layers.kernels.programs import padded_size, run_programs
 
-# Width of keys, and tokens of a chunk, that a program multiplies at once
+# Widest keys whose chunks fit a GPU's shared memory
 MAX_KEY_DIM = 256
-MAX_TOKENS = 64
 
 # Columns of a program: with more there are too few programs, with fewer w is read too often
 _COLUMNS = 32
@@ -35,21 +34,12 @@ def chunk_states(
     decay: Array,
     state: Array,
 ) -> tuple[Array, Array, Array]:
-    """Returns the results of `delta_rule.chunk_states`.
+    """Returns the results of `delta_rule.chunk_states`, for chunks of at most 64 tokens.
 
     Off CUDA the kernel runs in Pallas' interpreter, slowly, for tests.
-
-    Raises:
-      ValueError: unsupported dtypes or sizes.
     """
-    check_dtypes("w, u and k_decayed", w, u, k_decayed)
     rows, keys = w.shape[-2:]
     values = u.shape[-1]
-    if keys > MAX_KEY_DIM or rows > MAX_TOKENS:
-        raise ValueError(
-            f"chunks of {rows} tokens of width {keys} do not fit a GPU's shared memory: at most "
-            f"{MAX_TOKENS} tokens of width {MAX_KEY_DIM}"
-        )
     padded_rows = padded_size(rows)
     padded_keys = padded_size(keys)
     columns = min(_COLUMNS, padded_size(values))

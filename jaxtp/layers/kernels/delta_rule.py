@@ -65,8 +65,6 @@ def delta_rule(
       chunk: tokens of a chunk, a power of two.
       scan: replaces `chunk_states`.
     """
-    if chunk < 1 or chunk.bit_count() > 1:
-        raise ValueError(f"chunk={chunk} is not a power of two")
     q, k, v, log_decay, write, starts = tokens
     rows, length, heads, values = v.shape
     wide = jnp.promote_types(v.dtype, jnp.float32)

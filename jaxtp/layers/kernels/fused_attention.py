@@ -30,10 +30,8 @@ from jax.typing import DTypeLike
 from jaxtp.collectives import ATTENDED, vary_alike
 from jaxtp.layers.kernels.blockwise_attention import sinks_gradient
 from jaxtp.layers.kernels.padding import pad_ranges, pad_to, round_up
-from jaxtp.layers.kernels.programs import check_dtypes, padded_size, run_programs
-from jaxtp.layers.sequence_parallel import Part, key_ranges, query_ranges
-
-MAX_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
+from jaxtp.layers.kernels.programs import padded_size, run_programs
+from jaxtp.layers.positions import Part, key_ranges, query_ranges
 
 _Ranges = tuple[Array, Array]
 """First and last key that each query sees, or first and last query that sees each key."""
@@ -104,13 +102,9 @@ def fused_attention(
 
     It is 0 if a query sees nothing.
 
-    For the arguments see `blockwise_attention`. Off CUDA the kernels run in Pallas' interpreter,
-    slowly, for tests.
-
-    Raises:
-      ValueError: unsupported heads or dtype.
+    For the arguments see `blockwise_attention`, for the widest heads `KERNELS` (`select.py`). Off
+    CUDA the kernels run in Pallas' interpreter, slowly, for tests.
     """
-    _check(q_BTNH, k_BSKH, v_BSKH)
     length = q_BTNH.shape[1]
     num_keys = k_BSKH.shape[1]
     width = v_BSKH.shape[3]
@@ -135,19 +129,6 @@ def _padded(x: Array, block: int) -> Array:
     """Pads `[B, T, heads, H]` to whole blocks and to a width that Triton multiplies."""
     _, length, _, width = x.shape
     return pad_to(x, {1: round_up(length, block), 3: padded_size(width)})
-
-
-def _check(q: Array, k: Array, v: Array) -> None:
-    heads = q.shape[2]
-    kv_heads = k.shape[2]
-    width = max(q.shape[3], v.shape[3])
-    if heads % kv_heads:
-        raise ValueError(f"{heads} query heads are not divisible by {kv_heads} kv heads")
-    if width > MAX_HEAD_DIM:
-        raise ValueError(
-            f"head_dim {width} is above {MAX_HEAD_DIM}, the widest of the fused attention kernels"
-        )
-    check_dtypes("queries, keys and values", q, k, v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

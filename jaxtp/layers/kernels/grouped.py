@@ -33,7 +33,6 @@ def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: M
 
     `sizes_E` are the rows per group. Off CUDA, pallas runs in its interpreter, slowly, for tests.
     """
-    _check(rows_MK, kernels_EKN, sizes_E)
     arrays = vary_alike((rows_MK, kernels_EKN, sizes_E.astype(jnp.int32)))
     return _grouped(method, *arrays)
 
@@ -66,24 +65,6 @@ def unsupported(requested: Implementation, platform: str | None) -> Iterator[str
     """Yields why the requested method cannot run."""
     if requested == "pallas" and not _has_pallas(platform):
         yield f"it runs on {_PALLAS_PLATFORM}, not on {platform}; use auto (xla)"
-
-
-def _check(rows: Array, kernels: Array, sizes: Array) -> None:
-    if rows.ndim != 2 or kernels.ndim != 3 or sizes.ndim != 1:
-        raise ValueError(
-            f"rows {rows.shape}, kernels {kernels.shape} and sizes {sizes.shape} are not [M, K], "
-            "[E, K, N] and [E]"
-        )
-    if rows.shape[1] != kernels.shape[1] or kernels.shape[0] != sizes.shape[0]:
-        raise ValueError(
-            f"rows {rows.shape} and sizes {sizes.shape} do not match kernels {kernels.shape}"
-        )
-    if rows.dtype != kernels.dtype or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        dtypes = ", ".join(x.dtype.name for x in (rows, kernels, sizes))
-        raise ValueError(
-            f"rows, kernels and sizes are {dtypes}: the first two have one dtype, the last are "
-            "integers"
-        )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jaxtp.layers.kernels.programs import MIN_SIZE, check_dtypes, run_programs
+from jaxtp.layers.kernels.programs import MIN_SIZE, run_programs
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,6 @@ def _run(
     shape: tuple[int, ...],
     name: str,
 ) -> Array:
-    *_, x, y = inputs
-    check_dtypes("the operands", x, y)
-
     def program(*refs: object) -> None:
         index = tuple(map(pl.program_id, range(len(grid))))
         jax.jit(kernel)(index, *refs)
@@ -154,7 +151,7 @@ def _run(
     (result,) = run_programs(
         program,
         inputs,
-        [(shape, x.dtype)],
+        [(shape, inputs[-1].dtype)],
         grid=grid,
         options=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         name=f"grouped_{name}",

@@ -12,9 +12,6 @@ from jax.typing import DTypeLike
 
 from jaxtp.mesh import current_platform
 
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of a kernel's operands."""
-
 MIN_SIZE = 16
 """Narrowest product that Triton computes."""
 
@@ -22,15 +19,6 @@ MIN_SIZE = 16
 def padded_size(size: int) -> int:
     """Returns the size of a dim after padding: Triton multiplies powers of two."""
     return max(MIN_SIZE, pl.next_power_of_2(size))
-
-
-def check_dtypes(names: str, *operands: Array) -> None:
-    """Raises a ValueError unless the operands have the same dtype, one of `DTYPES`."""
-    dtypes = [x.dtype.name for x in operands]
-    if len(set(dtypes)) > 1 or dtypes[0] not in DTYPES:
-        raise ValueError(
-            f"{names} are {', '.join(dtypes)}: they need one dtype of {', '.join(DTYPES)}"
-        )
 
 
 def run_programs(

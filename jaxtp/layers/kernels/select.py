@@ -1,7 +1,7 @@
 """Attention kernels, their capabilities and costs in one table, and the choice of `auto`.
 
 No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and
-last key of each query (`sequence_parallel.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to
+last key of each query (`positions.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to
 2.3 times as fast as FlashAttention on an H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000
 (huggingface/transformers#48163). On GPUs a run checks its kernel against plain products
 (`train/self_check.py`). `pick_scan` chooses the scan of Gated DeltaNet.
@@ -26,7 +26,7 @@ from jaxtp.layers.kernels.blockwise_attention import (
 )
 from jaxtp.layers.kernels.delta_rule import Scan
 from jaxtp.layers.kernels.padding import pad_to
-from jaxtp.layers.sequence_parallel import Part, key_ranges, segment_mask
+from jaxtp.layers.positions import Part, key_ranges, segment_mask
 from jaxtp.mesh import platform_of
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
@@ -383,6 +383,7 @@ _KERNELS = (
         run=_fused,
         products=_exact,
         platforms=("cuda",),
+        # Blocks of wider heads do not fit a GPU's shared memory.
         head_dims=lambda use: (256, 2),
     ),
     Kernel(name="blockwise", run=blockwise_attention, products=_by_blocks, streams_scores=True),

@@ -13,7 +13,8 @@ from typing import get_args
 
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.layers.sequence_parallel import Context, Method, is_split
+from jaxtp.layers.context import Context, Method
+from jaxtp.layers.transport import is_split
 from jaxtp.mesh import (
     AXES,
     CP,

@@ -17,7 +17,7 @@ from support import assert_refused, journeys
 import jaxtp
 from jaxtp.collectives import axis_size
 from jaxtp.config.schema import from_yaml, replace_nested
-from jaxtp.layers import context, linear, products, transport
+from jaxtp.layers import context, linear, transport
 from jaxtp.mesh import AXES, batch_parts, mesh_shape
 from jaxtp.models import config as models
 from jaxtp.models.config import OriginConfig
@@ -139,8 +139,8 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
 @pytest.mark.wide
 def test_a_scale_of_the_features_of_one_device_is_named(monkeypatch, capsys):
     """It only rounds otherwise, which no loss shows."""
-    quantised = products.tokens_in_float8
-    monkeypatch.setattr(products, "tokens_in_float8", lambda x, *axes: quantised(x))
+    quantised = linear.tokens_in_float8
+    monkeypatch.setattr(linear, "tokens_in_float8", lambda x, *axes: quantised(x))
     out = run_broken(capsys, *WHOLE, *IN_FLOAT8)
     assert "first difference: blocks.0.attention.out: its output is off by" in out
     assert "1 of 2 differ" in out, "in float32 products nothing differs"

@@ -1,50 +1,18 @@
-"""Activations between parallel layers: sequence parallelism, packed documents, dropout.
+"""Positions of tokens: documents, the keys that a query sees, and dropout by position.
 
-Sequence parallelism splits tokens over tp between parallel layers; column layers all-gather and row
-layers reduce-scatter (Korthikanti et al., arXiv 2205.05198). `segments` `[B, T]` mark the documents
-of a row: integers, equal within a document and different between neighbours, 0 for padding.
+`segments` `[B, T]` mark the documents of a row: integers, equal within a document and different
+between neighbours, 0 for padding.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain
-from jaxtp.mesh import CONTEXT, SEQUENCE, TP, current_mesh, mesh_sizes, parts
-
-SEQUENCE_DIM = 1
-
-Method = Literal["ulysses", "gather"]
-"""How attention reaches tokens on other devices along cp (`layers/context.py`)."""
-Context = Literal["auto", "ulysses", "gather"]
-
-SequenceParallel = bool | None
-"""On, off, or None: on if tp > 1 divides the sequence of the input, hence off when a single token
-is decoded."""
-
-
-def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | None:
-    """Returns the dim of `[B, T, ...]` that is split over tp between layers, or None."""
-    split = is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh()))
-    return SEQUENCE_DIM if split else None
-
-
-def is_split(setting: SequenceParallel, length: int, sizes: Mapping[str, int]) -> bool:
-    """Returns whether sequence parallelism splits sequences of `length` tokens."""
-    if setting is None:
-        return sizes[TP] > 1 and length % parts(sizes, SEQUENCE) == 0
-    return setting
-
-
-def activation_spec(split_dim: int | None) -> PartitionSpec:
-    """Returns the spec of `[B, T, D]` between layers, with the `sequence_dim` of its layers."""
-    return batch_spec(CONTEXT if split_dim is None else SEQUENCE, None)
+from jaxtp.collectives import constrain
 
 
 def segment_positions(segments_BT: Array) -> Array:
@@ -54,46 +22,6 @@ def segment_positions(segments_BT: Array) -> Array:
     begins = begins.at[:, 0].set(True)
     begin = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
     return index - begin
-
-
-def own_part(x: Array, axis: str, dim: int) -> Array:
-    """Returns this device's part of a dim along a mesh axis; all devices of the axis have `x`."""
-    size = x.shape[dim] // axis_size(axis)
-    return jax.lax.dynamic_slice_in_dim(x, axis_index(axis) * size, size, dim)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalShape:
-    """A device's micro-batch, and settings that decide how layers process it."""
-
-    sizes: Mapping[str, int]  # devices along each mesh axis
-    rows: int  # sequences on the device
-    length: int  # tokens of each whole sequence
-    packed: bool = False  # sequences hold several documents
-    platform: str | None = "cpu"
-    """Architecture of the device (`architecture_of`), which decides the kernels; None if
-    unknown."""
-
-    context: Context = "auto"  # requested method of attention over cp
-    zigzag: bool = False  # devices along cp hold tokens in zigzag order (`layers/context.py`)
-
-    @property
-    def tp(self) -> int:
-        """Devices along tp."""
-        return self.sizes[TP]
-
-    @property
-    def tokens(self) -> int:
-        """Tokens on the device inside parallel layers."""
-        return self.rows * self.length // parts(self.sizes, CONTEXT)
-
-    def is_split(self, setting: SequenceParallel) -> bool:
-        """See `is_split`."""
-        return is_split(setting, self.length, self.sizes)
-
-    def between(self, setting: SequenceParallel) -> int:
-        """Returns the tokens on the device between parallel layers."""
-        return self.tokens // self.tp if self.is_split(setting) else self.tokens
 
 
 class Part(NamedTuple):
