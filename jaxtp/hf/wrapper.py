@@ -12,7 +12,7 @@ from typing import Any
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families import WRAPPERS
 from jaxtp.hf.families.family import LAYER, TEXT_PREFIXES, Family
-from jaxtp.hf.model_folder import Attributes, Folder, HFError, quote, read_files
+from jaxtp.hf.model_folder import Attributes, Folder, HFError, quote
 from jaxtp.hf.safetensors import StoredTensor, StoredTensors
 
 HEAD = "head.kernel"
@@ -23,6 +23,7 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+"""Files of image, video and audio processors."""
 _SHARED = ("tie_word_embeddings", "quantization_config")
 """Attributes of a text model that may be outside of `text_config`, where they have precedence, as
 in transformers."""
@@ -192,7 +193,3 @@ class Whole:
         text = dict[str, Any](attributes[TEXT])
         text.pop("quantization_config", None)
         return {**attributes, TEXT: {**text, **changes}}
-
-    def files(self) -> dict[str, bytes]:
-        """Returns the files of the image, video and audio processors."""
-        return read_files(self.folder.path, PROCESSOR_FILES)

@@ -30,9 +30,9 @@ class Tensor:
 
     The path is dotted, without the index of the stack of layers.
 
-    Entries with the same `name` are parts of one tensor, concatenated along the output dim, or
-    cut into chunks that alternate. Entries with the same `path` are alternatives; a file may use
-    another one in each layer.
+    Entries with the same `name` whose parameters a model has are parts of one tensor, concatenated
+    along the output dim, or cut into chunks that alternate. Entries with the same `path` are
+    alternatives; a file may use another one in each layer.
     """
 
     path: str
@@ -163,6 +163,7 @@ COMMON = ROPE | {"head_dim"}
 ONE_VALUE: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
+    "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
@@ -184,7 +185,8 @@ class Family:
     architecture: str
     """Class name in transformers."""
     tensors: Tensors
-    """All tensors that a model may have; a tensor is required if the model has its parameter."""
+    """All tensors that a model may have, or more; a tensor is required if the model has its
+    parameter."""
     attributes: Attributes
     """If several entries have one name, an export writes the first."""
     layer_attributes: Set[str] = COMMON
@@ -292,10 +294,8 @@ class Family:
 
 def names_of(attributes: Iterable[Attribute]) -> set[str]:
     """Returns the names and aliases of attributes."""
-    names: set[str] = set()
-    for attribute in attributes:
-        names.update((attribute.name, attribute.alias or attribute.name))
-    return names
+    names = ((attribute.name, attribute.alias or attribute.name) for attribute in attributes)
+    return set(chain.from_iterable(names))
 
 
 def tensors(names: Mapping[str, str], **options: Any) -> Tensors:
@@ -320,14 +320,9 @@ def replace_all(tensors: Collection[Tensor], **changes: Any) -> Tensors:
     return tuple(replace(tensor, **changes) for tensor in tensors)
 
 
-def tensors_without(text: str, tensors: Collection[Tensor]) -> Tensors:
-    """Returns the tensors of parameters whose paths do not contain `text`."""
-    return tuple(tensor for tensor in tensors if text not in tensor.path)
-
-
-def biases(*tensors: Tensor) -> Tensors:
-    """Returns the biases of norms, given by their scales, and of kernels."""
-    return tuple(
+def with_biases(*tensors: Tensor) -> Tensors:
+    """Returns the tensors of norms' scales and of kernels, and their biases."""
+    biases = (
         replace(
             tensor,
             path=re.sub(r"kernel|scale", "bias", tensor.path).replace("biass", "biases"),
@@ -336,26 +331,25 @@ def biases(*tensors: Tensor) -> Tensors:
         )
         for tensor in tensors
     )
+    return (*tensors, *biases)
 
 
-def with_biases(*tensors: Tensor) -> Tensors:
-    """Returns the tensors of norms' scales and of kernels, and their biases."""
-    return tensors + biases(*tensors)
-
-
-OUTER = tensors(
+EMBEDDINGS = tensors(
     {
         "embedding.embedding": "model.embed_tokens.weight",
-        "norm.scale": "model.norm.weight",
         "head.kernel": "lm_head.weight",
+        "head.bias": "lm_head.bias",
     }
 )
+OUTER = EMBEDDINGS + with_biases(Tensor("norm.scale", "model.norm.weight"))
 """Tensors outside of the blocks."""
-NORMS = block_tensors(
-    {
-        "attention_norm.scale": "input_layernorm.weight",
-        "mlp_norm.scale": "post_attention_layernorm.weight",
-    }
+NORMS = with_biases(
+    *block_tensors(
+        {
+            "attention_norm.scale": "input_layernorm.weight",
+            "mlp_norm.scale": "post_attention_layernorm.weight",
+        }
+    )
 )
 QKV = block_tensors(
     {
@@ -376,18 +370,18 @@ GATE_UP = block_tensors(
 UP = block_tensors({"mlp.up.kernels.0": "mlp.up_proj.weight"}, transposed=True)
 """The first projection of a plain MLP."""
 DOWN = block_tensors({"mlp.down.kernel": "mlp.down_proj.weight"}, transposed=True)
-PROJECTIONS = QKV + OUT + GATE_UP + DOWN
-BODY = OUTER + NORMS + PROJECTIONS
-QKV_BIASES = biases(*QKV)
-OUT_BIAS = biases(*OUT)
-MLP_BIASES = biases(*GATE_UP, *DOWN)
-ATTENTION = QKV + QKV_BIASES + OUT + OUT_BIAS
+ATTENTION = with_biases(*QKV, *OUT)
 QK_NORMS = block_tensors(
     {
         "attention.qk_norms.0.scale": "self_attn.q_norm.weight",
         "attention.qk_norms.1.scale": "self_attn.k_norm.weight",
     }
 )
+MLP = with_biases(*UP, *GATE_UP, *DOWN)
+BRANCHES = ATTENTION + QK_NORMS + MLP
+BODY = OUTER + NORMS + BRANCHES
+"""The usual names of all tensors but experts. Most models lack some biases, or norms of queries
+and keys, or have only one of both kinds of MLP."""
 ROUTER = Tensor("blocks.mlp.router", "model.layers.{layer}.mlp.gate.weight", transposed=True)
 STACKED_EXPERTS = block_tensors(
     {
@@ -471,12 +465,20 @@ def with_defaults(attributes: Collection[Attribute], **defaults: object) -> Attr
     )
 
 
-def some_experts(count: int, per_token: int, alias: str | None = "num_local_experts") -> Attributes:
-    """Returns the attributes of a router without groups, with their defaults."""
+NORMALIZED = Attribute("norm_topk_prob", "normalize_experts", bool, False)
+"""Whether the weights of a token's experts add up to 1."""
+
+
+def numbers_of_experts(
+    name: str, count: int | None, per_token: int | None, alias: str | None = None
+) -> Attributes:
+    """Returns the attributes with the numbers of all experts (`name`) and of a token's experts.
+
+    Missing ones have their defaults.
+    """
     return (
-        Attribute("num_experts", "num_experts", int, count, alias=alias),
+        Attribute(name, "num_experts", int, count, alias=alias),
         Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
-        Attribute("norm_topk_prob", "normalize_experts", bool, False),
     )
 
 
@@ -485,9 +487,8 @@ def grouped_experts(
 ) -> Attributes:
     """Returns DeepSeek-V3's router attributes."""
     return (
-        Attribute("n_routed_experts", "num_experts", int, count, alias="num_local_experts"),
-        Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
-        Attribute("norm_topk_prob", "normalize_experts", bool, normalize),
+        *numbers_of_experts("n_routed_experts", count, per_token, "num_local_experts"),
+        replace(NORMALIZED, default=normalize),
         Attribute("routed_scaling_factor", "experts_scale", float, 1.0),
         Attribute("n_group", "expert_groups", int, 1),
         Attribute("topk_group", "groups_per_token", int, 1),
@@ -558,13 +559,20 @@ _MODEL_ATTRIBUTES = """
     max_position_embeddings model_max_length max_sequence_length max_seq_length max_seq_len
     initializer_range use_cache pretraining_tp is_llama_config is_decoder tokenizer_class
     output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
+    num_nextn_predict_layers num_mtp_layers
     base_model_tp_plan base_model_pp_plan base_model_fsdp_plan tie_last_hidden_states id2label
     label2id num_labels problem_type finetuning_task task_specific_params prefix torchscript
     tf_legacy_loss use_bfloat16 tie_encoder_decoder chunk_size_feed_forward
     cross_attention_hidden_size gradient_checkpointing transformers.js_config
     cache_implementation output_router_logits router_aux_loss_coef
 """
-IGNORED_ATTRIBUTES = frozenset((_MODEL_ATTRIBUTES + _GENERATION_ATTRIBUTES).split())
+# Their dropout is not applied.
+_DROPOUTS = """
+    hidden_dropout hidden_dropout_prob attention_probs_dropout_prob residual_dropout resid_dropout
+    resid_pdrop embedding_dropout embed_dropout embd_pdrop classifier_dropout summary_first_dropout
+    summary_last_dropout
+"""
+IGNORED_ATTRIBUTES = frozenset((_MODEL_ATTRIBUTES + _GENERATION_ATTRIBUTES + _DROPOUTS).split())
 """Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no
 such limit."""
 _BOOKKEEPING = re.compile(

@@ -93,11 +93,7 @@ GEMMA4 = replace(
     rope_kinds={"default", "proportional"},
     rope_attributes=(PARTIAL_ROPE,),
     default_rope={
-        "full_attention": {
-            "rope_type": "proportional",
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 1_000_000.0,
-        },
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
     always={

@@ -8,27 +8,18 @@ from dataclasses import replace
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
     ATTENTION_BIAS,
-    DOWN,
+    BODY,
     MLP_BIAS,
-    NORMS,
-    OUT,
-    OUTER,
     PARTIAL_ROPE,
-    QKV,
-    UP,
     Attribute,
     Family,
     sizes,
-    with_biases,
 )
 
 NEMOTRON = Family(
     model_type="nemotron",
     architecture="NemotronForCausalLM",
-    tensors=(
-        *OUTER[::2],
-        *with_biases(OUTER[1], *NORMS, *QKV, *OUT, *UP, *DOWN),
-    ),
+    tensors=BODY,
     attributes=(
         *sizes(1e-5, eps_name="norm_eps"),
         ATTENTION_BIAS,

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
-    OUTER,
+    EMBEDDINGS,
+    NORMS,
     PARTIAL_ROPE,
     QKV,
     ROPE,
@@ -16,7 +17,6 @@ from jaxtp.hf.families.family import (
     Tensor,
     block_tensors,
     sizes,
-    tensors,
     with_biases,
 )
 
@@ -24,11 +24,9 @@ PHI = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
     tensors=(
-        *OUTER[::2],
-        Tensor("head.bias", "lm_head.bias"),
+        *(EMBEDDINGS + NORMS),
         *with_biases(
-            *tensors({"norm.scale": "model.final_layernorm.weight"}),
-            *block_tensors({"attention_norm.scale": "input_layernorm.weight"}),
+            Tensor("norm.scale", "model.final_layernorm.weight"),
             *QKV,
             *block_tensors(
                 {
@@ -62,5 +60,4 @@ PHI = Family(
         "attention_out_bias": True,
         "mlp_bias": True,
     },
-    ignored_attributes={"resid_pdrop", "embd_pdrop"},
 )

@@ -37,10 +37,8 @@ PHI3 = Family(
     original_length=4096,
     rope_attributes=(PARTIAL_ROPE,),
     required={
-        "attention_bias": False,
         "lm_head_bias": False,
         "full_attn_mod": 1,
         "interpolate_factor": 1,
     },
-    ignored_attributes={"resid_pdrop", "embd_pdrop"},
 )
