@@ -12,7 +12,6 @@ a block-diagonal B, which an import takes apart. A projection without an adapter
 """
 
 import math
-import os.path
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -33,10 +32,9 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
-from jaxtp.hf.config_json import check_adaptable, choose_family
+from jaxtp.hf.config_json import choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_IN_MEMORY, TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.load import load_tensors, print_notes
-from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
     HFError,
@@ -105,7 +103,7 @@ def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
         layout = "stacked"
     abstract = abstract_decoder(replace(config, lora=LoraConfig()))[1]
     parameters = named_variables(nnx.filter_state(abstract, nnx.Param))
-    kernels = _by_kernel(replace(config, lora=LoraConfig(rank=1)))
+    kernels = adapters(replace(config, lora=LoraConfig(rank=1)))
     order = {kernel: i for i, kernel in enumerate(kernels)}
     parts = [
         replace(part, name=_in_memory(part.name, family))
@@ -113,10 +111,6 @@ def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
         if part.path in order
     ]
     return group_by_tensor(sorted(parts, key=lambda part: order[part.path]))
-
-
-def _by_kernel(config: ModelConfig) -> _Adapters:
-    return {adapter.kernel: adapter for adapter in adapters(config)}
 
 
 def _in_memory(module: str, family: Family) -> str:
@@ -221,13 +215,12 @@ def save_peft(
       HFError: the model has no adapters, no family can represent it, or the folder is not writable.
     """
     check_options(options, SaveOptions)
-    _check_base(base)
     config = model.config
     layout = options.get("experts", "stacked")
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by save_hf")
     family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
-    trained = _by_kernel(config)
+    trained = adapters(config)
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
     modules = _modules(config, family, layout)
     arrays = {kernel: variables[f"{adapter.lora}.a"][...] for kernel, adapter in trained.items()}
@@ -398,7 +391,6 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
     """
     attributes = read_attributes(path, CONFIG, "PEFT's format")
     base = attributes.get("base_model_name_or_path")
-    _check_base(base)
     plain = replace(config, lora=LoraConfig())
     with prefix_errors(path):
         _check_attributes(attributes)
@@ -406,12 +398,6 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
     with prefix_errors(f"{path}, made for {truncate(base, 200)}" if base else path):
         folder = _match_model(path, tensors, attributes, plain, choose_family(plain, family))
     return replace(folder, notes=(*notes, *folder.notes))
-
-
-def _check_base(base: object) -> None:
-    if isinstance(base, str | Path) and os.path.isfile(Path(base) / MODEL_CONFIG):
-        with prefix_errors(Path(base)):
-            check_adaptable(read_attributes(Path(base)))
 
 
 def _check_attributes(attributes: Attributes) -> None:
@@ -467,10 +453,10 @@ def _match_model(
     adapted = _stored_modules(possible, stems, stored, attributes)
     _check_names(attributes, stems, adapted)
     lora, diagonal = _lora_config(attributes, adapted)
-    trained = _by_kernel(replace(config, lora=lora))
+    trained = adapters(replace(config, lora=lora))
     lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
     config = replace(config, lora=lora)
-    trained = _by_kernel(config)
+    trained = adapters(config)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
     adapted_kernels = {name: module.kernels for name, module in adapted.items()}
     parts = _factors(adapted_kernels, trained, variables, diagonal=diagonal)

@@ -90,17 +90,13 @@ class StoredTensor:
         return data
 
     def _read_into(self, data: NDArray[np.uint8], offset: int) -> None:
-        view = memoryview(data.data)
-        with self.file.open("rb", buffering=0) as file:
+        with self.file.open("rb") as file:
             file.seek(self.offset + offset)
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise HFError(
-                        f"{self.file}: ends within the tensor {truncate(self.name)}; it changed "
-                        "while it was read"
-                    )
-                view = view[count:]
+            if file.readinto(data.data) < data.size:
+                raise HFError(
+                    f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while "
+                    "it was read"
+                )
 
     def is_about(self, value: float) -> bool:
         """Returns whether this is a scalar of this value, to two digits; raises as `blocks`."""

@@ -326,8 +326,8 @@ def gather_tensors(
             merged = factors.get(part.path, ())
             last[part.target] = _gather(variables[part.path], part.index, dtype_in_file, merged)
         array = last[part.target]
-        if part.head is not None:
-            return array.reshape(-1, *part.shape)[part.head]
+        if part.first < 0:
+            return array[-part.first :][: part.shape[0]]
         return np.atleast_1d(array if part.expert is None else array[part.expert])
 
     total = _total_bytes(tensors, dtype)

@@ -57,7 +57,8 @@ class TensorPart:
     shape: Shape
     """Shape of the whole tensor in the file, before dims are split or joined as in `stored`."""
     first: int = 0
-    """Start of the part along the last dim in jaxtp's order."""
+    """Start of the part along the last dim in jaxtp's order; below 0 if other tensors hold what
+    comes before."""
     expert: int | None = None
     """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
     columns: Columns | None = field(default=None, compare=False)
@@ -65,9 +66,6 @@ class TensorPart:
     consecutive, from `first`."""
     stored: Shape | None = None
     """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
-    head: int | None = None
-    """Number of the tensor's only head; None if the tensor holds all heads, or the parameter has
-    none."""
     float32: bool | None = False
     """Whether it is float32 in a file with another dtype; None: in some files."""
     inner: int = 0
@@ -157,7 +155,7 @@ def _parts_of_layer(
     if EXPERT in tensor.name:
         # The parameter is [L, E, ...].
         experts = range(logical[1])
-    heads: Iterable[int | None] = [None]
+    heads = range(1)
     if EACH_HEAD in tensor.name:
         heads = range(place.width // block.head_dim)
         shape = (block.head_dim,)
@@ -168,11 +166,10 @@ def _parts_of_layer(
             index,
             tensor.transposed,
             shape,
-            place.first,
+            place.first - head * block.head_dim,
             expert,
             place.columns,
             stored,
-            head,
             tensor.float32,
         )
 

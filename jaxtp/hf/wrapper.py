@@ -42,13 +42,14 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
         raise HFError(
             f"{TEXT} = {quote(text)}: a {wrapper.model_type} describes its text model there"
         )
-    if attributes.get("architectures") not in (None, [wrapper.architecture]):
-        raise HFError(
-            f"architectures = {quote(attributes['architectures'])} is not supported, only "
-            f"{wrapper.architecture}"
-        )
     shared = {name: attributes[name] for name in _SHARED if name in attributes}
-    return {"model_type": wrapper.text_types[0], **text, **shared, "architectures": None}
+    architectures = attributes.get("architectures")
+    return {
+        "model_type": wrapper.text_types[0],
+        **text,
+        **shared,
+        "architectures": architectures,
+    }
 
 
 def is_part(family: Family) -> bool:

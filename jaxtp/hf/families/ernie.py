@@ -22,7 +22,6 @@ from jaxtp.hf.families.family import (
 ERNIE4_5 = Family(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
-    tensors=BODY,
     attributes=(
         *sizes(1e-5, tied=True, kv_heads=2),
         Attribute(

@@ -177,121 +177,6 @@ ONE_VALUE: Mapping[str, object] = {
 """Attributes with one supported value, in the families that neither read nor ignore them."""
 
 
-@dataclass(frozen=True)
-class Family:
-    """The models of one transformers `model_type`."""
-
-    model_type: str
-    architecture: str
-    """Class name in transformers."""
-    tensors: Tensors
-    """All tensors that a model may have, or more; a tensor is required if the model has its
-    parameter."""
-    attributes: Attributes
-    """If several entries have one name, an export writes the first."""
-    layer_attributes: Set[str] = COMMON
-    """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
-    its feature."""
-    rope_attributes: Attributes = ()
-    """Attributes in `rope_parameters` (or `rope_scaling`) or beside it. Of two attributes with one
-    field, the first in the file counts, and an export writes the first here."""
-    by_type: AttributesByType = field(default_factory=dict)
-    """Attributes of the layers of one type."""
-    always_by_type: Mapping[LayerType, Values] = field(default_factory=dict)
-    """Fields of `BlockConfig` with a fixed value in the layers of one type."""
-    prefix: str = "model."
-    """Prefix of all tensor names except the head's; a file may lack it."""
-    wrapper: Wrapper | None = None
-    """The multimodal model that holds this text model, if any."""
-    interleaved_rope: bool = False
-    """Whether the two query or key dims of a rotated pair are next to each other in the file; in
-    jaxtp, they are half of the rotated dims apart. rope_interleave may switch it off."""
-    rope_in_head: bool = False
-    """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of
-    a head."""
-    scaled_scores: bool = False
-    """Whether mscale_all_dim of yarn also scales the attention scores."""
-    remote_code: tuple[str, ...] = ()
-    """Classes in auto_map that transformers has too."""
-    other_tensors: tuple[str, ...] = ()
-    """Beginnings of the names of tensors that are not read, but copied by an export, such as
-    prediction heads."""
-    later_layers: bool = False
-    """Whether layers from num_hidden_layers on are prediction heads, among `other_tensors`."""
-    ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
-    """Tensors in files that an import skips."""
-    constants: Mapping[str, float] = field(default_factory=dict)
-    """Scalar tensors of each layer with one supported value. A file may lack them; an export writes
-    them."""
-    default_window: int | None = 4096
-    """Default of sliding_window."""
-    window_period: int = 2
-    """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If
-    0, layer_types is required."""
-    default_full_layers: int = 28
-    """Default of max_window_layers."""
-    windows_from_last: bool = False
-    """Whether these layers are counted from the last, which has no window."""
-    last_is_global: bool = False
-    """Whether the last layer never has a window."""
-    window_can_be_null: bool = False
-    """Whether a sliding_window of null means no windows, and layers are global only without it."""
-    pattern_is_default: bool = False
-    """Whether layer_types replaces another sliding_window_pattern."""
-    only_layer_type: str | None = None
-    """The one supported type in layer_types, in a family without windows; a file without
-    layer_types has others."""
-    default_dense_layers: int = 0
-    """Default of first_k_dense_replace and moe_layer_start_index."""
-    rope_theta: float = 10_000.0
-    """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
-    rope_theta_name: str = "rope_theta"
-    """Name of rope_theta beside `rope_scaling`."""
-    rope_by_type: bool = False
-    """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling`
-    is for layers with full attention."""
-    default_rope: Values = field(default_factory=dict)
-    """The rope_parameters of a file without any."""
-    rope_ignored: Set[str] = frozenset()
-    """Parameters of the rotary embedding without effect on text."""
-    rope_kinds: Set[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
-    """Supported kinds of rotary embedding."""
-    rope_aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of these kinds, in older files."""
-    original_length: int | None = None
-    """Default of a top-level original_max_position_embeddings; None: the value in rope_scaling or
-    rope_parameters, else max_position_embeddings."""
-    default_head_dim: int | None = None
-    """Default of head_dim; None: hidden_size / num_attention_heads."""
-    always: Values = field(default_factory=dict)
-    """Fields of `ModelConfig` with a fixed value."""
-    required: Mapping[str, object] = field(default_factory=dict)
-    """Further attributes with one supported value; others would change the model."""
-    written: Mapping[str, object] = field(default_factory=dict)
-    """Attributes that an export adds, without effect on the model."""
-    ignored_attributes: Set[str] = frozenset()
-    """Ignored in addition to `IGNORED_ATTRIBUTES`."""
-    quantization: Set[str] = frozenset({"fp8"})
-    """Supported values of quant_method in quantization_config."""
-
-    def changing_fields(self) -> Iterable[str]:
-        """Returns the fields that depend on a layer's types, always in the same order."""
-        attributes = chain.from_iterable(self.by_type.values())
-        fields = chain.from_iterable(attribute.fields for attribute in attributes)
-        return dict.fromkeys(chain(fields, *self.always_by_type.values()))
-
-    def known_attributes(self) -> Set[str]:
-        """Returns the attributes that an import reads."""
-        attributes = chain(self.attributes, self.rope_attributes, *self.by_type.values())
-        return names_of(attributes) | self.layer_attributes | {"model_type", self.rope_theta_name}
-
-    def fixed_attributes(self) -> dict[str, object]:
-        """Returns the attributes with one supported value, and this value."""
-        names = self.known_attributes() | self.ignored_attributes
-        common = {name: value for name, value in ONE_VALUE.items() if name not in names}
-        return common | dict(self.required)
-
-
 def names_of(attributes: Iterable[Attribute]) -> set[str]:
     """Returns the names and aliases of attributes."""
     names = ((attribute.name, attribute.alias or attribute.name) for attribute in attributes)
@@ -520,8 +405,9 @@ def first_dense(width: int | None, shared: int | None = None) -> AttributesByTyp
     }
 
 
-# Rotated part of each head
-PARTIAL_ROPE = Attribute("partial_rotary_factor", "rotary_fraction", float, 1.0)
+def partial_rope(default: float = 1.0) -> Attributes:
+    """Returns the attribute with the rotated part of each head."""
+    return (Attribute("partial_rotary_factor", "rotary_fraction", float, default),)
 
 
 def sizes(
@@ -545,6 +431,121 @@ def sizes(
         Attribute(eps_name, "norm_eps", float, eps),
         Attribute("tie_word_embeddings", "tie_embeddings", bool, tied),
     )
+
+
+@dataclass(frozen=True)
+class Family:
+    """The models of one transformers `model_type`."""
+
+    model_type: str
+    architecture: str
+    """Class name in transformers."""
+    attributes: Attributes
+    """If several entries have one name, an export writes the first."""
+    tensors: Tensors = BODY
+    """All tensors that a model may have, or more; a tensor is required if the model has its
+    parameter."""
+    layer_attributes: Set[str] = COMMON
+    """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
+    its feature."""
+    rope_attributes: Attributes = ()
+    """Attributes in `rope_parameters` (or `rope_scaling`) or beside it. Of two attributes with one
+    field, the first in the file counts, and an export writes the first here."""
+    by_type: AttributesByType = field(default_factory=dict)
+    """Attributes of the layers of one type."""
+    always_by_type: Mapping[LayerType, Values] = field(default_factory=dict)
+    """Fields of `BlockConfig` with a fixed value in the layers of one type."""
+    prefix: str = "model."
+    """Prefix of all tensor names except the head's; a file may lack it."""
+    wrapper: Wrapper | None = None
+    """The multimodal model that holds this text model, if any."""
+    interleaved_rope: bool = False
+    """Whether the two query or key dims of a rotated pair are next to each other in the file; in
+    jaxtp, they are half of the rotated dims apart. rope_interleave may switch it off."""
+    rope_in_head: bool = False
+    """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of
+    a head."""
+    scaled_scores: bool = False
+    """Whether mscale_all_dim of yarn also scales the attention scores."""
+    remote_code: tuple[str, ...] = ()
+    """Classes in auto_map that transformers has too."""
+    other_tensors: tuple[str, ...] = ()
+    """Beginnings of the names of tensors that are not read, but copied by an export, such as
+    prediction heads."""
+    later_layers: bool = False
+    """Whether layers from num_hidden_layers on are prediction heads, among `other_tensors`."""
+    ignored_tensors: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
+    """Tensors in files that an import skips."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Scalar tensors of each layer with one supported value. A file may lack them; an export writes
+    them."""
+    default_window: int | None = 4096
+    """Default of sliding_window."""
+    window_period: int = 2
+    """Without layer_types, every n-th layer has no window; sliding_window_pattern overrides n. If
+    0, layer_types is required."""
+    default_full_layers: int = 28
+    """Default of max_window_layers."""
+    windows_from_last: bool = False
+    """Whether these layers are counted from the last, which has no window."""
+    last_is_global: bool = False
+    """Whether the last layer never has a window."""
+    window_can_be_null: bool = False
+    """Whether a sliding_window of null means no windows, and layers are global only without it."""
+    pattern_is_default: bool = False
+    """Whether layer_types replaces another sliding_window_pattern."""
+    only_layer_type: str | None = None
+    """The one supported type in layer_types, in a family without windows; a file without
+    layer_types has others."""
+    default_dense_layers: int = 0
+    """Default of first_k_dense_replace and moe_layer_start_index."""
+    rope_theta: float = 10_000.0
+    """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
+    rope_theta_name: str = "rope_theta"
+    """Name of rope_theta beside `rope_scaling`."""
+    rope_by_type: bool = False
+    """Whether rope_parameters holds one rotary embedding for each attention type; a `rope_scaling`
+    is for layers with full attention."""
+    default_rope: Values = field(default_factory=dict)
+    """The rope_parameters of a file without any."""
+    rope_ignored: Set[str] = frozenset()
+    """Parameters of the rotary embedding without effect on text."""
+    rope_kinds: Set[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
+    """Supported kinds of rotary embedding."""
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of these kinds, in older files."""
+    original_length: int | None = None
+    """Default of a top-level original_max_position_embeddings; None: the value in rope_scaling or
+    rope_parameters, else max_position_embeddings."""
+    default_head_dim: int | None = None
+    """Default of head_dim; None: hidden_size / num_attention_heads."""
+    always: Values = field(default_factory=dict)
+    """Fields of `ModelConfig` with a fixed value."""
+    required: Mapping[str, object] = field(default_factory=dict)
+    """Further attributes with one supported value; others would change the model."""
+    written: Mapping[str, object] = field(default_factory=dict)
+    """Attributes that an export adds, without effect on the model."""
+    ignored_attributes: Set[str] = frozenset()
+    """Ignored in addition to `IGNORED_ATTRIBUTES`."""
+    quantization: Set[str] = frozenset({"fp8"})
+    """Supported values of quant_method in quantization_config."""
+
+    def changing_fields(self) -> Iterable[str]:
+        """Returns the fields that depend on a layer's types, always in the same order."""
+        attributes = chain.from_iterable(self.by_type.values())
+        fields = chain.from_iterable(attribute.fields for attribute in attributes)
+        return dict.fromkeys(chain(fields, *self.always_by_type.values()))
+
+    def known_attributes(self) -> Set[str]:
+        """Returns the attributes that an import reads."""
+        attributes = chain(self.attributes, self.rope_attributes, *self.by_type.values())
+        return names_of(attributes) | self.layer_attributes | {"model_type", self.rope_theta_name}
+
+    def fixed_attributes(self) -> dict[str, object]:
+        """Returns the attributes with one supported value, and this value."""
+        names = self.known_attributes() | self.ignored_attributes
+        common = {name: value for name, value in ONE_VALUE.items() if name not in names}
+        return common | dict(self.required)
 
 
 # Generation settings, which older versions of transformers stored in config.json

@@ -8,7 +8,6 @@ from dataclasses import replace
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
     ATTENTION_BIAS,
-    BODY,
     BRANCHES,
     COMMON,
     OUTER,
@@ -27,7 +26,6 @@ _EMBEDDING_SCALE = Attribute("hidden_size", "embedding_scale", float, power=0.5)
 GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
-    tensors=BODY,
     attributes=(
         *sizes(tied=True, kv_heads=16),
         ATTENTION_BIAS,
@@ -91,10 +89,8 @@ GEMMA3 = replace(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     attributes=with_defaults(
-        (
-            *without(GEMMA2.attributes, "attn_logit_softcapping", "final_logit_softcapping"),
-            Attribute("final_logit_softcapping", "logit_softcap", float, can_be_null=True),
-        ),
+        without(GEMMA2.attributes, "attn_logit_softcapping"),
+        final_logit_softcapping=None,
         # The text models of multimodal files rely on these.
         vocab_size=262_208,
         hidden_size=2304,

@@ -11,7 +11,6 @@ from dataclasses import replace
 from jaxtp.hf.families.family import (
     ATTENTION,
     ATTENTION_BIAS,
-    BODY,
     COMMON,
     MLP_BIAS,
     NORMS,
@@ -63,7 +62,6 @@ _COMMON = (
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    tensors=BODY,
     attributes=(*_COMMON, MLP_BIAS),
     ignored_attributes=_DROPOUT,
 )

@@ -24,7 +24,7 @@ HUNYUAN = Family(
         ),
     ),
     attributes=(*sizes(1e-5), ATTENTION_BIAS),
-    rope_kinds={"default", "linear", "llama3", "yarn", "longrope", "dynamic"},
+    rope_kinds=Family.rope_kinds | {"dynamic"},
     always={"qk_norm": "head", "qk_norm_after_rope": True},
     required={
         "use_qk_norm": True,

@@ -8,7 +8,6 @@ from dataclasses import replace
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
     ATTENTION_BIAS,
-    BODY,
     COMMON,
     MLP_BIAS,
     NO_ROPE_LAYERS,
@@ -21,7 +20,6 @@ from jaxtp.hf.families.family import (
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    tensors=BODY,
     attributes=(*sizes(), ATTENTION_BIAS, MLP_BIAS),
     required={"sliding_window": None},
 )

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     BODY,
-    PARTIAL_ROPE,
     SELECTION_BIAS,
     Attribute,
     Family,
     numbers_of_experts,
+    partial_rope,
     sizes,
 )
 from jaxtp.hf.families.mistral import SPARSE_EXPERTS
@@ -36,7 +36,7 @@ MINIMAX_M2 = Family(
     ),
     rope_theta=5_000_000.0,
     rope_attributes=(
-        PARTIAL_ROPE,
+        *partial_rope(),
         Attribute("rotary_dim", "rotary_fraction", int, unit=("head_dim", -1.0)),
     ),
     default_head_dim=128,

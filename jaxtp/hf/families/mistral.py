@@ -41,7 +41,6 @@ SPARSE_EXPERTS = (
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    tensors=BODY,
     attributes=sizes(kv_heads=8),
     layer_attributes=COMMON | WINDOW,
 )

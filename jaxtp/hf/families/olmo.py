@@ -32,7 +32,6 @@ _CLIP = Attribute("clip_qkv", "clip_qkv", float, can_be_null=True)
 OLMO = Family(
     model_type="olmo",
     architecture="OlmoForCausalLM",
-    tensors=BODY,
     attributes=(
         *without(sizes(), "rms_norm_eps"),
         ATTENTION_BIAS,

@@ -3,19 +3,17 @@
 They have a parallel block with one LayerNorm, biases, and partly rotated heads.
 """
 
-from dataclasses import replace
-
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
     EMBEDDINGS,
     NORMS,
-    PARTIAL_ROPE,
     QKV,
     ROPE,
     Attribute,
     Family,
     Tensor,
     block_tensors,
+    partial_rope,
     sizes,
     with_biases,
 )
@@ -50,7 +48,7 @@ PHI = Family(
         Attribute("qk_layernorm", "qk_norm", {False: "none", True: "head_bias"}, False),
     ),
     layer_attributes=ROPE,
-    rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
+    rope_attributes=partial_rope(0.5),
     always={
         "norm": "layer",
         "norm_placement": "parallel",

@@ -21,7 +21,6 @@ from jaxtp.hf.families.family import (
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    tensors=BODY,
     attributes=sizes(kv_heads=32),
     layer_attributes=COMMON | SWITCHED_WINDOW | {"layer_types"},
     # Of q, k and v; config.json has no attribute for it.
@@ -32,7 +31,6 @@ QWEN2 = Family(
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    tensors=BODY,
     attributes=(*sizes(kv_heads=32), ATTENTION_BIAS),
     layer_attributes=COMMON | SWITCHED_WINDOW | {"layer_types"},
     default_head_dim=128,

@@ -3,18 +3,16 @@
 12B has a parallel block.
 """
 
-from dataclasses import replace
-
 from jaxtp.hf.families.family import (
     ATTENTION,
     MLP,
     NORMS,
     OUTER,
-    PARTIAL_ROPE,
     ROPE,
     Attribute,
     Family,
     block_tensors,
+    partial_rope,
     sizes,
 )
 
@@ -39,6 +37,6 @@ STABLELM = Family(
         ),
     ),
     layer_attributes=ROPE,
-    rope_attributes=(replace(PARTIAL_ROPE, default=0.25),),
+    rope_attributes=partial_rope(0.25),
     always={"norm": "layer"},
 )
