@@ -153,8 +153,9 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     if model in usual:
         model = layers[usual.index(model)]
     if any(linear):
-        keys = whole("linear_num_key_heads", fields["delta_key_heads"])
-        _check_multiple(model["delta_value_heads"], keys)
+        _check_multiple(
+            model["delta_value_heads"], whole("linear_num_key_heads", fields["delta_key_heads"])
+        )
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
