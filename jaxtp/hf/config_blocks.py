@@ -28,6 +28,7 @@ from jaxtp.hf.model_folder import (
     HFError,
     MutableAttributes,
     choice,
+    plain_number,
     positive,
     quote,
     switch,
@@ -268,7 +269,7 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> MutableAt
             written[attribute.name] = next(names, attribute.default)
         elif value and (attribute.power != 1 or attribute.unit is not None):
             number = round((value / attribute.scale(fields)) ** (1 / attribute.power), 6)
-            written[attribute.name] = int(number) if float(number).is_integer() else number
+            written[attribute.name] = plain_number(number)
         elif attribute.plus is not None:
             written[attribute.name] = value - fields[attribute.plus]
         elif value is not None or attribute.can_be_null:

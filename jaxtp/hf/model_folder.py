@@ -293,6 +293,11 @@ def positive(name: str, value: object) -> float:
     raise HFError(f"{name} = {quote(value)}: should be a number above 0")
 
 
+def plain_number(value: float) -> float:
+    """Returns a whole number as an int, as most programs write it."""
+    return int(value) if value.is_integer() else value
+
+
 def switch(name: str, value: object) -> bool:
     """Checks true or false."""
     if not isinstance(value, bool):

@@ -41,6 +41,7 @@ from jaxtp.hf.model_folder import (
     explain_gguf,
     explain_pickle,
     join_problems,
+    plain_number,
     positive,
     prefix_errors,
     quote,
@@ -79,8 +80,8 @@ _ATTRIBUTES = """
     base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
     qalora_group_size runtime_config eva_config ensure_weight_tying
 """
-"""Attributes that an import reads; those from base_model_name_or_path on have no effect on outputs,
-or only with another attribute, which is refused."""
+"""Attributes that an import accepts. Tensors say which modules have adapters; attributes from
+base_model_name_or_path on have no effect on outputs, or only with another one, which is refused."""
 # PEFT's first version with these A and B of stacked experts; older ones exchanged them
 _VERSION = "0.19.0"
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
@@ -308,7 +309,7 @@ def _peft_config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": lora.rank,
-        "lora_alpha": _number(alpha),
+        "lora_alpha": plain_number(alpha),
         "use_rslora": rslora,
         "lora_dropout": 0.0,
         "target_modules": list(dict.fromkeys(modules)),
@@ -325,13 +326,9 @@ def _peft_config(
         root = math.sqrt if rslora else float
         attributes["rank_pattern"] = {name: count * lora.rank for name, count in counts.items()}
         attributes["alpha_pattern"] = {
-            name: _number(root(count) * alpha) for name, count in counts.items()
+            name: plain_number(root(count) * alpha) for name, count in counts.items()
         }
     return attributes
-
-
-def _number(value: float) -> float:
-    return int(value) if value.is_integer() else value
 
 
 @dataclass(frozen=True)
