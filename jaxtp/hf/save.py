@@ -326,9 +326,9 @@ def gather_tensors(
             merged = factors.get(part.path, ())
             last[part.target] = _gather(variables[part.path], part.index, dtype_in_file, merged)
         array = last[part.target]
-        if part.first < 0:
-            return array[-part.first :][: part.shape[0]]
-        return np.atleast_1d(array if part.expert is None else array[part.expert])
+        array = np.atleast_1d(array if part.expert is None else array[part.expert])
+        # Other tensors may hold columns before and after these.
+        return array[..., max(0, -part.first) : part.ordered_shape[-1] - part.first]
 
     total = _total_bytes(tensors, dtype)
     written = 0
