@@ -1,8 +1,9 @@
 """Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensor names decide which
-modules have adapters, not `target_modules`: a hostile regular expression may never end. A layer or
-expert without an adapter gets zeros, which training does not change (`jaxtp/layers/lora.py`).
+modules have adapters. Plain lists in `target_modules` and `target_parameters` must agree; a regular
+expression is not evaluated, since a hostile one may never end. A layer or expert without an adapter
+gets zeros, which training does not change (`jaxtp/layers/lora.py`).
 
 PEFT has one A and one B for a kernel of several projections (Phi-3's qkv_proj), and for all experts
 that are stacked in one parameter: `[E * r, in]` and `[out, r * E]`. jaxtp has an adapter for each
@@ -80,10 +81,12 @@ _ATTRIBUTES = """
     base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
     qalora_group_size runtime_config eva_config ensure_weight_tying
 """
-"""Attributes that an import accepts. Tensors say which modules have adapters; attributes from
-base_model_name_or_path on have no effect on outputs, or only with another one, which is refused."""
+"""Attributes that an import reads; those from base_model_name_or_path on have no effect on outputs,
+or only with another attribute, which is refused."""
 # PEFT's first version with these A and B of stacked experts; older ones exchanged them
 _VERSION = "0.19.0"
+_CHOICES = ("exclude_modules", "layers_to_transform", "layers_pattern")
+"""Attributes that choose among the modules that `target_modules` names."""
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
@@ -435,7 +438,7 @@ class _StoredModule(NamedTuple):
 def _match_model(
     path: Path, stored: StoredTensors, attributes: Attributes, config: ModelConfig, family: Family
 ) -> PeftFolder:
-    parameters = _target_parameters(attributes)
+    parameters = _names("target_parameters", attributes)
     modules = _modules(config, family, layout_of(stored) if parameters else "separate")
     possible = {
         name: kernels
@@ -445,6 +448,7 @@ def _match_model(
     stems = _stems(possible)
     stored = _check_tensors(stored, dict.fromkeys(stems.values()), config, family)
     adapted = _stored_modules(possible, stems, stored, attributes)
+    _check_names(attributes, stems, adapted)
     lora, diagonal = _lora_config(attributes, adapted)
     trained = adapters(replace(config, lora=lora))
     lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
@@ -580,7 +584,7 @@ def _lora_config(
     alpha = positive("lora_alpha", attributes.get("lora_alpha"))
     rank_of = _pattern(attributes, "rank_pattern", rank, whole)
     alpha_of = _pattern(attributes, "alpha_pattern", alpha, positive)
-    parameters = _target_parameters(attributes)
+    parameters = _names("target_parameters", attributes)
     configs: dict[str, LoraConfig] = {}
     for name, module in adapted.items():
         target = name if _suffixes(name) & parameters else name.removesuffix(".weight")
@@ -661,11 +665,38 @@ def _is_block_diagonal(b: StoredTensor, parts: Sequence[TensorPart]) -> bool:
     return not (by_part != 0).any()
 
 
-def _target_parameters(attributes: Attributes) -> set[str]:
-    value = attributes.get("target_parameters") or []
+def _names(name: str, attributes: Attributes) -> set[str]:
+    value = attributes.get(name)
+    if value is None:
+        return set()
     if isinstance(value, list) and set(map(type, value)) <= {str}:
         return set(value)
-    raise HFError(f"target_parameters = {quote(value)}: should be a list of names")
+    raise HFError(f"{name} = {quote(value)}: should be a list of names, or an expression")
+
+
+def _check_names(
+    attributes: Attributes,
+    stems: Mapping[str, str],
+    adapted: Container[str],
+) -> None:
+    """Compares the adapted modules with the lists of names in the configuration.
+
+    With anything else in it that chooses modules, the tensors alone decide.
+    """
+    chosen = [name for name in _CHOICES if attributes.get(name) not in (None, [])]
+    if chosen or isinstance(attributes.get("target_modules"), str):
+        return
+    included = _names("target_modules", attributes)
+    parameters = _names("target_parameters", attributes)
+    for name, module in stems.items():
+        is_named = _suffixes(name) & parameters
+        if name.endswith(".weight"):
+            is_named |= _suffixes(module) & included
+        tensor = _tensor_name(module, "A")
+        if is_named and name not in adapted:
+            raise HFError(f"missing: {tensor}, which {CONFIG} requires")
+        if name in adapted and not is_named:
+            raise HFError(f"unexpected: {tensor}, which {CONFIG} does not name")
 
 
 def _suffixes(module: str) -> set[str]:
