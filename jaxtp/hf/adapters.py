@@ -21,17 +21,17 @@ from jaxtp.models.decoder import Decoder, abstract_decoder, create_decoder
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of stacked layers and its kernel, as dotted paths."""
+    """An adapter of stacked layers."""
 
     target: Target
-    kernel: str
     lora: str
-    """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`; of experts `[L, E, in, rank]` and `[L, E,
-    rank, out]`."""
+    """Dotted path. `.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`; of experts `[L, E, in, rank]`
+    and `[L, E, rank, out]`."""
 
 
-def adapters(config: ModelConfig) -> Iterator[Adapter]:
-    """Yields the adapters of a model."""
+def adapters(config: ModelConfig) -> dict[str, Adapter]:
+    """Returns the adapters of a model by the dotted path of their kernel."""
+    by_kernel: dict[str, Adapter] = {}
     counts: Counter[str] = Counter()
     for target in filter(config.lora.adapted, TARGETS):
         for stack, _, block in config.kinds():
@@ -40,8 +40,9 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
                     path = f"{stack}.{kernel}"
                     module, is_linear, _ = path.partition(".kernel")
                     lora = f"{module}.loras.{counts[module]}" if is_linear else f"{module}_lora"
-                    yield Adapter(target, path, lora)
+                    by_kernel[path] = Adapter(target, lora)
                     counts[module] += 1
+    return by_kernel
 
 
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
@@ -112,10 +113,10 @@ def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
         )
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
     factors: dict[str, Factors] = {}
-    for adapter in adapters(config):
+    for kernel, adapter in adapters(config).items():
         a = variables[f"{adapter.lora}.a"][...]
         b = variables[f"{adapter.lora}.b"][...]
-        factors[adapter.kernel] = a, b, config.lora.scale
+        factors[kernel] = a, b, config.lora.scale
     return factors
 
 

@@ -28,6 +28,7 @@ from jaxtp.hf.model_folder import (
     HFError,
     MutableAttributes,
     choice,
+    plain_number,
     positive,
     quote,
     switch,
@@ -71,6 +72,8 @@ _NO_ROPE_PERIOD = "no_rope_layer_interval"
 # Default of transformers
 _DEFAULT_NO_ROPE_PERIOD = 4
 _OVERRIDES = "per_layer_config"
+_OVERRIDDEN = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+"""The attribute with other values for single layers, and what it can have: names and fields."""
 _DEFAULTS = {field.name: field.default for field in fields_of(BlockConfig)}
 _MAX_LAYERS = 1024
 
@@ -112,10 +115,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
         raise HFError(f"num_hidden_layers = {count}: at most {_MAX_LAYERS:,} are supported")
     ropes: Sequence[Settings] = ({}, {})
     if "rope_theta" in names:
-        ropes = (
-            _read_rope(attributes, family, fields, windowed=False),
-            _read_rope(attributes, family, fields, windowed=True),
-        )
+        ropes = [_read_rope(attributes, family, fields, windowed=flag) for flag in (False, True)]
     attributes = _expanded(attributes, family)
     windows = _read_windows(attributes, family, count)
     window = attributes.get("sliding_window", family.default_window)
@@ -154,8 +154,9 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     if model in usual:
         model = layers[usual.index(model)]
     if any(linear):
-        keys = whole("linear_num_key_heads", fields["delta_key_heads"])
-        _check_multiple(model["delta_value_heads"], keys)
+        _check_multiple(
+            model["delta_value_heads"], whole("linear_num_key_heads", fields["delta_key_heads"])
+        )
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
@@ -268,7 +269,7 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> MutableAt
             written[attribute.name] = next(names, attribute.default)
         elif value and (attribute.power != 1 or attribute.unit is not None):
             number = round((value / attribute.scale(fields)) ** (1 / attribute.power), 6)
-            written[attribute.name] = int(number) if float(number).is_integer() else number
+            written[attribute.name] = plain_number(number)
         elif attribute.plus is not None:
             written[attribute.name] = value - fields[attribute.plus]
         elif value is not None or attribute.can_be_null:
@@ -278,32 +279,23 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> MutableAt
 
 def _read_overrides(
     attributes: Attributes, family: Family, fields: Settings
-) -> dict[int, MutableSettings]:
+) -> dict[int, Settings]:
     listed = attributes.get(_OVERRIDES)
     if _OVERRIDES not in family.layer_attributes or listed is None:
         return {}
-    # Later attributes of a name replace earlier ones.
-    candidates = (
-        *chain(family.attributes, *family.by_type.values()),
-        Attribute("head_dim", "head_dim", int),
-    )
-    allowed = {item.name: item for item in candidates if item.field in ("head_dim", "num_kv_heads")}
     wrong = HFError(
-        f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to {' and '.join(allowed)}"
+        f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to "
+        f"{' and '.join(_OVERRIDDEN)}"
     )
     if not isinstance(listed, dict):
         raise wrong
-    layers = map(str, range(fields["num_layers"]))
-    if not listed.keys() <= set(layers):
-        raise wrong
-    overrides: dict[int, MutableSettings] = {}
+    layers = set(map(str, range(fields["num_layers"])))
+    overrides: dict[int, Settings] = {}
     for layer, changes in listed.items():
-        if not isinstance(changes, dict) or not changes.keys() <= allowed.keys():
+        is_valid = layer in layers and isinstance(changes, dict)
+        if not is_valid or not changes.keys() <= _OVERRIDDEN.keys():
             raise wrong
-        override = overrides.setdefault(int(layer), {})
-        for name in changes:
-            value = read_attribute(allowed[name], changes, fields)
-            override |= dict.fromkeys(allowed[name].fields, value)
+        overrides[int(layer)] = {_OVERRIDDEN[name]: whole(name, changes[name]) for name in changes}
     return overrides
 
 
@@ -398,14 +390,10 @@ def _check_lengths(attributes: Attributes, names: Collection[str], count: int) -
     """Raises for a list whose length is not the number of layers, even for one without effect."""
     for name in ("layer_types", "mlp_layer_types"):
         types = attributes.get(name) if name in names else None
-        if types is None:
-            continue
-        if not isinstance(types, list):
+        if types is not None and not (isinstance(types, list) and len(types) == count):
             raise HFError(
                 f"{name} = {quote(types)}: should be a list with a type for each of {count} layers"
             )
-        if len(types) != count:
-            raise HFError(f"{name} has {len(types)} types, and there are {count} layers")
 
 
 def _expanded(attributes: Attributes, family: Family) -> Attributes:

@@ -125,7 +125,12 @@ def family_of(attributes: Attributes, source: str) -> Family:
         family = replace(family, interleaved_rope=False)
     if wrapper is None:
         return family
-    return replace(family, wrapper=wrapper, required={**family.required, **wrapper.required})
+    return replace(
+        family,
+        architecture=wrapper.architecture,
+        wrapper=wrapper,
+        required={**family.required, **wrapper.required},
+    )
 
 
 def check_adaptable(attributes: Attributes) -> None:

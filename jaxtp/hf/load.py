@@ -254,7 +254,8 @@ def _rows_to_read(buffers: Sequence[tuple[TensorPart, "_Buffers"]]) -> tuple[int
     rows: set[int] = set()
     for part, buffer in buffers:
         for _, bounds, _ in buffer.slices(part):
-            start, stop = bounds[0]
+            start = max(bounds[0][0], 0)
+            stop = min(bounds[0][1], part.shape[0])
             if start < stop:
                 rows |= {start, stop}
     return min(rows, default=0), max(rows, default=0)
@@ -275,7 +276,7 @@ class _Slice(NamedTuple):
     block: Block
     """The device's buffer, with dims in the order of the file."""
     bounds: _Bounds
-    """Where the part is in the file's tensor."""
+    """Where the part is in the file's tensor, or before and after it."""
     columns: Columns | None
     """Indices of its columns in the file; None if they are consecutive."""
 
@@ -310,9 +311,7 @@ class _Buffers:
                     continue
                 bounds = bounds[1:]
                 block = block[expert]
-            if part.head is not None:
-                yield _slice_of_head(part, part.head, bounds, block)
-            elif bounds:
+            if bounds:
                 yield _slice_in_file(part, bounds, block)
             else:
                 # A number in the file is `[1]`.
@@ -352,15 +351,6 @@ class _Buffers:
         return pad_array(array, self.padding, self.padded_sharding)
 
 
-def _slice_of_head(part: TensorPart, head: int, bounds: _Bounds, block: Block) -> _Slice:
-    """Returns the numbers of a head on a device; the parameter `[N * H]` has all heads."""
-    (size,) = part.shape
-    start = bounds[0][0] - head * size
-    low = max(0, start)
-    high = max(low, min(size, start + len(block)))
-    return _Slice(block[low - start : high - start], ((low, high),), None)
-
-
 def _slice_in_file(part: TensorPart, bounds: _Bounds, block: Block) -> _Slice:
     *outer, (begin, end) = bounds
     if part.inner:
@@ -383,10 +373,7 @@ def _slice_in_file(part: TensorPart, bounds: _Bounds, block: Block) -> _Slice:
 
 def _bounds(index: tuple[slice, ...] | None, shape: Shape) -> _Bounds:
     whole = (slice(None),) * len(shape)
-    return tuple(
-        (dim.indices(size)[0], dim.indices(size)[1])
-        for dim, size in zip(index or whole, shape, strict=True)
-    )
+    return tuple(dim.indices(size)[:2] for dim, size in zip(index or whole, shape, strict=True))
 
 
 def _copy(target: Block, source: Block) -> None:

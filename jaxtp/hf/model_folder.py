@@ -228,10 +228,8 @@ def explain_pickle(path: Path, library: str) -> str | None:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     weight_map = read_json(path, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or set(map(type, weight_map.values())) - {str}:
+    if not isinstance(weight_map, dict) or set(map(type, weight_map.values())) != {str}:
         raise HFError(f"{path / INDEX}: weight_map should map the name of each tensor to its file")
-    if not weight_map:
-        raise HFError(f"{path / INDEX}: weight_map is empty")
     for name in dict.fromkeys(weight_map.values()):
         if not name.endswith(".safetensors"):
             raise HFError(
@@ -293,6 +291,11 @@ def positive(name: str, value: object) -> float:
     ):
         return float(value)
     raise HFError(f"{name} = {quote(value)}: should be a number above 0")
+
+
+def plain_number(value: float) -> float:
+    """Returns a whole number as an int, as most programs write it."""
+    return int(value) if value.is_integer() else value
 
 
 def switch(name: str, value: object) -> bool:

@@ -12,7 +12,6 @@ a block-diagonal B, which an import takes apart. A projection without an adapter
 """
 
 import math
-import os.path
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -33,10 +32,9 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
-from jaxtp.hf.config_json import check_adaptable, choose_family
+from jaxtp.hf.config_json import choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_IN_MEMORY, TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.load import load_tensors, print_notes
-from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
     HFError,
@@ -44,6 +42,7 @@ from jaxtp.hf.model_folder import (
     explain_gguf,
     explain_pickle,
     join_problems,
+    plain_number,
     positive,
     prefix_errors,
     quote,
@@ -105,7 +104,7 @@ def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
         layout = "stacked"
     abstract = abstract_decoder(replace(config, lora=LoraConfig()))[1]
     parameters = named_variables(nnx.filter_state(abstract, nnx.Param))
-    kernels = _by_kernel(replace(config, lora=LoraConfig(rank=1)))
+    kernels = adapters(replace(config, lora=LoraConfig(rank=1)))
     order = {kernel: i for i, kernel in enumerate(kernels)}
     parts = [
         replace(part, name=_in_memory(part.name, family))
@@ -113,10 +112,6 @@ def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
         if part.path in order
     ]
     return group_by_tensor(sorted(parts, key=lambda part: order[part.path]))
-
-
-def _by_kernel(config: ModelConfig) -> _Adapters:
-    return {adapter.kernel: adapter for adapter in adapters(config)}
 
 
 def _in_memory(module: str, family: Family) -> str:
@@ -221,13 +216,12 @@ def save_peft(
       HFError: the model has no adapters, no family can represent it, or the folder is not writable.
     """
     check_options(options, SaveOptions)
-    _check_base(base)
     config = model.config
     layout = options.get("experts", "stacked")
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by save_hf")
     family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
-    trained = _by_kernel(config)
+    trained = adapters(config)
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
     modules = _modules(config, family, layout)
     arrays = {kernel: variables[f"{adapter.lora}.a"][...] for kernel, adapter in trained.items()}
@@ -318,7 +312,7 @@ def _peft_config(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": lora.rank,
-        "lora_alpha": _number(alpha),
+        "lora_alpha": plain_number(alpha),
         "use_rslora": rslora,
         "lora_dropout": 0.0,
         "target_modules": list(dict.fromkeys(modules)),
@@ -335,13 +329,9 @@ def _peft_config(
         root = math.sqrt if rslora else float
         attributes["rank_pattern"] = {name: count * lora.rank for name, count in counts.items()}
         attributes["alpha_pattern"] = {
-            name: _number(root(count) * alpha) for name, count in counts.items()
+            name: plain_number(root(count) * alpha) for name, count in counts.items()
         }
     return attributes
-
-
-def _number(value: float) -> float:
-    return int(value) if value.is_integer() else value
 
 
 @dataclass(frozen=True)
@@ -398,7 +388,6 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
     """
     attributes = read_attributes(path, CONFIG, "PEFT's format")
     base = attributes.get("base_model_name_or_path")
-    _check_base(base)
     plain = replace(config, lora=LoraConfig())
     with prefix_errors(path):
         _check_attributes(attributes)
@@ -406,12 +395,6 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
     with prefix_errors(f"{path}, made for {truncate(base, 200)}" if base else path):
         folder = _match_model(path, tensors, attributes, plain, choose_family(plain, family))
     return replace(folder, notes=(*notes, *folder.notes))
-
-
-def _check_base(base: object) -> None:
-    if isinstance(base, str | Path) and os.path.isfile(Path(base) / MODEL_CONFIG):
-        with prefix_errors(Path(base)):
-            check_adaptable(read_attributes(Path(base)))
 
 
 def _check_attributes(attributes: Attributes) -> None:
@@ -467,10 +450,10 @@ def _match_model(
     adapted = _stored_modules(possible, stems, stored, attributes)
     _check_names(attributes, stems, adapted)
     lora, diagonal = _lora_config(attributes, adapted)
-    trained = _by_kernel(replace(config, lora=lora))
+    trained = adapters(replace(config, lora=lora))
     lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
     config = replace(config, lora=lora)
-    trained = _by_kernel(config)
+    trained = adapters(config)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
     adapted_kernels = {name: module.kernels for name, module in adapted.items()}
     parts = _factors(adapted_kernels, trained, variables, diagonal=diagonal)
@@ -568,15 +551,9 @@ def _check_tensors(
             raise HFError(f"{truncate(name, 200)} is not supported, only adapters of {kinds}")
         module = _in_memory(match[1], family)
         if module not in possible:
-            layer = re.search(r"\.(\d{1,9})\.", module)
-            if layer is not None and module.replace(layer[0], ".0.", 1) in possible:
-                raise HFError(
-                    f"{PREFIX}{truncate(module, 200)} is in layer {layer[1]}, and the model has "
-                    f"{config.num_layers} layers"
-                )
             raise HFError(
                 f"adapters of {truncate(match[1], 200)} are not supported in a "
-                f"{family.model_type}, only of {kinds}"
+                f"{family.model_type} of {config.num_layers} layers, only of {kinds}"
             )
         if tensor.dtype not in DTYPES:
             raise HFError(
@@ -652,7 +629,6 @@ def _pattern(
     for pattern, value in patterns.items():
         end = pattern.removeprefix(r".*\.").replace(r"\.", ".")
         values[end] = check(name, value)
-    for end in values:
         if not re.fullmatch(r"[\w.]+", end):
             raise HFError(
                 f"{name}: {quote(end)} is not evaluated, only names of modules and parameters"
@@ -670,15 +646,12 @@ def _check_shapes(rank: int, module: _StoredModule) -> None:
     b = module.b
     *_, inputs, outputs = module.kernels[0].ordered_shape
     experts = _num_stacked(module.kernels[0])
-    if a.shape[:1] != (rank * experts,):
-        times = f" for each of {experts} experts" if experts > 1 else ""
-        raise HFError(
-            f"{truncate(a.name, 200)} has the shape {dims(a.shape)}, and r = {rank}{times}"
-        )
+    times = f" for each of {experts} experts" if experts > 1 else ""
     for tensor, shape in ((a, (rank * experts, inputs)), (b, (outputs, rank * experts))):
         if tensor.shape != shape:
             raise HFError(
-                f"{tensor.name} is {dims(tensor.shape)}, and this model needs {dims(shape)}"
+                f"{truncate(tensor.name, 200)} is {dims(tensor.shape)}, and this model needs "
+                f"{dims(shape)} with r = {rank}{times}"
             )
 
 

@@ -17,10 +17,10 @@ from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import select_paths, to_logical
 from jaxtp.checkpoint.manager import load_weights
-from jaxtp.checkpoint.storage import StoredCheckpoint, newest_checkpoint, read_info_on_all
+from jaxtp.checkpoint.storage import newest_checkpoint, read_info_on_all
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
-from jaxtp.config.schema import expand, split_settings, validate
+from jaxtp.config.schema import split_settings, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.config_json import check_adaptable, family_of
@@ -50,25 +50,6 @@ class RecordedModel(NamedTuple):
     config: ModelConfig  # Of a user's Flax model only the precision has an effect
     origin: OriginConfig
     is_decoder: bool
-
-
-def load_decoder(
-    checkpoint: StoredCheckpoint, config: ModelConfig, mesh: Mesh, base: str | Path | None = None
-) -> Decoder:
-    """Returns the decoder in a checkpoint, with its adapters and their base model.
-
-    Args:
-      config: the checkpoint's configuration, from `run_model_config`.
-      base: the adapters' base model, if it has moved.
-
-    Raises:
-      CheckpointError: the checkpoint is damaged, or the base model does not match.
-      HFError: the base model is unreadable.
-    """
-    if config.lora.rank:
-        path = None if base is None else expand(Path(base))
-        return load_adapted(checkpoint.folder, checkpoint.info, mesh, path)
-    return load_merged(checkpoint.folder, checkpoint.info, config, mesh)
 
 
 def load_merged(

@@ -61,7 +61,11 @@ class StoredTensor:
     dtype: str
     shape: Shape
     offset: int
-    num_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Returns the bytes of its data."""
+        return bytes_of(self.dtype, self.shape)
 
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
         """Yields rows `[first, last)` in blocks, after their first index.
@@ -86,17 +90,13 @@ class StoredTensor:
         return data
 
     def _read_into(self, data: NDArray[np.uint8], offset: int) -> None:
-        view = memoryview(data.data)
-        with self.file.open("rb", buffering=0) as file:
+        with self.file.open("rb") as file:
             file.seek(self.offset + offset)
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise HFError(
-                        f"{self.file}: ends within the tensor {truncate(self.name)}; it changed "
-                        "while it was read"
-                    )
-                view = view[count:]
+            if file.readinto(data.data) < data.size:
+                raise HFError(
+                    f"{self.file}: ends within the tensor {truncate(self.name)}; it changed while "
+                    "it was read"
+                )
 
     def is_about(self, value: float) -> bool:
         """Returns whether this is a scalar of this value, to two digits; raises as `blocks`."""
@@ -179,11 +179,6 @@ class Constant(StoredTensor):
 
     value: float
 
-    @classmethod
-    def of(cls, name: str, value: float, dtype: DType) -> "Constant":
-        """Returns the scalar in a dtype."""
-        return cls(Path(), name, FORMATS[dtype], (), 0, _num_bytes(FORMATS[dtype], ()), value)
-
     def data(self) -> Block:
         """Returns the scalar."""
         return np.array(self.value, DTYPES[self.dtype])
@@ -210,7 +205,7 @@ def with_scales(tensors: StoredTensors, block: tuple[int, int]) -> dict[str, Sto
                     f"{scale.file}: {truncate(scale.name)} is {scale.dtype} {scale.shape}, not one "
                     f"scale or {grid}"
                 )
-            as_float32 = {**vars(stored), "dtype": "F32", "num_bytes": 4 * math.prod(stored.shape)}
+            as_float32 = {**vars(stored), "dtype": "F32"}
             scaled[name] = ScaledTensor(**as_float32, stored=stored, scale=scale, block=block)
         elif not (name.endswith((_SCALE, *_UNUSED_SCALES)) or name in mxfp4):
             scaled[name] = stored
@@ -230,8 +225,7 @@ def _mxfp4_tensor(stored: StoredTensor, scale: StoredTensor | None) -> MXFP4Tens
             "[experts, outputs, blocks]"
         )
     experts, outputs, blocks = grid
-    shape = (experts, outputs, 2 * _MX_BYTES * blocks)
-    changes = {"dtype": "BF16", "shape": shape, "num_bytes": 2 * math.prod(shape)}
+    changes = {"dtype": "BF16", "shape": (experts, outputs, 2 * _MX_BYTES * blocks)}
     block = (1, 2 * _MX_BYTES)
     return MXFP4Tensor(**{**vars(stored), **changes}, stored=stored, scale=scale, block=block)
 
@@ -257,10 +251,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 shape = tuple(view.get_shape())
                 if len(shape) > _MAX_DIMS:
                     raise SafetensorError(f"a shape of {len(shape):,} dims for {name}")
-                dtype = view.get_dtype()
-                num_bytes = _num_bytes(dtype, shape)
-                tensors[name] = StoredTensor(path, name, dtype, shape, offset, num_bytes)
-                offset += num_bytes
+                tensors[name] = StoredTensor(path, name, view.get_dtype(), shape, offset)
+                offset += tensors[name].num_bytes
         # The library takes the last of two tensors with one name.
         parse_json(header, f"{path}: its header")
     except ValueError as error:
@@ -276,7 +268,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _num_bytes(dtype: str, shape: Shape) -> int:
+def bytes_of(dtype: str, shape: Shape) -> int:
+    """Returns the bytes of a tensor; `dtype` as the format names it."""
     # BOOL is the only dtype without its bits in its name.
     bits = re.search(r"\d+", dtype)
     return math.prod(shape) * (8 if bits is None else int(bits[0])) // 8
@@ -293,7 +286,7 @@ def write_file(path: Path, tensors: Header, tensor_of: Callable[[str], Block]) -
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin = end
-        end = end + _num_bytes(dtype, shape)
+        end += bytes_of(dtype, shape)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)

@@ -1,7 +1,6 @@
 """Writes a model as a Hugging Face folder, which appears when it is complete."""
 
 import json
-import math
 import os
 import re
 import secrets
@@ -42,7 +41,15 @@ from jaxtp.hf.model_folder import (
     read_attributes,
     read_files,
 )
-from jaxtp.hf.safetensors import FORMATS, Block, Shape, StoredTensor, StoredTensors, write_file
+from jaxtp.hf.safetensors import (
+    FORMATS,
+    Block,
+    Shape,
+    StoredTensor,
+    StoredTensors,
+    bytes_of,
+    write_file,
+)
 from jaxtp.hf.tensor_map import (
     Columns,
     Parameters,
@@ -53,7 +60,7 @@ from jaxtp.hf.tensor_map import (
     group_by_tensor,
     tensor_parts,
 )
-from jaxtp.hf.wrapper import text_attributes
+from jaxtp.hf.wrapper import PROCESSOR_FILES, text_attributes
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
@@ -177,7 +184,7 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     if whole is not None:
         tensors = {whole.name(name): stored for name, stored in tensors.items()}
         tensors |= whole.other_tensors
-        other_files |= whole.files()
+        other_files |= read_files(whole.folder.path, PROCESSOR_FILES)
     files = _shards(tensors, dtype, options.get("max_shard_size", "5GB"))
     if len(files) > 1:
         other_files[INDEX] = _index(files, dtype)
@@ -319,14 +326,14 @@ def gather_tensors(
             merged = factors.get(part.path, ())
             last[part.target] = _gather(variables[part.path], part.index, dtype_in_file, merged)
         array = last[part.target]
-        if part.head is not None:
-            return array.reshape(-1, *part.shape)[part.head]
-        return np.atleast_1d(array if part.expert is None else array[part.expert])
+        array = np.atleast_1d(array if part.expert is None else array[part.expert])
+        # Other tensors may hold columns before and after these.
+        return array[..., max(0, -part.first) : part.ordered_shape[-1] - part.first]
 
     total = _total_bytes(tensors, dtype)
     written = 0
     for parts in tensors.values():
-        written += num_bytes(parts, dtype)
+        written += _num_bytes(parts, dtype)
         if progress is not None:
             progress(written, total)
         part = parts[0]
@@ -376,15 +383,12 @@ def _layer(stacked: Array, index: Array, factors: Factors | tuple[()], dtype: DT
     return merge_layer(at_index(stacked), at_index(a), at_index(b), scale, dtype)
 
 
-def num_bytes(tensor: Stored, dtype: DType) -> int:
-    """Returns the bytes of a tensor in the file."""
-    if isinstance(tensor, StoredTensor):
-        return tensor.num_bytes
-    return math.prod(tensor[0].shape) * jnp.dtype(_dtype_in_file(tensor[0], dtype)).itemsize
+def _num_bytes(tensor: Stored, dtype: DType) -> int:
+    return bytes_of(*_format_and_shape(tensor, dtype))
 
 
 def _total_bytes(tensors: Tensors, dtype: DType) -> int:
-    return sum(num_bytes(tensor, dtype) for tensor in tensors.values())
+    return sum(_num_bytes(tensor, dtype) for tensor in tensors.values())
 
 
 @contextmanager
@@ -446,7 +450,7 @@ def _shards(tensors: Tensors, dtype: DType, max_size: int | str) -> dict[str, Te
     groups: list[dict[str, Stored]] = [{}]
     group_bytes = 0
     for name, parts in tensors.items():
-        tensor_bytes = num_bytes(parts, dtype)
+        tensor_bytes = _num_bytes(parts, dtype)
         if groups[-1] and group_bytes + tensor_bytes > limit:
             groups.append({})
             group_bytes = 0

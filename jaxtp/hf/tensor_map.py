@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.families.family import HEAD as EACH_HEAD
 from jaxtp.hf.model_folder import HFError, join_names
-from jaxtp.hf.safetensors import DTYPES, Constant, ScaledTensor, Shape, StoredTensors
+from jaxtp.hf.safetensors import DTYPES, FORMATS, Constant, ScaledTensor, Shape, StoredTensors
 from jaxtp.hf.wrapper import HEAD as HEAD
 from jaxtp.hf.wrapper import TABLE as TABLE
 from jaxtp.hf.wrapper import full_names as full_names
@@ -56,7 +57,8 @@ class TensorPart:
     shape: Shape
     """Shape of the whole tensor in the file, before dims are split or joined as in `stored`."""
     first: int = 0
-    """Start of the part along the last dim in jaxtp's order."""
+    """Start of the part along the last dim in jaxtp's order; below 0 if other tensors hold what
+    comes before."""
     expert: int | None = None
     """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
     columns: Columns | None = field(default=None, compare=False)
@@ -64,9 +66,6 @@ class TensorPart:
     consecutive, from `first`."""
     stored: Shape | None = None
     """Shape in the file, if it splits a dim into heads, or joins the dims of experts and ranks."""
-    head: int | None = None
-    """Number of the tensor's only head; None if the tensor holds all heads, or the parameter has
-    none."""
     float32: bool | None = False
     """Whether it is float32 in a file with another dtype; None: in some files."""
     inner: int = 0
@@ -125,26 +124,10 @@ def tensor_parts(
         for index, layer in layers:
             tensor = _choose(tensors, layer, layout, stored or {})
             if tensor not in places:
-                places[tensor] = _find_place(path, tensor, parameters, family, block)
+                places[tensor] = _place(path, tensor, parameters, family, block)
             shape = logical_shape(parameters[path])
             in_layer = replace(tensor, name=tensor.name.replace(LAYER, layer))
             yield from _parts_of_layer(in_layer, path, index, shape, places[tensor], block)
-
-
-def _find_place(
-    path: str, tensor: Tensor, parameters: Parameters, family: Family, block: BlockConfig
-) -> "Place":
-    stack, _ = split_path(path)
-    stacked_dims = _count_stacked_dims(path, tensor)
-    paths = []
-    widths = []
-    for part in family.tensors:
-        part_path = part.path.replace(BLOCKS, stack or "")
-        if part.name == tensor.name and part_path in parameters:
-            shape = logical_shape(parameters[part_path])
-            paths.append(part_path)
-            widths.append(shape[-1] if len(shape) > stacked_dims else 1)
-    return place(tensor, paths.index(path), widths, family, block)
 
 
 def _count_stacked_dims(path: str, tensor: Tensor) -> int:
@@ -172,7 +155,7 @@ def _parts_of_layer(
     if EXPERT in tensor.name:
         # The parameter is [L, E, ...].
         experts = range(logical[1])
-    heads: Iterable[int | None] = [None]
+    heads = range(1)
     if EACH_HEAD in tensor.name:
         heads = range(place.width // block.head_dim)
         shape = (block.head_dim,)
@@ -183,11 +166,10 @@ def _parts_of_layer(
             index,
             tensor.transposed,
             shape,
-            place.first,
+            place.first - head * block.head_dim,
             expert,
             place.columns,
             stored,
-            head,
             tensor.float32,
         )
 
@@ -220,16 +202,22 @@ class Place(NamedTuple):
     columns: Columns | None
 
 
-def place(
-    tensor: Tensor, part: int, widths: Sequence[int], family: Family, block: BlockConfig
+def _place(
+    path: str, tensor: Tensor, parameters: Parameters, family: Family, block: BlockConfig
 ) -> Place:
-    """Returns the place of a part with a kernel's or bias's output dim.
-
-    `widths` are the sizes of that dim in all parts of the tensor.
-    """
-    first = sum(widths[:part])
-    width = sum(widths)
-    own_width = widths[part]
+    """Returns the place of a parameter among those of its tensor, which have one output dim."""
+    stack, _ = split_path(path)
+    stacked_dims = _count_stacked_dims(path, tensor)
+    width = 0
+    for part in family.tensors:
+        part_path = part.path.replace(BLOCKS, stack or "")
+        if part.name == tensor.name and part_path in parameters:
+            shape = logical_shape(parameters[part_path])
+            part_width = shape[-1] if len(shape) > stacked_dims else 1
+            if part_path == path:
+                first = width
+                own_width = part_width
+            width += part_width
     rotates = family.interleaved_rope and _ROTATED.fullmatch(tensor.path) is not None
     if not rotates and tensor.chunks is None:
         return Place(first, width, None)
@@ -354,7 +342,9 @@ def _mismatches(
     family: Family,
 ) -> Iterator[str]:
     head = name_of(HEAD, family)
-    allowed = {head, *needed} if config.tie_embeddings else needed.keys()
+    if config.tie_embeddings and head in stored:
+        # A copy of the table.
+        needed = {**needed, head: needed[name_of(TABLE, family)]}
     missing = []
     wrong_shapes = []
     wrong_dtypes = []
@@ -370,7 +360,7 @@ def _mismatches(
     unexpected = [
         name
         for name, tensor in stored.items()
-        if name not in allowed and 0 not in tensor.shape and not _is_ignored(name, family)
+        if name not in needed and 0 not in tensor.shape and not _is_ignored(name, family)
     ]
     names_by_problem = {
         "missing": missing,
@@ -382,15 +372,6 @@ def _mismatches(
     for problem, names in names_by_problem.items():
         if names:
             yield f"{problem}: {join_names(names, _MAX_LISTED)}"
-    table = name_of(TABLE, family)
-    if config.tie_embeddings and head in stored and table in stored:
-        a = stored[head]
-        b = stored[table]
-        if (a.shape, a.dtype) != (b.shape, b.dtype):
-            yield (
-                f"tie_word_embeddings is true, and {head} is {a.dtype} {dims(a.shape)}, "
-                f"unlike {table}"
-            )
 
 
 def _of_any_layer(name: str) -> str:
@@ -406,7 +387,7 @@ def constants(family: Family, num_layers: int, dtype: DType) -> dict[str, Consta
     tensors = {}
     for (general, value), layer in product(family.constants.items(), range(num_layers)):
         name = general.replace(LAYER, str(layer))
-        tensors[name] = Constant.of(name, value, dtype)
+        tensors[name] = Constant(Path(), name, FORMATS[dtype], (), 0, value)
     return tensors
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from jaxtp.config.reading import truncate
 from jaxtp.hf.families import WRAPPERS
 from jaxtp.hf.families.family import LAYER, TEXT_PREFIXES, Family
-from jaxtp.hf.model_folder import Attributes, Folder, HFError, quote, read_files
+from jaxtp.hf.model_folder import Attributes, Folder, HFError, quote
 from jaxtp.hf.safetensors import StoredTensor, StoredTensors
 
 HEAD = "head.kernel"
@@ -23,6 +23,7 @@ PROCESSOR_FILES = (
     "processor_config.json",
     "video_preprocessor_config.json",
 )
+"""Files of image, video and audio processors."""
 _SHARED = ("tie_word_embeddings", "quantization_config")
 """Attributes of a text model that may be outside of `text_config`, where they have precedence, as
 in transformers."""
@@ -41,13 +42,14 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
         raise HFError(
             f"{TEXT} = {quote(text)}: a {wrapper.model_type} describes its text model there"
         )
-    if attributes.get("architectures") not in (None, [wrapper.architecture]):
-        raise HFError(
-            f"architectures = {quote(attributes['architectures'])} is not supported, only "
-            f"{wrapper.architecture}"
-        )
     shared = {name: attributes[name] for name in _SHARED if name in attributes}
-    return {"model_type": wrapper.text_types[0], **text, **shared, "architectures": None}
+    architectures = attributes.get("architectures")
+    return {
+        "model_type": wrapper.text_types[0],
+        **text,
+        **shared,
+        "architectures": architectures,
+    }
 
 
 def is_part(family: Family) -> bool:
@@ -192,7 +194,3 @@ class Whole:
         text = dict[str, Any](attributes[TEXT])
         text.pop("quantization_config", None)
         return {**attributes, TEXT: {**text, **changes}}
-
-    def files(self) -> dict[str, bytes]:
-        """Returns the files of the image, video and audio processors."""
-        return read_files(self.folder.path, PROCESSOR_FILES)

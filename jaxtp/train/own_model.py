@@ -17,7 +17,7 @@ from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
 from jaxtp.config.python_object import describe_value, load_object
 from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, expand
-from jaxtp.hf.runs import RecordedModel, load_decoder, own_or_decoder
+from jaxtp.hf.runs import RecordedModel, load_adapted, load_merged, own_or_decoder
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, OriginConfig
@@ -98,7 +98,10 @@ def load_run(
             raise ConfigError(
                 "a plan splits a model of your own; the decoder has its own PartitionSpecs"
             )
-        return load_decoder(checkpoint, recorded.config, mesh, base)
+        if recorded.config.lora.rank:
+            folder = None if base is None else expand(Path(base))
+            return load_adapted(checkpoint.folder, checkpoint.info, mesh, folder)
+        return load_merged(checkpoint.folder, checkpoint.info, recorded.config, mesh)
     if base is not None:
         raise ConfigError(
             "base is for the base model of a decoder's adapters, but the run's model is not a "

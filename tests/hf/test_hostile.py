@@ -223,7 +223,7 @@ BAD = {  # of config.json, of safetensors, and of the index
     ),
     "tied to a smaller head": (
         in_turn(TIED, weights({"lm_head.weight": np.ones((7, 4), np.float32)})),
-        "tie_word_embeddings",
+        "wrong shape: lm_head.weight",
         "7x4",
     ),
     "not fetched": (content(WEIGHTS, POINTER), "269,060,552", f"lfs pull --include {WEIGHTS}"),

@@ -4,12 +4,9 @@ It has a plain MLP whose activation has two learned scalars, and norms of querie
 """
 
 from jaxtp.hf.families.family import (
-    ATTENTION,
     ATTENTION_BIAS,
-    DOWN,
+    BRANCHES,
     OUTER,
-    QK_NORMS,
-    UP,
     Family,
     block_tensors,
     sizes,
@@ -26,10 +23,7 @@ APERTUS = Family(
                 "mlp_norm.scale": "feedforward_layernorm.weight",
             }
         ),
-        *ATTENTION,
-        *QK_NORMS,
-        *UP,
-        *DOWN,
+        *BRANCHES,
         *block_tensors({"mlp.alpha_p": "mlp.act_fn.alpha_p", "mlp.alpha_n": "mlp.act_fn.alpha_n"}),
     ),
     constants={
@@ -40,7 +34,6 @@ APERTUS = Family(
     rope_theta=12_000_000.0,
     default_rope={
         "rope_type": "llama3",
-        "rope_theta": 12_000_000.0,
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
@@ -48,5 +41,4 @@ APERTUS = Family(
     },
     always={"mlp": "plain", "activation": "xielu", "qk_norm": "head"},
     required={"hidden_act": "xielu", "qk_norm": True, "post_norm": False},
-    ignored_attributes={"hidden_dropout"},
 )

@@ -6,18 +6,17 @@ They have a parallel block with one LayerNorm without bias, interleaved rotation
 from dataclasses import replace
 
 from jaxtp.hf.families.family import (
+    ATTENTION,
     ATTENTION_BIAS,
+    MLP,
     NO_ROPE,
-    OUT_BIAS,
+    NORMS,
     OUTER,
-    PROJECTIONS,
     QK_NORMS,
-    QKV_BIASES,
     ROPE,
     WINDOW,
     Attribute,
     Family,
-    Tensor,
     replace_all,
     sizes,
 )
@@ -26,9 +25,7 @@ COHERE = Family(
     model_type="cohere",
     architecture="CohereForCausalLM",
     tensors=(
-        *OUTER,
-        Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
-        *(PROJECTIONS + QKV_BIASES + OUT_BIAS),
+        *(OUTER + NORMS + ATTENTION + MLP),
         *replace_all(QK_NORMS, by_head=True),
     ),
     attributes=(
@@ -46,7 +43,6 @@ COHERE2 = replace(
     COHERE,
     model_type="cohere2",
     architecture="Cohere2ForCausalLM",
-    tensors=COHERE.tensors[:-2],
     attributes=COHERE.attributes[:-1],
     layer_attributes=ROPE | WINDOW | {"layer_types", "sliding_window_pattern"},
     window_period=4,
@@ -54,7 +50,6 @@ COHERE2 = replace(
     rope_theta=10_000.0,
     always_by_type={"full_attention": NO_ROPE},
     required={
-        **COHERE.required,
         "use_qk_norm": False,
         "rotary_pct": 1.0,
         "position_embedding_type": "rope_gptj",

@@ -8,21 +8,17 @@ Kimi-K2 and Moonlight are DeepSeek-V3 in other sizes.
 from dataclasses import replace
 
 from jaxtp.hf.families.family import (
-    DOWN,
+    BODY,
     EXPERTS,
-    GATE_UP,
-    NORMS,
-    OUT,
-    OUTER,
     ROPE,
     SELECTION_BIAS,
     SHARED_EXPERTS,
     Attribute,
-    Attributes,
     Family,
     Tensor,
     first_dense,
     grouped_experts,
+    numbers_of_experts,
     only,
     sizes,
     with_defaults,
@@ -35,8 +31,7 @@ def _tensor(path: str, name: str, unless: str | None = None) -> Tensor:
 
 
 LATENT_BODY = (
-    *OUTER,
-    *NORMS,
+    *BODY,
     _tensor("query_up.kernels.0", "q_proj", unless="query_rank"),
     _tensor("query_down.kernel", "q_a_proj"),
     _tensor("query_norm.scale", "q_a_layernorm"),
@@ -44,37 +39,26 @@ LATENT_BODY = (
     _tensor("latent_down.kernel", "kv_a_proj_with_mqa"),
     _tensor("latent_norm.scale", "kv_a_layernorm"),
     _tensor("latent_up.kernels.0", "kv_b_proj"),
-    *OUT,
-    *GATE_UP,
-    *DOWN,
 )
-IGNORED = {"head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"}
-"""transformers computes the first two from other attributes."""
 
 
-def attributes(eps: float = 1e-6) -> Attributes:
-    """Returns the attributes of all but the experts, with DeepSeek-V3's defaults."""
-    return (
-        *sizes(eps),
-        Attribute("q_lora_rank", "query_rank", int, 1536, can_be_null=True, off=0),
-        Attribute("kv_lora_rank", "kv_rank", int, 512),
-        Attribute("qk_rope_head_dim", "rope_head_dim", int, 64),
-        Attribute("qk_nope_head_dim", "head_dim", int, 128, plus="rope_head_dim"),
-        Attribute("v_head_dim", "value_head_dim", int, 128),
-    )
-
-
-ROPE_PAIRS = only("rope_interleave", True, False, default=True)
-"""The layout of the file, which an import follows; an export writes the usual one."""
+# Of all but the experts
+_ATTRIBUTES = (
+    *sizes(),
+    Attribute("q_lora_rank", "query_rank", int, 1536, can_be_null=True, off=0),
+    Attribute("kv_lora_rank", "kv_rank", int, 512),
+    Attribute("qk_rope_head_dim", "rope_head_dim", int, 64),
+    Attribute("qk_nope_head_dim", "head_dim", int, 128, plus="rope_head_dim"),
+    Attribute("v_head_dim", "value_head_dim", int, 128),
+)
 
 
 def _remote_code(version: str) -> tuple[str, ...]:
     return tuple(f"modeling_deepseek.Deepseek{version}{kind}" for kind in ("Model", "ForCausalLM"))
 
 
-_WITHOUT_BIASES = {"attention_bias": False}
 _ROUTER_V2 = {"norm_topk_prob": False, "scoring_func": "softmax", "moe_layer_freq": 1}
-_ROUTER_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+ROUTER_V3 = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
 """Attributes that other programs than transformers read."""
 
 
@@ -94,9 +78,8 @@ DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     tensors=(*LATENT_BODY, *EXPERTS, *SHARED_EXPERTS),
     attributes=(
-        *attributes(),
-        Attribute("n_routed_experts", "num_experts", int, 64, alias="num_experts"),
-        Attribute("num_experts_per_tok", "experts_per_token", int),
+        *_ATTRIBUTES,
+        *numbers_of_experts("n_routed_experts", 64, None, "num_experts"),
         Attribute("routed_scaling_factor", "experts_scale", float, 1.0),
         Attribute(
             "topk_method",
@@ -113,9 +96,10 @@ DEEPSEEK_V2 = Family(
     scaled_scores=True,
     remote_code=_remote_code("V2"),
     always={"normalize_experts": False},
-    required=_WITHOUT_BIASES | _ROUTER_V2,
+    required=_ROUTER_V2,
     written=_ROUTER_V2,
-    ignored_attributes=IGNORED,
+    # transformers computes the first two from other attributes.
+    ignored_attributes={"head_dim", "qk_head_dim", "aux_loss_alpha", "seq_aux", "ep_size"},
 )
 
 DEEPSEEK_V3 = replace(
@@ -124,7 +108,12 @@ DEEPSEEK_V3 = replace(
     architecture="DeepseekV3ForCausalLM",
     tensors=(*DEEPSEEK_V2.tensors, SELECTION_BIAS),
     attributes=with_defaults(
-        (*attributes(), ROPE_PAIRS, *grouped_experts(256, 8, normalize=True)),
+        (
+            *_ATTRIBUTES,
+            # The layout of the file, which an import follows; an export writes the usual one.
+            only("rope_interleave", True, False, default=True),
+            *grouped_experts(256, 8, normalize=True),
+        ),
         num_key_value_heads=128,
         routed_scaling_factor=2.5,
         n_group=8,
@@ -135,8 +124,6 @@ DEEPSEEK_V3 = replace(
     later_layers=True,
     remote_code=_remote_code("V3"),
     always={"router_scores": "sigmoid", "selection_bias": True},
-    required=_WITHOUT_BIASES | _ROUTER_V3,
-    written={**_ROUTER_V3, "num_nextn_predict_layers": 0},
-    ignored_attributes=DEEPSEEK_V2.ignored_attributes
-    | {"num_nextn_predict_layers", "num_mtp_layers"},
+    required=ROUTER_V3,
+    written={**ROUTER_V3, "num_nextn_predict_layers": 0},
 )

@@ -3,14 +3,12 @@
 It has experts chosen by sigmoid scores within groups, and shared experts.
 """
 
+from jaxtp.hf.families.deepseek import ROUTER_V3
 from jaxtp.hf.families.family import (
     ATTENTION_BIAS,
     BODY,
     COMMON,
     EXPERTS,
-    OUT_BIAS,
-    QK_NORMS,
-    QKV_BIASES,
     SELECTION_BIAS,
     SHARED_EXPERTS,
     WINDOW,
@@ -25,9 +23,6 @@ DOTS1 = Family(
     architecture="Dots1ForCausalLM",
     tensors=(
         *BODY,
-        *QKV_BIASES,
-        *OUT_BIAS,
-        *QK_NORMS,
         *EXPERTS,
         SELECTION_BIAS,
         *SHARED_EXPERTS,
@@ -44,6 +39,6 @@ DOTS1 = Family(
     window_can_be_null=True,
     default_full_layers=62,
     always={"qk_norm": "head", "router_scores": "sigmoid", "selection_bias": True},
-    required={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    required=ROUTER_V3,
     ignored_attributes={"aux_loss_alpha", "seq_aux", "ep_size", "use_sliding_window"},
 )

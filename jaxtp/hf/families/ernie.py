@@ -11,14 +11,10 @@ from jaxtp.hf.families.family import (
     DENSE_WIDTH,
     EXPERT_RANGE,
     EXPERTS,
-    MLP_BIASES,
-    OUT_BIAS,
-    QKV_BIASES,
     SELECTION_BIAS,
     SHARED_EXPERTS,
     Attribute,
     Family,
-    Tensor,
     sizes,
     with_biases,
 )
@@ -26,7 +22,6 @@ from jaxtp.hf.families.family import (
 ERNIE4_5 = Family(
     model_type="ernie4_5",
     architecture="Ernie4_5ForCausalLM",
-    tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
     attributes=(
         *sizes(1e-5, tied=True, kv_heads=2),
         Attribute(
@@ -50,9 +45,7 @@ ERNIE4_5_MOE = Family(
     model_type="ernie4_5_moe",
     architecture="Ernie4_5_MoeForCausalLM",
     tensors=(
-        *ERNIE4_5.tensors,
-        Tensor("head.bias", "lm_head.bias"),
-        *EXPERTS,
+        *(BODY + EXPERTS),
         replace(
             SELECTION_BIAS,
             name="model.layers.{layer}.mlp.moe_statics.e_score_correction_bias",
@@ -94,5 +87,5 @@ ERNIE4_5_MOE = Family(
     other_tensors=("model.mtp_",),
     always={"selection_bias": True},
     required={"moe_gate": "topk", "moe_use_aux_free": True},
-    ignored_attributes={"moe_capacity", "num_nextn_predict_layers", "num_mtp_layers"},
+    ignored_attributes={"moe_capacity"},
 )

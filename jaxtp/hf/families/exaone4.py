@@ -16,5 +16,5 @@ EXAONE4 = replace(
     pattern_is_default=True,
     window_can_be_null=True,
     always={"norm_placement": "after", "qk_norm": "head"},
-    required={"attention_bias": False},
+    required={},
 )

@@ -30,9 +30,9 @@ class Tensor:
 
     The path is dotted, without the index of the stack of layers.
 
-    Entries with the same `name` are parts of one tensor, concatenated along the output dim, or
-    cut into chunks that alternate. Entries with the same `path` are alternatives; a file may use
-    another one in each layer.
+    Entries with the same `name` whose parameters a model has are parts of one tensor, concatenated
+    along the output dim, or cut into chunks that alternate. Entries with the same `path` are
+    alternatives; a file may use another one in each layer.
     """
 
     path: str
@@ -163,6 +163,7 @@ COMMON = ROPE | {"head_dim"}
 ONE_VALUE: Mapping[str, object] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
+    "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "rope_interleaved": False,
@@ -176,6 +177,262 @@ ONE_VALUE: Mapping[str, object] = {
 """Attributes with one supported value, in the families that neither read nor ignore them."""
 
 
+def names_of(attributes: Iterable[Attribute]) -> set[str]:
+    """Returns the names and aliases of attributes."""
+    names = ((attribute.name, attribute.alias or attribute.name) for attribute in attributes)
+    return set(chain.from_iterable(names))
+
+
+def tensors(names: Mapping[str, str], **options: Any) -> Tensors:
+    """Returns a tensor for each parameter's path and its name in a file."""
+    return tuple(Tensor(path, name, **options) for path, name in names.items())
+
+
+def block_tensors(
+    names: Mapping[str, str], prefix: str = "model.layers.{layer}.", **options: Any
+) -> Tensors:
+    """Like `tensors`, for the parameters of blocks.
+
+    `names` omits `blocks.` at the beginning of each path, and `prefix` at the beginning of each
+    name.
+    """
+    full_names = {f"blocks.{path}": prefix + name for path, name in names.items()}
+    return tensors(full_names, **options)
+
+
+def replace_all(tensors: Collection[Tensor], **changes: Any) -> Tensors:
+    """Returns the tensors, with the same changes made to each."""
+    return tuple(replace(tensor, **changes) for tensor in tensors)
+
+
+def with_biases(*tensors: Tensor) -> Tensors:
+    """Returns the tensors of norms' scales and of kernels, and their biases."""
+    biases = (
+        replace(
+            tensor,
+            path=re.sub(r"kernel|scale", "bias", tensor.path).replace("biass", "biases"),
+            name=tensor.name.removesuffix("weight") + "bias",
+            transposed=False,
+        )
+        for tensor in tensors
+    )
+    return (*tensors, *biases)
+
+
+EMBEDDINGS = tensors(
+    {
+        "embedding.embedding": "model.embed_tokens.weight",
+        "head.kernel": "lm_head.weight",
+        "head.bias": "lm_head.bias",
+    }
+)
+OUTER = EMBEDDINGS + with_biases(Tensor("norm.scale", "model.norm.weight"))
+"""Tensors outside of the blocks."""
+NORMS = with_biases(
+    *block_tensors(
+        {
+            "attention_norm.scale": "input_layernorm.weight",
+            "mlp_norm.scale": "post_attention_layernorm.weight",
+        }
+    )
+)
+QKV = block_tensors(
+    {
+        "attention.qkv.kernels.0": "self_attn.q_proj.weight",
+        "attention.qkv.kernels.1": "self_attn.k_proj.weight",
+        "attention.qkv.kernels.2": "self_attn.v_proj.weight",
+    },
+    transposed=True,
+)
+OUT = block_tensors({"attention.out.kernel": "self_attn.o_proj.weight"}, transposed=True)
+GATE_UP = block_tensors(
+    {
+        "mlp.gate_up.kernels.0": "mlp.gate_proj.weight",
+        "mlp.gate_up.kernels.1": "mlp.up_proj.weight",
+    },
+    transposed=True,
+)
+UP = block_tensors({"mlp.up.kernels.0": "mlp.up_proj.weight"}, transposed=True)
+"""The first projection of a plain MLP."""
+DOWN = block_tensors({"mlp.down.kernel": "mlp.down_proj.weight"}, transposed=True)
+ATTENTION = with_biases(*QKV, *OUT)
+QK_NORMS = block_tensors(
+    {
+        "attention.qk_norms.0.scale": "self_attn.q_norm.weight",
+        "attention.qk_norms.1.scale": "self_attn.k_norm.weight",
+    }
+)
+MLP = with_biases(*UP, *GATE_UP, *DOWN)
+BRANCHES = ATTENTION + QK_NORMS + MLP
+BODY = OUTER + NORMS + BRANCHES
+"""The usual names of all tensors but experts. Most models lack some biases, or norms of queries
+and keys, or have only one of both kinds of MLP."""
+ROUTER = Tensor("blocks.mlp.router", "model.layers.{layer}.mlp.gate.weight", transposed=True)
+STACKED_EXPERTS = block_tensors(
+    {
+        "mlp.gate": "mlp.experts.gate_up_proj",
+        "mlp.up": "mlp.experts.gate_up_proj",
+        "mlp.down": "mlp.experts.down_proj",
+    },
+    transposed=True,
+    layout="stacked",
+)
+"""As in transformers 5."""
+
+
+def separate_experts(module: str, **names: str) -> Tensors:
+    """Returns the tensors of a layer's module, one for each expert.
+
+    `names` are the names of gate, up and down in a file.
+    """
+    full_names = {
+        f"mlp.{path}": f"{module}.experts.{{expert}}.{name}.weight" for path, name in names.items()
+    }
+    return block_tensors(full_names, transposed=True, layout="separate")
+
+
+EXPERTS = (
+    ROUTER,
+    *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    *STACKED_EXPERTS,
+)
+
+
+ATTENTION_BIAS = Attribute(
+    "attention_bias", "attention_bias", bool, False, also=("attention_out_bias",)
+)
+"""One switch for the biases of q, k, v and o."""
+MLP_BIAS = Attribute("mlp_bias", "mlp_bias", bool, False)
+SELECTION_BIAS = Tensor(
+    "blocks.mlp.selection_bias",
+    "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    float32=True,
+)
+SHARED_EXPERTS = block_tensors(
+    {
+        "mlp.shared.gate_up.kernels.0": "mlp.shared_experts.gate_proj.weight",
+        "mlp.shared.gate_up.kernels.1": "mlp.shared_experts.up_proj.weight",
+        "mlp.shared.down.kernel": "mlp.shared_experts.down_proj.weight",
+    },
+    transposed=True,
+)
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""Activations by their names in transformers; an export writes the first name."""
+
+
+def only(name: str, *values: object, default: object = None) -> Attribute:
+    """Returns an attribute whose other values would change the model.
+
+    A missing one has its `default`.
+    """
+    return Attribute(name, None, dict.fromkeys(values), default)
+
+
+def without(attributes: Collection[Attribute], *names: str) -> Attributes:
+    """Returns the attributes that have none of these names."""
+    return tuple(attribute for attribute in attributes if attribute.name not in names)
+
+
+def with_defaults(attributes: Collection[Attribute], **defaults: object) -> Attributes:
+    """Returns attributes with other defaults."""
+    return tuple(
+        replace(attribute, default=defaults.get(attribute.name, attribute.default))
+        for attribute in attributes
+    )
+
+
+NORMALIZED = Attribute("norm_topk_prob", "normalize_experts", bool, False)
+"""Whether the weights of a token's experts add up to 1."""
+
+
+def numbers_of_experts(
+    name: str, count: int | None, per_token: int | None, alias: str | None = None
+) -> Attributes:
+    """Returns the attributes with the numbers of all experts (`name`) and of a token's experts.
+
+    Missing ones have their defaults.
+    """
+    return (
+        Attribute(name, "num_experts", int, count, alias=alias),
+        Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
+    )
+
+
+def grouped_experts(
+    count: int | None = None, per_token: int | None = None, *, normalize: bool
+) -> Attributes:
+    """Returns DeepSeek-V3's router attributes."""
+    return (
+        *numbers_of_experts("n_routed_experts", count, per_token, "num_local_experts"),
+        replace(NORMALIZED, default=normalize),
+        Attribute("routed_scaling_factor", "experts_scale", float, 1.0),
+        Attribute("n_group", "expert_groups", int, 1),
+        Attribute("topk_group", "groups_per_token", int, 1),
+    )
+
+
+DENSE_WIDTH = (Attribute("intermediate_size", "d_ff", int),)
+"""Width of the MLPs in layers without experts."""
+
+
+def first_dense(width: int | None, shared: int | None = None) -> AttributesByType:
+    """Returns DeepSeek's widths of experts, shared experts and dense layers.
+
+    Missing ones have their defaults.
+    """
+    return {
+        "experts": (
+            Attribute("moe_intermediate_size", "d_ff", int, width),
+            Attribute(
+                "n_shared_experts",
+                "shared_experts",
+                int,
+                shared,
+                unit=("d_ff", 1),
+                can_be_zero=True,
+            ),
+        ),
+        "dense": DENSE_WIDTH,
+    }
+
+
+def partial_rope(default: float = 1.0) -> Attributes:
+    """Returns the attribute with the rotated part of each head."""
+    return (Attribute("partial_rotary_factor", "rotary_fraction", float, default),)
+
+
+def sizes(
+    eps: float = 1e-6,
+    *,
+    kv_heads: int | None = None,
+    eps_name: str = "rms_norm_eps",
+    tied: bool = False,
+) -> Attributes:
+    """Returns attributes that most families share.
+
+    Without `kv_heads`, num_key_value_heads is equal to num_attention_heads by default.
+    """
+    return (
+        Attribute("vocab_size", "vocab_size", int),
+        Attribute("hidden_size", "d_model", int),
+        Attribute("intermediate_size", "d_ff", int),
+        Attribute("num_hidden_layers", "num_layers", int),
+        Attribute("num_attention_heads", "num_heads", int),
+        Attribute("num_key_value_heads", "num_kv_heads", int, kv_heads, default_from="num_heads"),
+        Attribute(eps_name, "norm_eps", float, eps),
+        Attribute("tie_word_embeddings", "tie_embeddings", bool, tied),
+    )
+
+
 @dataclass(frozen=True)
 class Family:
     """The models of one transformers `model_type`."""
@@ -183,10 +440,11 @@ class Family:
     model_type: str
     architecture: str
     """Class name in transformers."""
-    tensors: Tensors
-    """All tensors that a model may have; a tensor is required if the model has its parameter."""
     attributes: Attributes
     """If several entries have one name, an export writes the first."""
+    tensors: Tensors = BODY
+    """All tensors that a model may have, or more; a tensor is required if the model has its
+    parameter."""
     layer_attributes: Set[str] = COMMON
     """Further attributes, read by `hf/config_blocks.py`. If one is missing here, the family lacks
     its feature."""
@@ -290,262 +548,6 @@ class Family:
         return common | dict(self.required)
 
 
-def names_of(attributes: Iterable[Attribute]) -> set[str]:
-    """Returns the names and aliases of attributes."""
-    names: set[str] = set()
-    for attribute in attributes:
-        names.update((attribute.name, attribute.alias or attribute.name))
-    return names
-
-
-def tensors(names: Mapping[str, str], **options: Any) -> Tensors:
-    """Returns a tensor for each parameter's path and its name in a file."""
-    return tuple(Tensor(path, name, **options) for path, name in names.items())
-
-
-def block_tensors(
-    names: Mapping[str, str], prefix: str = "model.layers.{layer}.", **options: Any
-) -> Tensors:
-    """Like `tensors`, for the parameters of blocks.
-
-    `names` omits `blocks.` at the beginning of each path, and `prefix` at the beginning of each
-    name.
-    """
-    full_names = {f"blocks.{path}": prefix + name for path, name in names.items()}
-    return tensors(full_names, **options)
-
-
-def replace_all(tensors: Collection[Tensor], **changes: Any) -> Tensors:
-    """Returns the tensors, with the same changes made to each."""
-    return tuple(replace(tensor, **changes) for tensor in tensors)
-
-
-def tensors_without(text: str, tensors: Collection[Tensor]) -> Tensors:
-    """Returns the tensors of parameters whose paths do not contain `text`."""
-    return tuple(tensor for tensor in tensors if text not in tensor.path)
-
-
-def biases(*tensors: Tensor) -> Tensors:
-    """Returns the biases of norms, given by their scales, and of kernels."""
-    return tuple(
-        replace(
-            tensor,
-            path=re.sub(r"kernel|scale", "bias", tensor.path).replace("biass", "biases"),
-            name=tensor.name.removesuffix("weight") + "bias",
-            transposed=False,
-        )
-        for tensor in tensors
-    )
-
-
-def with_biases(*tensors: Tensor) -> Tensors:
-    """Returns the tensors of norms' scales and of kernels, and their biases."""
-    return tensors + biases(*tensors)
-
-
-OUTER = tensors(
-    {
-        "embedding.embedding": "model.embed_tokens.weight",
-        "norm.scale": "model.norm.weight",
-        "head.kernel": "lm_head.weight",
-    }
-)
-"""Tensors outside of the blocks."""
-NORMS = block_tensors(
-    {
-        "attention_norm.scale": "input_layernorm.weight",
-        "mlp_norm.scale": "post_attention_layernorm.weight",
-    }
-)
-QKV = block_tensors(
-    {
-        "attention.qkv.kernels.0": "self_attn.q_proj.weight",
-        "attention.qkv.kernels.1": "self_attn.k_proj.weight",
-        "attention.qkv.kernels.2": "self_attn.v_proj.weight",
-    },
-    transposed=True,
-)
-OUT = block_tensors({"attention.out.kernel": "self_attn.o_proj.weight"}, transposed=True)
-GATE_UP = block_tensors(
-    {
-        "mlp.gate_up.kernels.0": "mlp.gate_proj.weight",
-        "mlp.gate_up.kernels.1": "mlp.up_proj.weight",
-    },
-    transposed=True,
-)
-UP = block_tensors({"mlp.up.kernels.0": "mlp.up_proj.weight"}, transposed=True)
-"""The first projection of a plain MLP."""
-DOWN = block_tensors({"mlp.down.kernel": "mlp.down_proj.weight"}, transposed=True)
-PROJECTIONS = QKV + OUT + GATE_UP + DOWN
-BODY = OUTER + NORMS + PROJECTIONS
-QKV_BIASES = biases(*QKV)
-OUT_BIAS = biases(*OUT)
-MLP_BIASES = biases(*GATE_UP, *DOWN)
-ATTENTION = QKV + QKV_BIASES + OUT + OUT_BIAS
-QK_NORMS = block_tensors(
-    {
-        "attention.qk_norms.0.scale": "self_attn.q_norm.weight",
-        "attention.qk_norms.1.scale": "self_attn.k_norm.weight",
-    }
-)
-ROUTER = Tensor("blocks.mlp.router", "model.layers.{layer}.mlp.gate.weight", transposed=True)
-STACKED_EXPERTS = block_tensors(
-    {
-        "mlp.gate": "mlp.experts.gate_up_proj",
-        "mlp.up": "mlp.experts.gate_up_proj",
-        "mlp.down": "mlp.experts.down_proj",
-    },
-    transposed=True,
-    layout="stacked",
-)
-"""As in transformers 5."""
-
-
-def separate_experts(module: str, **names: str) -> Tensors:
-    """Returns the tensors of a layer's module, one for each expert.
-
-    `names` are the names of gate, up and down in a file.
-    """
-    full_names = {
-        f"mlp.{path}": f"{module}.experts.{{expert}}.{name}.weight" for path, name in names.items()
-    }
-    return block_tensors(full_names, transposed=True, layout="separate")
-
-
-EXPERTS = (
-    ROUTER,
-    *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
-    *STACKED_EXPERTS,
-)
-
-
-ATTENTION_BIAS = Attribute(
-    "attention_bias", "attention_bias", bool, False, also=("attention_out_bias",)
-)
-"""One switch for the biases of q, k, v and o."""
-MLP_BIAS = Attribute("mlp_bias", "mlp_bias", bool, False)
-SELECTION_BIAS = Tensor(
-    "blocks.mlp.selection_bias",
-    "model.layers.{layer}.mlp.gate.e_score_correction_bias",
-    float32=True,
-)
-SHARED_EXPERTS = block_tensors(
-    {
-        "mlp.shared.gate_up.kernels.0": "mlp.shared_experts.gate_proj.weight",
-        "mlp.shared.gate_up.kernels.1": "mlp.shared_experts.up_proj.weight",
-        "mlp.shared.down.kernel": "mlp.shared_experts.down_proj.weight",
-    },
-    transposed=True,
-)
-ACTIVATIONS: Mapping[str, str] = {
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu": "gelu",
-    "relu": "relu",
-    "relu2": "relu2",
-    "silu": "silu",
-    "swish": "silu",
-}
-"""Activations by their names in transformers; an export writes the first name."""
-
-
-def only(name: str, *values: object, default: object = None) -> Attribute:
-    """Returns an attribute whose other values would change the model.
-
-    A missing one has its `default`.
-    """
-    return Attribute(name, None, dict.fromkeys(values), default)
-
-
-def without(attributes: Collection[Attribute], *names: str) -> Attributes:
-    """Returns the attributes that have none of these names."""
-    return tuple(attribute for attribute in attributes if attribute.name not in names)
-
-
-def with_defaults(attributes: Collection[Attribute], **defaults: object) -> Attributes:
-    """Returns attributes with other defaults."""
-    return tuple(
-        replace(attribute, default=defaults.get(attribute.name, attribute.default))
-        for attribute in attributes
-    )
-
-
-def some_experts(count: int, per_token: int, alias: str | None = "num_local_experts") -> Attributes:
-    """Returns the attributes of a router without groups, with their defaults."""
-    return (
-        Attribute("num_experts", "num_experts", int, count, alias=alias),
-        Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
-        Attribute("norm_topk_prob", "normalize_experts", bool, False),
-    )
-
-
-def grouped_experts(
-    count: int | None = None, per_token: int | None = None, *, normalize: bool
-) -> Attributes:
-    """Returns DeepSeek-V3's router attributes."""
-    return (
-        Attribute("n_routed_experts", "num_experts", int, count, alias="num_local_experts"),
-        Attribute("num_experts_per_tok", "experts_per_token", int, per_token),
-        Attribute("norm_topk_prob", "normalize_experts", bool, normalize),
-        Attribute("routed_scaling_factor", "experts_scale", float, 1.0),
-        Attribute("n_group", "expert_groups", int, 1),
-        Attribute("topk_group", "groups_per_token", int, 1),
-    )
-
-
-DENSE_WIDTH = (Attribute("intermediate_size", "d_ff", int),)
-"""Width of the MLPs in layers without experts."""
-
-
-def first_dense(width: int | None, shared: int | None = None) -> AttributesByType:
-    """Returns DeepSeek's widths of experts, shared experts and dense layers.
-
-    Missing ones have their defaults.
-    """
-    return {
-        "experts": (
-            Attribute("moe_intermediate_size", "d_ff", int, width),
-            Attribute(
-                "n_shared_experts",
-                "shared_experts",
-                int,
-                shared,
-                unit=("d_ff", 1),
-                can_be_zero=True,
-            ),
-        ),
-        "dense": DENSE_WIDTH,
-    }
-
-
-# Rotated part of each head
-PARTIAL_ROPE = Attribute("partial_rotary_factor", "rotary_fraction", float, 1.0)
-
-
-def sizes(
-    eps: float = 1e-6,
-    *,
-    kv_heads: int | None = None,
-    eps_name: str = "rms_norm_eps",
-    tied: bool = False,
-) -> Attributes:
-    """Returns attributes that most families share.
-
-    Without `kv_heads`, num_key_value_heads is equal to num_attention_heads by default.
-    """
-    return (
-        Attribute("vocab_size", "vocab_size", int),
-        Attribute("hidden_size", "d_model", int),
-        Attribute("intermediate_size", "d_ff", int),
-        Attribute("num_hidden_layers", "num_layers", int),
-        Attribute("num_attention_heads", "num_heads", int),
-        Attribute("num_key_value_heads", "num_kv_heads", int, kv_heads, default_from="num_heads"),
-        Attribute(eps_name, "norm_eps", float, eps),
-        Attribute("tie_word_embeddings", "tie_embeddings", bool, tied),
-    )
-
-
 # Generation settings, which older versions of transformers stored in config.json
 _GENERATION_ATTRIBUTES = """
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups
@@ -558,13 +560,20 @@ _MODEL_ATTRIBUTES = """
     max_position_embeddings model_max_length max_sequence_length max_seq_length max_seq_len
     initializer_range use_cache pretraining_tp is_llama_config is_decoder tokenizer_class
     output_attentions output_hidden_states return_dict return_dict_in_generate output_scores
+    num_nextn_predict_layers num_mtp_layers
     base_model_tp_plan base_model_pp_plan base_model_fsdp_plan tie_last_hidden_states id2label
     label2id num_labels problem_type finetuning_task task_specific_params prefix torchscript
     tf_legacy_loss use_bfloat16 tie_encoder_decoder chunk_size_feed_forward
     cross_attention_hidden_size gradient_checkpointing transformers.js_config
     cache_implementation output_router_logits router_aux_loss_coef
 """
-IGNORED_ATTRIBUTES = frozenset((_MODEL_ATTRIBUTES + _GENERATION_ATTRIBUTES).split())
+# Their dropout is not applied.
+_DROPOUTS = """
+    hidden_dropout hidden_dropout_prob attention_probs_dropout_prob residual_dropout resid_dropout
+    resid_pdrop embedding_dropout embed_dropout embd_pdrop classifier_dropout summary_first_dropout
+    summary_last_dropout
+"""
+IGNORED_ATTRIBUTES = frozenset((_MODEL_ATTRIBUTES + _GENERATION_ATTRIBUTES + _DROPOUTS).split())
 """Ignored by all families. max_position_embeddings is the trained length; a `ModelConfig` has no
 such limit."""
 _BOOKKEEPING = re.compile(

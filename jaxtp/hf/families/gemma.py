@@ -8,20 +8,15 @@ from dataclasses import replace
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
     ATTENTION_BIAS,
-    BODY,
+    BRANCHES,
     COMMON,
-    OUT_BIAS,
     OUTER,
-    PROJECTIONS,
-    QK_NORMS,
-    QKV_BIASES,
     WINDOW,
     Attribute,
     Family,
     Wrapper,
     block_tensors,
     sizes,
-    tensors_without,
     with_defaults,
     without,
 )
@@ -31,7 +26,6 @@ _EMBEDDING_SCALE = Attribute("hidden_size", "embedding_scale", float, power=0.5)
 GEMMA = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
-    tensors=BODY + QKV_BIASES + OUT_BIAS,
     attributes=(
         *sizes(tied=True, kv_heads=16),
         ATTENTION_BIAS,
@@ -64,7 +58,7 @@ GEMMA2 = Family(
                 "mlp_after_norm.scale": "post_feedforward_layernorm.weight",
             }
         ),
-        *(PROJECTIONS + QKV_BIASES + OUT_BIAS),
+        *BRANCHES,
     ),
     attributes=(
         *sizes(tied=True, kv_heads=4),
@@ -87,7 +81,6 @@ VAULTGEMMA = replace(
     GEMMA2,
     model_type="vaultgemma",
     architecture="VaultGemmaForCausalLM",
-    tensors=tensors_without("after_norm", GEMMA2.tensors),
     always={"norm": "rms_plus_one"},
 )
 
@@ -95,12 +88,9 @@ GEMMA3 = replace(
     GEMMA2,
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
-    tensors=GEMMA2.tensors + QK_NORMS,
     attributes=with_defaults(
-        (
-            *without(GEMMA2.attributes, "attn_logit_softcapping", "final_logit_softcapping"),
-            Attribute("final_logit_softcapping", "logit_softcap", float, can_be_null=True),
-        ),
+        without(GEMMA2.attributes, "attn_logit_softcapping"),
+        final_logit_softcapping=None,
         # The text models of multimodal files rely on these.
         vocab_size=262_208,
         hidden_size=2304,

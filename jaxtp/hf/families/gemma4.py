@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     COMMON,
-    PARTIAL_ROPE,
     WINDOW,
     Attribute,
     Wrapper,
     block_tensors,
     only,
+    partial_rope,
     with_defaults,
     without,
 )
@@ -91,13 +91,9 @@ GEMMA4 = replace(
     default_window=512,
     last_is_global=True,
     rope_kinds={"default", "proportional"},
-    rope_attributes=(PARTIAL_ROPE,),
+    rope_attributes=partial_rope(),
     default_rope={
-        "full_attention": {
-            "rope_type": "proportional",
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 1_000_000.0,
-        },
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
     always={

@@ -6,19 +6,15 @@ choice and shared experts (arXiv 2508.06471). GLM-4.7-Flash: DeepSeek-V3 in othe
 
 from dataclasses import replace
 
-from jaxtp.hf.families import deepseek
+from jaxtp.hf.families.deepseek import DEEPSEEK_V3
 from jaxtp.hf.families.family import (
+    ATTENTION,
     BODY,
     COMMON,
     DOWN,
     EXPERTS,
     GATE_UP,
-    OUT,
     OUTER,
-    PARTIAL_ROPE,
-    QK_NORMS,
-    QKV,
-    QKV_BIASES,
     ROPE,
     SELECTION_BIAS,
     SHARED_EXPERTS,
@@ -27,9 +23,9 @@ from jaxtp.hf.families.family import (
     block_tensors,
     first_dense,
     grouped_experts,
+    partial_rope,
     replace_all,
     sizes,
-    tensors_without,
     with_defaults,
 )
 
@@ -47,7 +43,7 @@ GLM4 = Family(
                 "mlp_after_norm.scale": "post_mlp_layernorm.weight",
             }
         ),
-        *(QKV + QKV_BIASES + OUT),
+        *ATTENTION,
         *replace_all(GATE_UP, name="model.layers.{layer}.mlp.gate_up_proj.weight"),
         *DOWN,
     ),
@@ -55,7 +51,7 @@ GLM4 = Family(
         *sizes(1.5625e-7, kv_heads=2),
         Attribute("attention_bias", "attention_bias", bool, True),
     ),
-    rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
+    rope_attributes=partial_rope(0.5),
     interleaved_rope=True,
     default_head_dim=128,
     always={"norm_placement": "both"},
@@ -65,7 +61,6 @@ GLM = replace(
     GLM4,
     model_type="glm",
     architecture="GlmForCausalLM",
-    tensors=tensors_without("after_norm", GLM4.tensors),
     always={},
 )
 
@@ -74,8 +69,6 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     tensors=(
         *BODY,
-        *QKV_BIASES,
-        *QK_NORMS,
         *EXPERTS,
         SELECTION_BIAS,
         *SHARED_EXPERTS,
@@ -89,27 +82,27 @@ GLM4_MOE = Family(
     layer_attributes=COMMON | {"first_k_dense_replace"},
     default_dense_layers=1,
     by_type=first_dense(1408, 1),
-    rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
+    rope_attributes=partial_rope(0.5),
     later_layers=True,
     always={"router_scores": "sigmoid", "selection_bias": True},
-    ignored_attributes={"num_nextn_predict_layers", "num_mtp_layers"},
 )
 
 GLM4_MOE_LITE = replace(
-    deepseek.DEEPSEEK_V3,
+    DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     architecture="Glm4MoeLiteForCausalLM",
     attributes=with_defaults(
-        (
-            *deepseek.attributes(1e-5),
-            deepseek.ROPE_PAIRS,
-            *grouped_experts(64, 4, normalize=True),
-        ),
+        DEEPSEEK_V3.attributes,
+        rms_norm_eps=1e-5,
         num_key_value_heads=20,
         q_lora_rank=768,
         qk_nope_head_dim=192,
         v_head_dim=256,
+        n_routed_experts=64,
+        num_experts_per_tok=4,
         routed_scaling_factor=1.8,
+        n_group=1,
+        topk_group=1,
     ),
     layer_attributes=ROPE | {"mlp_layer_types", "first_k_dense_replace"},
     by_type=first_dense(1536, 1),

@@ -72,8 +72,6 @@ GPT2 = Family(
     ignored_attributes={
         "hidden_act",
         "attention_dropout",
-        "resid_pdrop",
-        "embd_pdrop",
         "attn_pdrop",
         "reorder_and_upcast_attn",
         "n_ctx",
@@ -84,8 +82,6 @@ GPT2 = Family(
         "summary_use_proj",
         "summary_activation",
         "summary_proj_to_labels",
-        "summary_first_dropout",
-        "summary_last_dropout",
     },
 )
 TRANSPOSED = tuple(

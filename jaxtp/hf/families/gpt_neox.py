@@ -18,6 +18,7 @@ from jaxtp.hf.families.family import (
     replace_all,
     tensors,
     with_biases,
+    without,
 )
 from jaxtp.hf.families.gpt2 import GPT2, TRANSPOSED
 
@@ -85,12 +86,7 @@ GPT_NEOX = Family(
     rope_theta_name="rotary_emb_base",
     always={"norm": "layer", "mlp": "plain", "mlp_bias": True},
     ignored_attributes={
-        "hidden_dropout",
         "attention_dropout",
-        "classifier_dropout",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "gradient_checkpointing",
         "num_key_value_heads",
     },
 )
@@ -116,7 +112,6 @@ GPT_NEO = replace(
         ),
     ),
     attributes=(
-        Attribute("vocab_size", "vocab_size", int),
         Attribute("max_position_embeddings", "learned_positions", int, 2048),
         Attribute("hidden_size", "d_model", int),
         Attribute("intermediate_size", "d_ff", int, default_from="d_model", times=4),
@@ -124,9 +119,11 @@ GPT_NEO = replace(
         Attribute(
             "num_heads", "num_heads", int, alias="num_attention_heads", also=("num_kv_heads",)
         ),
-        Attribute("layer_norm_epsilon", "norm_eps", float, 1e-5),
-        Attribute("tie_word_embeddings", "tie_embeddings", bool, True),
-        Attribute("activation_function", "activation", ACTIVATIONS, "gelu_new"),
+        # Not those that GPT-2 has by other names:
+        *without(
+            GPT2.attributes,
+            *("n_positions", "n_embd", "n_inner", "n_layer", "n_head", "scale_attn_weights"),
+        ),
     ),
     ignored_tensors=(
         "transformer.h.{layer}.attn.attention.bias",
@@ -135,13 +132,5 @@ GPT_NEO = replace(
     layer_attributes={"attention_types", "window_size"},
     default_window=256,
     always={**GPT2.always, "attention_bias": False, "query_scale": 1.0},
-    ignored_attributes=GPT2.ignored_attributes
-    | {
-        "attention_layers",
-        "resid_dropout",
-        "embed_dropout",
-        "classifier_dropout",
-        "num_key_value_heads",
-        "summary_proj_to_labels",
-    },
+    ignored_attributes=GPT2.ignored_attributes | {"attention_layers", "num_key_value_heads"},
 )

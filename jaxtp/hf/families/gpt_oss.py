@@ -6,11 +6,9 @@ It has attention sinks, windows in every other layer, and experts with biases, o
 from dataclasses import replace
 
 from jaxtp.hf.families.family import (
-    ATTENTION,
     ATTENTION_BIAS,
+    BODY,
     COMMON,
-    NORMS,
-    OUTER,
     WINDOW,
     Attribute,
     Family,
@@ -36,7 +34,7 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     tensors=(
-        *(OUTER + NORMS + ATTENTION),
+        *BODY,
         *block_tensors({"attention.sinks": "self_attn.sinks"}),
         *block_tensors({"mlp.router": "mlp.router.weight"}, transposed=True),
         *block_tensors({"mlp.router_bias": "mlp.router.bias"}),
@@ -68,7 +66,6 @@ GPT_OSS = Family(
     rope_theta=150_000.0,
     default_rope={
         "rope_type": "yarn",
-        "rope_theta": 150_000.0,
         "factor": 32.0,
         "beta_fast": 32.0,
         "beta_slow": 1.0,

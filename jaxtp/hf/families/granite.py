@@ -11,17 +11,14 @@ from dataclasses import replace
 from jaxtp.hf.families.family import (
     ATTENTION,
     ATTENTION_BIAS,
-    BODY,
     COMMON,
     MLP_BIAS,
-    MLP_BIASES,
     NORMS,
-    OUT_BIAS,
     OUTER,
-    QKV_BIASES,
     Attribute,
     Family,
     block_tensors,
+    numbers_of_experts,
     sizes,
 )
 
@@ -65,7 +62,6 @@ _COMMON = (
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
-    tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
     attributes=(*_COMMON, MLP_BIAS),
     ignored_attributes=_DROPOUT,
 )
@@ -80,8 +76,7 @@ GRANITEMOE = Family(
     ),
     attributes=(
         *_COMMON,
-        Attribute("num_local_experts", "num_experts", int, 8),
-        Attribute("num_experts_per_tok", "experts_per_token", int, 2),
+        *numbers_of_experts("num_local_experts", 8, 2),
     ),
     ignored_attributes=_DROPOUT,
 )

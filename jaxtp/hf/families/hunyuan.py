@@ -1,10 +1,11 @@
 """Hunyuan (dense): Llama with queries and keys normalized after a rotation with a scaled base."""
 
 from jaxtp.hf.families.family import (
+    ATTENTION,
     ATTENTION_BIAS,
-    BODY,
-    OUT_BIAS,
-    QKV_BIASES,
+    MLP,
+    NORMS,
+    OUTER,
     Family,
     block_tensors,
     sizes,
@@ -14,9 +15,7 @@ HUNYUAN = Family(
     model_type="hunyuan_v1_dense",
     architecture="HunYuanDenseV1ForCausalLM",
     tensors=(
-        *BODY,
-        *QKV_BIASES,
-        *OUT_BIAS,
+        *(OUTER + NORMS + ATTENTION + MLP),
         *block_tensors(
             {
                 "attention.qk_norms.0.scale": "self_attn.query_layernorm.weight",
@@ -25,7 +24,7 @@ HUNYUAN = Family(
         ),
     ),
     attributes=(*sizes(1e-5), ATTENTION_BIAS),
-    rope_kinds={"default", "linear", "llama3", "yarn", "longrope", "dynamic"},
+    rope_kinds=Family.rope_kinds | {"dynamic"},
     always={"qk_norm": "head", "qk_norm_after_rope": True},
     required={
         "use_qk_norm": True,

@@ -7,30 +7,19 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
-    ATTENTION,
     ATTENTION_BIAS,
-    BODY,
     COMMON,
-    DOWN,
     MLP_BIAS,
-    MLP_BIASES,
     NO_ROPE_LAYERS,
-    NORMS,
-    OUT_BIAS,
-    OUTER,
-    QKV_BIASES,
-    UP,
     WINDOW,
     Attribute,
     Family,
     sizes,
-    with_biases,
 )
 
 LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
     attributes=(*sizes(), ATTENTION_BIAS, MLP_BIAS),
     required={"sliding_window": None},
 )
@@ -47,14 +36,13 @@ SEED_OSS = replace(
     ),
     default_head_dim=128,
     # 0.1 by default.
-    ignored_attributes={"attention_dropout", "residual_dropout"},
+    ignored_attributes={"attention_dropout"},
 )
 
 ARCEE = replace(
     LLAMA,
     model_type="arcee",
     architecture="ArceeForCausalLM",
-    tensors=OUTER + NORMS + ATTENTION + with_biases(*UP, *DOWN),
     attributes=(
         *sizes(1e-5),
         ATTENTION_BIAS,

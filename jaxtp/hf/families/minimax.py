@@ -3,15 +3,12 @@
 from dataclasses import replace
 
 from jaxtp.hf.families.family import (
-    NORMS,
-    OUT,
-    OUTER,
-    PARTIAL_ROPE,
-    QK_NORMS,
-    QKV,
+    BODY,
     SELECTION_BIAS,
     Attribute,
     Family,
+    numbers_of_experts,
+    partial_rope,
     sizes,
 )
 from jaxtp.hf.families.mistral import SPARSE_EXPERTS
@@ -20,7 +17,7 @@ MINIMAX_M2 = Family(
     model_type="minimax_m2",
     architecture="MiniMaxM2ForCausalLM",
     tensors=(
-        *(OUTER + NORMS + QKV + OUT + QK_NORMS),
+        *BODY,
         replace(
             SELECTION_BIAS,
             name="model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
@@ -35,19 +32,17 @@ MINIMAX_M2 = Family(
     ),
     attributes=(
         *sizes(kv_heads=8),
-        Attribute("num_local_experts", "num_experts", int, 256, alias="num_experts"),
-        Attribute("num_experts_per_tok", "experts_per_token", int, 8),
+        *numbers_of_experts("num_local_experts", 256, 8, "num_experts"),
     ),
     rope_theta=5_000_000.0,
     rope_attributes=(
-        PARTIAL_ROPE,
+        *partial_rope(),
         Attribute("rotary_dim", "rotary_fraction", int, unit=("head_dim", -1.0)),
     ),
     default_head_dim=128,
     always={"qk_norm": "projection", "router_scores": "sigmoid", "selection_bias": True},
     required={
         "router_jitter_noise": 0.0,
-        "attention_bias": False,
         "sliding_window": None,
         "use_qk_norm": True,
         "qk_norm_type": "per_layer",

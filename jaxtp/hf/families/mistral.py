@@ -10,15 +10,11 @@ queries.
 
 from dataclasses import replace
 
-from jaxtp.hf.families import deepseek
+from jaxtp.hf.families.deepseek import DEEPSEEK_V3, LATENT_BODY
 from jaxtp.hf.families.family import (
     BODY,
     COMMON,
     NEVER,
-    NORMS,
-    OUT,
-    OUTER,
-    QKV,
     ROUTER,
     SHARED_EXPERTS,
     STACKED_EXPERTS,
@@ -27,7 +23,7 @@ from jaxtp.hf.families.family import (
     Family,
     Wrapper,
     first_dense,
-    grouped_experts,
+    numbers_of_experts,
     replace_all,
     separate_experts,
     sizes,
@@ -45,29 +41,23 @@ SPARSE_EXPERTS = (
 MISTRAL = Family(
     model_type="mistral",
     architecture="MistralForCausalLM",
-    tensors=BODY,
     attributes=sizes(kv_heads=8),
     layer_attributes=COMMON | WINDOW,
-    required={"attention_bias": False},
 )
 
 
 MIXTRAL = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
-    tensors=(
-        *(OUTER + NORMS + QKV + OUT),
-        *SPARSE_EXPERTS,
-    ),
+    tensors=BODY + SPARSE_EXPERTS,
     attributes=(
         *sizes(1e-5, kv_heads=8),
-        Attribute("num_local_experts", "num_experts", int, 8, alias="num_experts"),
-        Attribute("num_experts_per_tok", "experts_per_token", int, 2),
+        *numbers_of_experts("num_local_experts", 8, 2, "num_experts"),
     ),
     layer_attributes=COMMON | WINDOW,
     default_window=None,
     rope_theta=1e6,
-    required={"attention_bias": False, "router_jitter_noise": 0.0},
+    required={"router_jitter_noise": 0.0},
 )
 
 MINISTRAL = replace(
@@ -104,26 +94,27 @@ MINISTRAL3 = replace(
 )
 
 MISTRAL4 = replace(
-    deepseek.DEEPSEEK_V3,
+    DEEPSEEK_V3,
     model_type="mistral4",
     architecture="Mistral4ForCausalLM",
     # transformers has experts in one layout.
     tensors=(
-        *deepseek.LATENT_BODY,
+        *LATENT_BODY,
         ROUTER,
         *replace_all(STACKED_EXPERTS, layout=None),
         *SHARED_EXPERTS,
     ),
     attributes=with_defaults(
-        (
-            *deepseek.attributes(),
-            deepseek.ROPE_PAIRS,
-            *grouped_experts(128, 4, normalize=True),
-        ),
+        DEEPSEEK_V3.attributes,
         num_key_value_heads=32,
         q_lora_rank=1024,
         kv_lora_rank=256,
         qk_nope_head_dim=64,
+        n_routed_experts=128,
+        num_experts_per_tok=4,
+        routed_scaling_factor=1.0,
+        n_group=1,
+        topk_group=1,
     ),
     rope_attributes=MINISTRAL3.rope_attributes,
     rope_kinds={"yarn"},
@@ -138,9 +129,8 @@ MISTRAL4 = replace(
     default_dense_layers=0,
     later_layers=False,
     always={},
-    required={"attention_bias": False, "sliding_window": None},
+    required={"sliding_window": None},
     written={},
-    ignored_attributes=deepseek.DEEPSEEK_V2.ignored_attributes,
     remote_code=(),
 )
 

@@ -51,7 +51,7 @@ MUSE_GLIMMER = replace(
         "qk_norm": "head_plain",
         "attention_gate": True,
     },
-    required={"attention_bias": False},
+    required={},
 )
 
 MUSE_GLIMMER_WRAPPER = Wrapper(

@@ -3,38 +3,25 @@
 They have LayerNorms of factor 1 + scale, squared ReLU, and partly rotated heads.
 """
 
-from dataclasses import replace
-
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
     ATTENTION_BIAS,
-    DOWN,
     MLP_BIAS,
-    NORMS,
-    OUT,
-    OUTER,
-    PARTIAL_ROPE,
-    QKV,
-    UP,
     Attribute,
     Family,
+    partial_rope,
     sizes,
-    with_biases,
 )
 
 NEMOTRON = Family(
     model_type="nemotron",
     architecture="NemotronForCausalLM",
-    tensors=(
-        *OUTER[::2],
-        *with_biases(OUTER[1], *NORMS, *QKV, *OUT, *UP, *DOWN),
-    ),
     attributes=(
         *sizes(1e-5, eps_name="norm_eps"),
         ATTENTION_BIAS,
         MLP_BIAS,
         Attribute("hidden_act", "activation", ACTIVATIONS, "relu2"),
     ),
-    rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
+    rope_attributes=partial_rope(0.5),
     always={"norm": "layer_plus_one", "mlp": "plain"},
 )

@@ -9,26 +9,20 @@ as in OLMoE.
 from dataclasses import replace
 
 from jaxtp.hf.families.family import (
-    ATTENTION,
     ATTENTION_BIAS,
+    BODY,
+    BRANCHES,
     COMMON,
-    DOWN,
     EXPERTS,
-    GATE_UP,
-    NORMS,
-    OUT_BIAS,
+    NORMALIZED,
     OUTER,
-    PROJECTIONS,
-    QK_NORMS,
-    QKV_BIASES,
     ROPE,
     WINDOW,
     Attribute,
     Family,
     block_tensors,
+    numbers_of_experts,
     sizes,
-    some_experts,
-    tensors_without,
     without,
 )
 
@@ -38,8 +32,6 @@ _CLIP = Attribute("clip_qkv", "clip_qkv", float, can_be_null=True)
 OLMO = Family(
     model_type="olmo",
     architecture="OlmoForCausalLM",
-    # The last norm has no scale.
-    tensors=OUTER[::2] + ATTENTION + GATE_UP + DOWN,
     attributes=(
         *without(sizes(), "rms_norm_eps"),
         ATTENTION_BIAS,
@@ -59,7 +51,7 @@ OLMO2 = Family(
                 "mlp_after_norm.scale": "post_feedforward_layernorm.weight",
             }
         ),
-        *(PROJECTIONS + QKV_BIASES + OUT_BIAS + QK_NORMS),
+        *BRANCHES,
     ),
     attributes=(*sizes(1e-5), ATTENTION_BIAS),
     always={"norm_placement": "after", "qk_norm": "projection"},
@@ -79,12 +71,13 @@ OLMO3 = replace(
 OLMOE = Family(
     model_type="olmoe",
     architecture="OlmoeForCausalLM",
-    tensors=OUTER + NORMS + ATTENTION + QK_NORMS + EXPERTS,
+    tensors=BODY + EXPERTS,
     attributes=(
         *sizes(1e-5),
         ATTENTION_BIAS,
         _CLIP,
-        *some_experts(64, 8),
+        *numbers_of_experts("num_experts", 64, 8, "num_local_experts"),
+        NORMALIZED,
     ),
     # Its norms need a head_dim of hidden_size / num_attention_heads.
     layer_attributes=ROPE,
@@ -96,7 +89,12 @@ FLEX_OLMO = replace(
     OLMO2,
     model_type="flex_olmo",
     architecture="FlexOlmoForCausalLM",
-    tensors=tensors_without(".mlp.", OLMO2.tensors) + EXPERTS,
-    attributes=(*sizes(), ATTENTION_BIAS, *some_experts(7, 5)),
+    tensors=OLMO2.tensors + EXPERTS,
+    attributes=(
+        *sizes(),
+        ATTENTION_BIAS,
+        *numbers_of_experts("num_experts", 7, 5, "num_local_experts"),
+        NORMALIZED,
+    ),
     rope_theta=500_000.0,
 )

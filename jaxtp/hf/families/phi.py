@@ -3,20 +3,18 @@
 They have a parallel block with one LayerNorm, biases, and partly rotated heads.
 """
 
-from dataclasses import replace
-
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
-    OUTER,
-    PARTIAL_ROPE,
+    EMBEDDINGS,
+    NORMS,
     QKV,
     ROPE,
     Attribute,
     Family,
     Tensor,
     block_tensors,
+    partial_rope,
     sizes,
-    tensors,
     with_biases,
 )
 
@@ -24,11 +22,9 @@ PHI = Family(
     model_type="phi",
     architecture="PhiForCausalLM",
     tensors=(
-        *OUTER[::2],
-        Tensor("head.bias", "lm_head.bias"),
+        *(EMBEDDINGS + NORMS),
         *with_biases(
-            *tensors({"norm.scale": "model.final_layernorm.weight"}),
-            *block_tensors({"attention_norm.scale": "input_layernorm.weight"}),
+            Tensor("norm.scale", "model.final_layernorm.weight"),
             *QKV,
             *block_tensors(
                 {
@@ -52,7 +48,7 @@ PHI = Family(
         Attribute("qk_layernorm", "qk_norm", {False: "none", True: "head_bias"}, False),
     ),
     layer_attributes=ROPE,
-    rope_attributes=(replace(PARTIAL_ROPE, default=0.5),),
+    rope_attributes=partial_rope(0.5),
     always={
         "norm": "layer",
         "norm_placement": "parallel",
@@ -62,5 +58,4 @@ PHI = Family(
         "attention_out_bias": True,
         "mlp_bias": True,
     },
-    ignored_attributes={"resid_pdrop", "embd_pdrop"},
 )

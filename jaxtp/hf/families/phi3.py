@@ -10,10 +10,10 @@ from jaxtp.hf.families.family import (
     NORMS,
     OUT,
     OUTER,
-    PARTIAL_ROPE,
     QKV,
     WINDOW,
     Family,
+    partial_rope,
     replace_all,
     sizes,
 )
@@ -35,12 +35,10 @@ PHI3 = Family(
     rope_kinds={"default", "longrope"},
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     original_length=4096,
-    rope_attributes=(PARTIAL_ROPE,),
+    rope_attributes=partial_rope(),
     required={
-        "attention_bias": False,
         "lm_head_bias": False,
         "full_attn_mod": 1,
         "interpolate_factor": 1,
     },
-    ignored_attributes={"resid_pdrop", "embd_pdrop"},
 )

@@ -9,21 +9,18 @@ from jaxtp.hf.families.family import (
     DENSE_LAYERS,
     DENSE_WIDTH,
     EXPERTS,
-    OUT_BIAS,
-    QK_NORMS,
-    QKV_BIASES,
+    NORMALIZED,
     SWITCHED_WINDOW,
     Attribute,
     Family,
     block_tensors,
+    numbers_of_experts,
     sizes,
-    some_experts,
 )
 
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    tensors=BODY + QKV_BIASES,
     attributes=sizes(kv_heads=32),
     layer_attributes=COMMON | SWITCHED_WINDOW | {"layer_types"},
     # Of q, k and v; config.json has no attribute for it.
@@ -34,7 +31,6 @@ QWEN2 = Family(
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    tensors=BODY + QKV_BIASES + OUT_BIAS + QK_NORMS,
     attributes=(*sizes(kv_heads=32), ATTENTION_BIAS),
     layer_attributes=COMMON | SWITCHED_WINDOW | {"layer_types"},
     default_head_dim=128,
@@ -45,8 +41,13 @@ QWEN3 = Family(
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    tensors=(*QWEN3.tensors, *EXPERTS),
-    attributes=(*sizes(kv_heads=4), ATTENTION_BIAS, *some_experts(128, 8)),
+    tensors=BODY + EXPERTS,
+    attributes=(
+        *sizes(kv_heads=4),
+        ATTENTION_BIAS,
+        *numbers_of_experts("num_experts", 128, 8, "num_local_experts"),
+        NORMALIZED,
+    ),
     layer_attributes=COMMON | SWITCHED_WINDOW | DENSE_LAYERS,
     by_type={
         "experts": (Attribute("moe_intermediate_size", "d_ff", int, 768),),
@@ -69,14 +70,12 @@ QWEN2_MOE = replace(
     QWEN3_MOE,
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
-    tensors=(
-        *(tensor for tensor in QWEN3_MOE.tensors if tensor not in QK_NORMS + OUT_BIAS),
-        *SHARED_EXPERT,
-    ),
+    tensors=QWEN3_MOE.tensors + SHARED_EXPERT,
     attributes=(
         *sizes(kv_heads=16),
         Attribute("qkv_bias", "attention_bias", bool, True),
-        *some_experts(60, 4, alias=None),
+        *numbers_of_experts("num_experts", 60, 4),
+        NORMALIZED,
     ),
     layer_attributes=QWEN3_MOE.layer_attributes | {"layer_types"},
     by_type={

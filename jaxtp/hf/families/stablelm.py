@@ -3,30 +3,24 @@
 12B has a parallel block.
 """
 
-from dataclasses import replace
-
 from jaxtp.hf.families.family import (
+    ATTENTION,
+    MLP,
     NORMS,
     OUTER,
-    PARTIAL_ROPE,
-    PROJECTIONS,
-    QKV_BIASES,
     ROPE,
     Attribute,
     Family,
     block_tensors,
+    partial_rope,
     sizes,
-    with_biases,
 )
 
 STABLELM = Family(
     model_type="stablelm",
     architecture="StableLmForCausalLM",
     tensors=(
-        *OUTER[::2],
-        *with_biases(OUTER[1], *NORMS),
-        *PROJECTIONS,
-        *QKV_BIASES,
+        *(OUTER + NORMS + ATTENTION + MLP),
         *block_tensors(
             {
                 "attention.qk_norms.0.scale": "self_attn.q_layernorm.norms.{head}.weight",
@@ -43,7 +37,6 @@ STABLELM = Family(
         ),
     ),
     layer_attributes=ROPE,
-    rope_attributes=(replace(PARTIAL_ROPE, default=0.25),),
+    rope_attributes=partial_rope(0.25),
     always={"norm": "layer"},
-    ignored_attributes={"hidden_dropout"},
 )

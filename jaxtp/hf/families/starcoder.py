@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ACTIVATIONS,
+    ATTENTION,
     COMMON,
     NORMS,
-    OUT,
     OUTER,
-    QKV,
     WINDOW,
     Attribute,
     Family,
@@ -29,12 +28,8 @@ STARCODER2 = Family(
     model_type="starcoder2",
     architecture="Starcoder2ForCausalLM",
     tensors=(
-        *OUTER[::2],
+        *(OUTER + NORMS + ATTENTION),
         *with_biases(
-            OUTER[1],
-            *NORMS,
-            *QKV,
-            *OUT,
             *block_tensors(
                 {"mlp.up.kernels.0": "mlp.c_fc.weight", "mlp.down.kernel": "mlp.c_proj.weight"},
                 transposed=True,
@@ -59,8 +54,6 @@ STARCODER2 = Family(
     ignored_attributes=_FP32
     | {
         "attention_dropout",
-        "embedding_dropout",
-        "residual_dropout",
         "activation_function",
         "layer_norm_epsilon",
     },
@@ -76,7 +69,7 @@ GPT_BIGCODE = replace(
     tensors=TRANSPOSED,
     attributes=with_defaults(_ATTRIBUTES, activation_function="gelu_pytorch_tanh"),
     always={**GPT2.always, "num_kv_heads": 1},
-    required={**GPT2.required, "multi_query": True},
+    required={"multi_query": True},
     layer_attributes=frozenset(),
     ignored_attributes=GPT2.ignored_attributes
     | _FP32
