@@ -73,10 +73,6 @@ class ByteTokenizer:
         """Returns the bytes."""
         return np.asarray(ids).astype(np.uint8).tobytes()
 
-    def num_bytes(self, ids: Tokens) -> int:
-        """Returns the length of `decode(ids)`."""
-        return len(ids)
-
 
 class HuggingFaceTokenizer:
     """A tokenizer that is the `content` of a `tokenizer.json`; raises `TokenizerError`.
@@ -108,8 +104,7 @@ class HuggingFaceTokenizer:
         size = max(ids.values()) + 1  # ids may have gaps
         eos_id = _end_token(ids, name, eos) if has_eos else None
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
-        # The text is not `content`: the library also reads invalid JSON.
-        file = json.loads(self._tokenizer.to_str())
+        file = self.file()
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
             token.lstrip or "\n" in token.content for token in self._added.values()
@@ -118,6 +113,15 @@ class HuggingFaceTokenizer:
 
     def _load(self) -> "Library":
         return load_library(self.content, self.name)
+
+    def file(self) -> dict[str, Any]:
+        """Returns the `content` as the library reads it, which also reads invalid JSON."""
+        return dict(json.loads(self._tokenizer.to_str()))
+
+    @property
+    def special(self) -> dict[str, int]:
+        """The special tokens and their ids."""
+        return {token.content: id for id, token in self._added.items() if token.special}
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
@@ -145,10 +149,6 @@ class HuggingFaceTokenizer:
             raise TokenizerError(f"{self.name}: no token has the id {error}") from None
         except BaseException as error:
             raise as_tokenizer_error(error, f"{self.name}: cannot decode") from None
-
-    def num_bytes(self, ids: Tokens) -> int:
-        """Returns the length of `decode(ids)`."""
-        return len(self.decode(ids))
 
     def spelling(self, token: int) -> str:
         """Returns a token's spelling in the vocabulary."""

@@ -14,8 +14,8 @@ import resource
 import signal
 import sys
 from array import array
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import date, datetime, time
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -49,10 +49,10 @@ def main() -> None:
     try:
         while requests.peek(1):  # type: ignore[union-attr]
             request = pickle.load(requests)
-            _limit_memory(request.pop("memory"))
-            signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))
-            answer = encode(**request) if "texts" in request else render(**request)
-            signal.setitimer(signal.ITIMER_PROF, 0)
+            with limited_memory(request.pop("memory")):
+                signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))
+                answer = encode(**request) if "texts" in request else render(**request)
+                signal.setitimer(signal.ITIMER_PROF, 0)
             answers.write(answer)
             answers.flush()
     except MemoryError:
@@ -88,7 +88,9 @@ def encode(*, before: list[int] | None, **request: Any) -> bytes:
         for encoding, characters in zip(encodings, before or [0] * len(encodings), strict=True):
             sizes.append(len(encoding.ids))
             ids.extend(encoding.ids)
-            cuts.append(tokens_before(encoding, characters))
+            # The tokens that start in the first part
+            starts = encoding.offsets if characters else ()
+            cuts.append(sum(start < characters for start, _ in starts))
     except MemoryError:
         raise
     except LookupError:
@@ -196,24 +198,27 @@ def load(content: bytes) -> "Tokenizer":
     return tokenizer
 
 
-def tokens_before(encoding: "Encoding", before: int) -> int:
-    """Returns the number of tokens that start in the first `before` characters."""
-    return sum(start < before for start, _ in encoding.offsets) if before else 0
-
-
-def _limit_memory(max_bytes: int) -> None:
+@contextmanager
+def limited_memory(max_bytes: int) -> Iterator[None]:
     """Limits the memory to `max_bytes` more than now, plus the addresses that threads reserve."""
+    before: dict[int, tuple[int, int]] = {}
     # Some systems cannot limit memory.
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         pages = list(map(int, file.read().split()))
         reserved = _RESERVED_BY_THREAD * (os.cpu_count() or 1)
-        _set_limit(resource.RLIMIT_DATA, pages[5] * resource.getpagesize() + max_bytes)
-        _set_limit(resource.RLIMIT_AS, pages[0] * resource.getpagesize() + max_bytes + reserved)
-
-
-def _set_limit(kind: int, limit: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        for kind, used, more in (
+            (resource.RLIMIT_DATA, pages[5], max_bytes),
+            (resource.RLIMIT_AS, pages[0], max_bytes + reserved),
+        ):
+            before[kind] = soft, hard = resource.getrlimit(kind)
+            limit = used * resource.getpagesize() + more
+            if soft == resource.RLIM_INFINITY or limit < soft:
+                resource.setrlimit(kind, (limit, hard))
+    try:
+        yield
+    finally:
+        for kind, limits in before.items():
+            resource.setrlimit(kind, limits)
 
 
 if __name__ == "__main__":

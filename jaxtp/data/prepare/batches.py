@@ -29,9 +29,6 @@ BATCH_DOCUMENTS = 2**13
 # With up to this many documents, the number of held-out documents is exact; with more, hashes alone
 # come close to the share.
 FEW = 1000
-MANY_PROBLEMS = 100_000
-"""Number of unreadable rows after which `threshold` stops reading, if the command ends at the first
-of them."""
 
 
 class Entry(NamedTuple):
@@ -117,21 +114,20 @@ def split_of(digest: bytes, held_out: float) -> str:
 def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) -> float:
     """Returns the `fraction` below which a document is held out.
 
-    With many documents it is `--held-out`. With few documents, it is the threshold for which the
-    number of held-out documents is nearest to the share; at least one document remains for
-    training.
+    With many documents, or if the command ends at an unreadable one, it is `--held-out`. With few
+    documents, it is the threshold for which the number of held-out documents is nearest to the
+    share; at least one document remains for training.
     """
     if not config.held_out:
         return 0.0
     fractions: list[float] = []
-    num_problems = 0
-    for batch in batches(sources, fields, Position(0, 0), "skip"):
-        fractions += [fraction(entry.digest) for entry in batch.entries]
-        if len(fractions) > FEW:
-            return config.held_out
-        num_problems += sum(not problem.is_harmless for problem in batch.problems)
-        if config.on_error == "stop" and num_problems > MANY_PROBLEMS:
-            break
+    try:
+        for batch in batches(sources, fields, Position(0, 0), config.on_error):
+            fractions += [fraction(entry.digest) for entry in batch.entries]
+            if len(fractions) > FEW:
+                return config.held_out
+    except PrepareError:
+        return config.held_out
     if config.dedup:
         fractions = list(set(fractions))
     fractions.sort()
