@@ -27,7 +27,7 @@ from jaxtp.data.tokenizer import (
     load_library,
 )
 from jaxtp.data.tokenizer_files import MAX_TEMPLATE, TokenizerError
-from jaxtp.data.worker import Worker, WorkerDiedError, read_line
+from jaxtp.data.worker import Worker, WorkerDiedError
 
 Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
 
@@ -91,7 +91,7 @@ class ChatTemplate:
             "seconds": SECONDS,
         }
         try:
-            problem, text = json.loads(RENDERER.request(pickle.dumps(request), read_line))
+            problem, text = json.loads(RENDERER.request(pickle.dumps(request)))
         except WorkerDiedError as died:
             when = "when it is loaded" if variables is None else "on this conversation"
             limits = {

@@ -70,7 +70,6 @@ class Split(Documents):
         self.has_prompts = manifest.prompts
         self.has_pairs = manifest.pairs
         self._vocab_size = manifest.tokenizer.vocab_size
-        self.longest = manifest.splits[name].longest
         self._maps: dict[tuple[int, str], Tokens] = {}
 
     def __getstate__(self) -> dict[str, object]:

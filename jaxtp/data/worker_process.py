@@ -31,7 +31,6 @@ _MAX_LOADED = 4  # Maximum number of tokenizers in memory
 _RESERVED_BY_THREAD = 2**27  # Bytes of address space for a thread's stack and heap
 _SHOWN = 300  # Maximum characters of an error message, which a template may have written
 _LOADED: "dict[str, Tokenizer]" = {}
-_DAY: list[str | None] = [None]
 
 
 class RefusedError(Exception):
@@ -53,7 +52,7 @@ def main() -> None:
                 signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))
                 answer = encode(**request) if "texts" in request else render(**request)
                 signal.setitimer(signal.ITIMER_PROF, 0)
-            answers.write(answer)
+            answers.write(len(answer).to_bytes(8, "little") + answer)
             answers.flush()
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
@@ -62,13 +61,12 @@ def main() -> None:
 def render(
     template: str, variables: Mapping[str, Any] | None, day: str | None, characters: int
 ) -> bytes:
-    """Returns a problem and the text of up to `characters`, as a line of JSON."""
+    """Returns a problem and the text of up to `characters`, as JSON."""
     problem, text = _rendered(template, variables, day)
     if len(text) > characters:
         problem = f" fails on this conversation: its text has more than {characters:,} characters"
         text = ""
-    answer = json.dumps([problem, text], ensure_ascii=False)
-    return answer.encode(errors="replace") + b"\n"
+    return json.dumps([problem, text], ensure_ascii=False).encode(errors="replace")
 
 
 def encode(*, before: list[int] | None, **request: Any) -> bytes:
@@ -110,9 +108,8 @@ def _rendered(
     noon of this day as the present time, so that it always writes the same text.
     """
     random.seed(0)  # Jinja has a filter `random`
-    _DAY[0] = day
     try:
-        write = _template(template)
+        write = _template(template, day)
     except Exception as error:
         return f": not a chat template: {_shown(error)}", ""
     try:
@@ -124,14 +121,13 @@ def _rendered(
         return f" {verb} this conversation: {_shown(error)}", ""
 
 
-def _strftime_now(form: str) -> str:
-    day = _DAY[0]
+def _strftime_now(day: str | None, form: str) -> str:
     now = datetime.now() if day is None else datetime.combine(date.fromisoformat(day), time(12))
     return now.strftime(form)
 
 
 @lru_cache(maxsize=8)
-def _template(template: str) -> Callable[..., str]:
+def _template(template: str, day: str | None) -> Callable[..., str]:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -140,7 +136,10 @@ def _template(template: str) -> Callable[..., str]:
     )
     # Jinja's own filter escapes HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": partial(_strftime_now, day),
+    }
     return environment.from_string(template).render
 
 

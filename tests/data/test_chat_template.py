@@ -114,11 +114,11 @@ def test_a_process_that_crashes_is_an_error(monkeypatch):
 def test_after_an_interrupt_no_answer_is_taken_for_that_to_another_request(monkeypatch):
     template = ChatTemplate("{{ messages[0].content }}", "x.jinja", {})
 
-    def interrupted(file):
+    def interrupted(file, size):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(limits, "read_line", interrupted)
+        patched.setattr("jaxtp.data.worker._read", interrupted)
         with pytest.raises(KeyboardInterrupt):
             template.render([{"content": "another"}])
     assert template.render(MESSAGES) == "é"

@@ -23,7 +23,7 @@ LIBRARY = {name: Tokenizer.from_str(content.decode()) for name, content in CONTE
 
 
 def ours(content):
-    return ChatTokenizer(HuggingFaceTokenizer(content, "t", has_eos=False))
+    return ChatTokenizer(HuggingFaceTokenizer(content, "t"))
 
 
 OURS = {name: ours(content) for name, content in CONTENTS.items()}

@@ -204,7 +204,7 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
 def first_row(source: Source, fields: Fields) -> Row:
     """Returns the first JSON object, or the `fields` of a table's first row; empty if
     unreadable."""
-    with suppress(*DECOMPRESSION_ERRORS, BadInputError, ImportError, OSError):
+    with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
         for _, _, item in itertools.islice(
             _READERS[source.format](source, 0, fields), _PEEKED_ROWS
         ):
@@ -509,10 +509,10 @@ def text_of(row: Row, name: str) -> str:
 
 
 def _is_longer(text: str, limit: int) -> bool:
+    if len(text) > limit:
+        return True
     # A character has at most four bytes.
-    if 4 * len(text) <= limit:
-        return False
-    return len(text) > limit or len(text.encode(errors="replace")) > limit
+    return 4 * len(text) > limit and len(text.encode(errors="replace")) > limit
 
 
 def _to_bad_input(source: Source, error: Exception) -> BadInputError:

@@ -91,7 +91,7 @@ def test_numbers_by_source_and_by_length(tiny_model, lines, tmp_path, capsys):
     record = read_json(file)
     first, second = record["by_source"]
     assert (first["source"], second["source"]) == (str(lines), str(one))
-    tokenizer = HuggingFaceTokenizer(byte_level(), "here", has_eos=False)
+    tokenizer = HuggingFaceTokenizer(byte_level(), "here")
     ids = [found.tolist() for found in tokenizer.encode_batch(TEXTS)]
     assert first["documents"] == len(TEXTS)
     assert first["tokens"] == sum(len(each) - 1 for each in ids)
