@@ -26,7 +26,7 @@ from jaxtp.data.tokenizer import (
     encode_isolated,
     load_library,
 )
-from jaxtp.data.tokenizer_files import MAX_TEMPLATE, TokenizerError
+from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.data.worker import Worker, WorkerDiedError
 
 Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
@@ -65,10 +65,6 @@ class ChatTemplate:
     ):
         if find_spec("jinja2") is None:
             raise ChatError("a chat template needs the library jinja2: pip install 'jaxtp[chat]'")
-        if len(template) > MAX_TEMPLATE:
-            raise ChatError(
-                f"{name}: more than {MAX_TEMPLATE:,} characters, the limit for a chat template"
-            )
         self.text = template
         self.special_tokens = dict(special_tokens)
         self._name = name

@@ -115,8 +115,8 @@ def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) 
     """Returns the `fraction` below which a document is held out.
 
     With many documents, or if the command ends at an unreadable one, it is `--held-out`. With few
-    documents, it is the threshold for which the number of held-out documents is nearest to the
-    share; at least one document remains for training.
+    documents, it is the threshold for which the number of distinct held-out documents is nearest to
+    the share; at least one document remains for training.
     """
     if not config.held_out:
         return 0.0
@@ -128,11 +128,7 @@ def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) 
                 return config.held_out
     except PrepareError:
         return config.held_out
-    if config.dedup:
-        fractions = list(set(fractions))
-    fractions.sort()
-    target = config.held_out * len(fractions)
-    # Equal documents share a split.
-    borders = [i for i in range(1, len(fractions)) if fractions[i - 1] < fractions[i]]
-    held_out = min((0, *borders), key=lambda count: (abs(count - target), -count))
-    return fractions[held_out] if held_out else 0.0
+    distinct = sorted(set(fractions))
+    nearest = int(config.held_out * len(distinct) + 0.5)
+    count = min(nearest, len(distinct) - 1)
+    return distinct[count] if count > 0 else 0.0

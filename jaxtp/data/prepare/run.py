@@ -202,11 +202,8 @@ class _Preparation:
     def _encode(self, turns: list[Turn]) -> Iterator[Sequence[Tokens]]:
         if self._job.conversations is not None:
             return iter(self._job.conversations.encode(turns))
-        texts: list[str] = []
-        for turn in turns:
-            if self._config.has_prompts:
-                texts.append(turn.prompt or "")
-            texts.append(turn.text)
+        parts = chain.from_iterable(turn[:2] for turn in turns)
+        texts = [part for part in parts if part is not None]
         parts_per_turn = 1 + self._config.has_prompts
         encoded = iter(self._tokenizer.encode_batch(texts))
         return (list(islice(encoded, parts_per_turn)) for _ in turns)
@@ -295,4 +292,4 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _listed(skipped: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} x {kind}" for kind, count in sorted(skipped.items()))
+    return ", ".join(f"{count:,} x {kind}" for kind, count in skipped.items())
