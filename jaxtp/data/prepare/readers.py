@@ -433,16 +433,12 @@ def _row(source: Source, item: object, fields: Fields) -> Row:
     if isinstance(item, bytes):
         if len(item) > source.max_document and not item.endswith(b"\n"):
             raise too_large(source.max_document)
-        item = _parse(item, fields)
+        if _has_many_values(item):
+            raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
+        item = _decode(item, fields.names if fields.turns is None else None)
     if not isinstance(item, dict):
         raise BadInputError(NOT_JSON, f"not a JSON object: {shorten(item)}")
     return item
-
-
-def _parse(content: bytes, fields: Fields) -> object:
-    if _has_many_values(content):
-        raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
-    return _decode(content, fields.names if fields.turns is None else None)
 
 
 def _decode(content: bytes, names: Sequence[str] | None) -> object:

@@ -68,8 +68,6 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 conversations.template.day = state.day
             if state.tokenizer is None:  # nothing depends on the threshold yet
                 state.threshold = threshold(sources, fields, config)
-            if state.threshold is not None:
-                job = replace(job, config=replace(config, held_out=state.threshold))
             write_tokenizer(job, state)
             _Preparation(job, state, stack).finish()
     except OSError as error:  # from writing; readers handle read errors
@@ -86,6 +84,7 @@ class _Preparation:
         self._config = job.config
         self._tokenizer = job.tokenizer
         self._state = state
+        self._threshold = job.config.held_out if state.threshold is None else state.threshold
         info = job.tokenizer.info
         self._prefix = self._end = np.array([], info.dtype)
         if job.conversations is None:  # else the template writes prefix and end
@@ -217,7 +216,7 @@ class _Preparation:
             first_ids = np.concatenate(ids)[: len(prefix)]
             if np.array_equal(first_ids, prefix):
                 prefix = prefix[:0]  # the text spells it
-        writer = self._writers[split_of(entry.digest, self._config.held_out)]
+        writer = self._writers[split_of(entry.digest, self._threshold)]
         prompt = len(prefix) + len(ids[0])
         self._num_tokens += writer.append([prefix, *ids, self._end], prompt, size)
         self._num_documents += 1
