@@ -62,10 +62,12 @@ class Conversations:
         self._config = config
         self._fields = config.fields
         text, name = _template_of(config)
-        named = special_tokens(tokenizer_file(config.tokenizer).parent) if config.tokenizer else {}
-        self.checksum = hashlib.sha256(json.dumps([text, named]).encode()).hexdigest()
+        tokens: dict[str, str] = {}
+        if config.tokenizer is not None:
+            tokens = special_tokens(tokenizer_file(config.tokenizer).parent)
+        self.checksum = hashlib.sha256(json.dumps([text, tokens]).encode()).hexdigest()
         """A hash of the template and the special tokens, to detect changes."""
-        self.template = ChatTemplate(text, name, _ends(tokenizer) | named, config.date)
+        self.template = ChatTemplate(text, name, _ends(tokenizer) | tokens, config.date)
         self._tokens = ChatTokenizer(tokenizer)
         if isinstance(tokenizer, HuggingFaceTokenizer):
             prefix = tokenizer.info.prefix
@@ -112,7 +114,8 @@ class Conversations:
         )
 
     def _escaped(self, messages: list[Message]) -> list[Message]:
-        return [self._tokens.escape(one, keep=self._config.special_tokens) for one in messages]
+        keep = self._config.special_tokens
+        return [self._tokens.escape(message, keep=keep) for message in messages]
 
     def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
         limited = []
