@@ -27,7 +27,7 @@ from jaxtp.data.tokenizer import (
     load_library,
 )
 from jaxtp.data.tokenizer_files import TokenizerError
-from jaxtp.data.worker import Worker, WorkerDiedError
+from jaxtp.data.worker import WORKER, WorkerDiedError
 
 Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
 
@@ -87,7 +87,7 @@ class ChatTemplate:
             "seconds": SECONDS,
         }
         try:
-            problem, text = json.loads(RENDERER.request(pickle.dumps(request)))
+            problem, text = json.loads(WORKER.request(pickle.dumps(request)))
         except WorkerDiedError as died:
             when = "when it is loaded" if variables is None else "on this conversation"
             limits = {
@@ -102,10 +102,6 @@ class ChatTemplate:
         if problem:
             raise ChatError(f"{self._name}{problem}")
         return str(text)
-
-
-RENDERER = Worker(worker_process.__file__)
-"""Renders all templates."""
 
 
 def writes_day(template: str) -> bool:

@@ -27,7 +27,7 @@ from jaxtp.data.corpus import BYTE_TOKENIZER
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
 from jaxtp.data.tokenizer_files import TokenizerError, reading
-from jaxtp.data.worker import Worker, WorkerDiedError
+from jaxtp.data.worker import WORKER, WorkerDiedError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -56,8 +56,6 @@ MEMORY_OF_TEXT = 256
 SECONDS_OF_TEXT = 1e-4
 """Limits of the worker for a request: fixed limits, and limits for each byte of a tokenizer.json or
 character of a text. The library takes up to about 150 bytes and 10 microseconds for a character."""
-_WORKER = Worker(worker_process.__file__)
-"""The worker of all tokenizers of `jaxtp prepare`."""
 
 
 class ByteTokenizer:
@@ -263,7 +261,7 @@ def encode_isolated(
 
 def _ask_worker(request: dict[str, Any], name: str) -> tuple[str, list[Tokens], Iterable[int]]:
     try:
-        answer = _WORKER.request(pickle.dumps(request))
+        answer = WORKER.request(pickle.dumps(request))
     except WorkerDiedError as died:
         doing = "encoding a text" if request["texts"] else "loading it"
         limit = f"{request['memory'] // 2**20:,} MiB of memory"

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO
 
+from jaxtp.data import worker_process
+
 
 class WorkerDiedError(Exception):
     """A worker has died during a request."""
@@ -35,7 +37,7 @@ class Worker:
       file: the worker's Python file.
     """
 
-    def __init__(self, file: str):
+    def __init__(self, file: str = worker_process.__file__):
         self._command = [sys.executable, "-P", file]
         self.process: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
@@ -72,6 +74,10 @@ class Worker:
             )
             self._close = weakref.finalize(self, _close, self.process)
         return self.process
+
+
+WORKER = Worker()
+"""Renders all chat templates, and encodes texts that may make the library crash."""
 
 
 def _read(file: IO[bytes], size: int) -> bytes:

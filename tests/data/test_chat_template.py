@@ -94,13 +94,13 @@ def test_a_message_of_a_template_is_cut():
 
 def test_a_process_that_has_ended_is_replaced():
     template = ChatTemplate("{{ messages[0].content }}", "x.jinja", {})
-    limits.RENDERER.process.kill()
-    limits.RENDERER.process.wait()
+    limits.WORKER.process.kill()
+    limits.WORKER.process.wait()
     assert template.render(MESSAGES) == "é"
 
 
 def test_a_process_that_crashes_is_an_error(monkeypatch):
-    monkeypatch.setattr(limits, "RENDERER", Worker(str(write("worker.py", "raise SystemExit(3)"))))
+    monkeypatch.setattr(limits, "WORKER", Worker(str(write("worker.py", "raise SystemExit(3)"))))
     with pytest.raises(
         ChatError, match=r"x.jinja crashes the process .* \(exit code 3\) when it is loaded"
     ):

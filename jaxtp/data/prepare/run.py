@@ -86,11 +86,9 @@ class _Preparation:
         self._state = state
         self._threshold = job.config.held_out if state.threshold is None else state.threshold
         info = job.tokenizer.info
-        self._prefix = self._end = np.array([], info.dtype)
-        if job.conversations is None:  # else the template writes prefix and end
-            self._prefix = np.array(info.prefix, info.dtype)
-            if info.eos_id is not None:
-                self._end = np.array([info.eos_id], info.dtype)
+        has_ends = job.conversations is None  # else the template writes prefix and end
+        self._prefix = np.array(info.prefix if has_ends else (), info.dtype)
+        self._end = np.array(list(info.end_ids) if has_ends else (), info.dtype)
         self._writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
             writer = SplitWriter(job, name, state.splits[name])
