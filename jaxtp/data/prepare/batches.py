@@ -114,20 +114,19 @@ def split_of(digest: bytes, held_out: float) -> str:
 def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) -> float:
     """Returns the `fraction` below which a document is held out.
 
-    With many documents, or if the command ends at an unreadable one, it is `--held-out`. With few
-    documents, it is the threshold for which the number of distinct held-out documents is nearest to
-    the share; at least one document remains for training.
+    With many documents, or many unreadable ones, it is `--held-out`. With few documents, it is the
+    threshold for which the number of distinct held-out documents is nearest to the share; at least
+    one document remains for training.
     """
     if not config.held_out:
         return 0.0
     fractions: list[float] = []
-    try:
-        for batch in batches(sources, fields, Position(0, 0), config.on_error):
-            fractions += [fraction(entry.digest) for entry in batch.entries]
-            if len(fractions) > FEW:
-                return config.held_out
-    except PrepareError:
-        return config.held_out
+    num_problems = 0
+    for batch in batches(sources, fields, Position(0, 0), "skip"):
+        fractions += [fraction(entry.digest) for entry in batch.entries]
+        num_problems += sum(not problem.is_harmless for problem in batch.problems)
+        if len(fractions) + num_problems > FEW:
+            return config.held_out
     distinct = sorted(set(fractions))
     nearest = int(config.held_out * len(distinct) + 0.5)
     count = min(nearest, len(distinct) - 1)

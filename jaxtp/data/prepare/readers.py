@@ -55,6 +55,7 @@ END = -1  # The `item` of an event that ends its source
 T = TypeVar("T")
 
 SKIP_BYTES = 2**20
+_MAX_SKIPS = 2**8  # Maximum number of times that `SKIP_BYTES` are read to find the end of a line
 _PEEKED_ROWS = 100  # `first_row` returns an object among these rows
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
 _PDF = b"%PDF-"  # The start of the only common files that are no text and may have no such byte
@@ -208,11 +209,8 @@ def first_row(source: Source, fields: Fields) -> Row:
         for _, _, item in itertools.islice(
             _READERS[source.format](source, 0, fields), _PEEKED_ROWS
         ):
-            try:
+            with suppress(BadInputError):
                 return _row(source, item, fields)
-            except BadInputError as error:
-                if error.kind == TOO_LARGE:  # the end of a line may be far away
-                    break
     return {}
 
 
@@ -378,12 +376,16 @@ def _columns(schema: "pyarrow.Schema", fields: Fields) -> list[str]:
 
 
 def _lines(content: BufferedReader, limit: int) -> Iterator[bytes]:
-    """Yields lines, which are cut after the limit."""
+    """Yields lines, which are cut after the limit; raises if the end of a cut line is far away."""
     while line := content.readline(limit + 1):
         yield line
         if len(line) > limit and not line.endswith(b"\n"):
-            while (remainder := content.readline(SKIP_BYTES)) and not remainder.endswith(b"\n"):
-                pass
+            for _ in range(_MAX_SKIPS):
+                remainder = content.readline(SKIP_BYTES)
+                if not remainder or remainder.endswith(b"\n"):
+                    break
+            else:
+                raise too_large(limit)
 
 
 @contextmanager
