@@ -161,6 +161,11 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "--data.batches; without --model.plan, a plan is proposed",
     ),
     (
+        "max_window_bytes",
+        "max_document_bytes",
+        "files of every window are unpacked, in up to 2 GiB; {} limits what is read of them",
+    ),
+    (
         "generate",
         "tier",
         "weights take 2 x parameters / tp bytes of each device, and a token in the cache of "

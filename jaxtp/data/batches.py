@@ -190,14 +190,7 @@ class SampleBatches(Batches):
     """
 
     def __init__(
-        self,
-        name: str,
-        dataset: Any,
-        size: int | None,
-        *,
-        seed: int = 0,
-        once: bool = False,
-        describe: bool = True,
+        self, name: str, dataset: Any, size: int | None, *, seed: int = 0, once: bool = False
     ):
         with reading(name):
             rows = len(dataset)
@@ -214,10 +207,8 @@ class SampleBatches(Batches):
         with reading(name, 0):
             first = self._sample(0)
         num_rows = None if endless else rows
-        identity: dict[str, object] = {"kind": "samples", "rows": num_rows}
-        if describe:
-            identity[ORDER] = {SHUFFLE: shuffle_description()}
-        super().__init__(name, first, size, identity)
+        order = {SHUFFLE: shuffle_description()}
+        super().__init__(name, first, size, {"kind": "samples", "rows": num_rows, ORDER: order})
         self.num_rows = num_rows
         if is_grain:  # a user's dataset need not allow several threads
             self._threads = 2
@@ -251,5 +242,4 @@ class SampleBatches(Batches):
 
 def token_batches(samples: Samples, size: int, *, once: bool = False) -> SampleBatches:
     """Returns batches of samples in their order."""
-    # `Data.description` describes the data.
-    return SampleBatches("data", samples, size, once=once, describe=False)
+    return SampleBatches("data", samples, size, once=once)

@@ -11,26 +11,23 @@ import json
 import pickle
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from typing import Any
-
-import numpy as np
 
 from jaxtp.config.entry import UserError
 from jaxtp.data import worker_process
 from jaxtp.data.documents import Tokens
 from jaxtp.data.tokenizer import (
     ByteTokenizer,
-    IsolatedTokenizer,
+    HuggingFaceTokenizer,
     Tokenizer,
-    as_tokenizer_error,
     encode_isolated,
     load_library,
 )
-from jaxtp.data.tokenizer_files import MAX_TEMPLATE, TokenizerError
-from jaxtp.data.worker import Worker, WorkerDiedError, read_line
-from jaxtp.data.worker_process import tokens_before
+from jaxtp.data.tokenizer_files import TokenizerError
+from jaxtp.data.worker import WORKER, WorkerDiedError
 
 Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
 
@@ -68,25 +65,21 @@ class ChatTemplate:
     ):
         if find_spec("jinja2") is None:
             raise ChatError("a chat template needs the library jinja2: pip install 'jaxtp[chat]'")
-        if len(template) > MAX_TEMPLATE:
-            raise ChatError(
-                f"{name}: more than {MAX_TEMPLATE:,} characters, the limit for a chat template"
-            )
-        self._template = template
+        self.text = template
+        self.special_tokens = dict(special_tokens)
         self._name = name
-        self._special_tokens = dict(special_tokens)
         self.day = day
         self._request(None)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
         """Returns the text, with the next answer's header if `answer`."""
         return self._request(
-            {"messages": messages, "add_generation_prompt": answer, **self._special_tokens}
+            {"messages": messages, "add_generation_prompt": answer, **self.special_tokens}
         )
 
     def _request(self, variables: dict[str, object] | None) -> str:
         request = {
-            "template": self._template,
+            "template": self.text,
             "variables": variables,
             "day": self.day,
             "characters": MAX_TEXT,
@@ -94,7 +87,7 @@ class ChatTemplate:
             "seconds": SECONDS,
         }
         try:
-            problem, text = json.loads(RENDERER.request(pickle.dumps(request), read_line))
+            problem, text = json.loads(WORKER.request(pickle.dumps(request)))
         except WorkerDiedError as died:
             when = "when it is loaded" if variables is None else "on this conversation"
             limits = {
@@ -111,35 +104,53 @@ class ChatTemplate:
         return str(text)
 
 
-RENDERER = Worker(worker_process.__file__)
-"""Renders all templates."""
-
-
 def writes_day(template: str) -> bool:
     """Returns whether a template may write the day on which it renders."""
     return "strftime_now" in template
 
 
-class SpecialTokens:
-    """Distinguishes special tokens of the template from special tokens that messages spell.
+class ChatTokenizer:
+    """Makes tokens of rendered conversations, in a worker, as `IsolatedTokenizer` does.
 
-    In messages they stay text, unless `keep`.
+    Special tokens of the template become tokens; special tokens that messages spell stay text.
     """
 
-    def __init__(self, tokens: Sequence[str], *, keep: bool = False):
-        self._tokens = sorted(tokens, key=len, reverse=True)  # the longest match wins
+    def __init__(self, tokenizer: Tokenizer):
+        self.special: dict[str, int] = {}
+        """The special tokens and their ids."""
+        self._content = b""  # a tokenizer.json with marked special tokens; empty for bytes
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            self._name = tokenizer.name
+            self.special = tokenizer.special
+            marked = {token: marks(token) for token in self.special}
+            self._content = json.dumps(_renamed(tokenizer.file(), marked)).encode()
+            library = load_library(self._content, self._name)
+            for token, id in self.special.items():
+                if library.token_to_id(marked[token]) != id:
+                    raise TokenizerError(
+                        f"{self._name}: special token {token!r} is indistinguishable from text "
+                        "that spells it"
+                    )
+        self._tokens = sorted(self.special, key=len, reverse=True)  # the longest match wins
         self._number = {token: number for number, token in enumerate(self._tokens)}
         self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
-        self._keep = keep
 
-    def escape(self, value: object) -> Any:
-        """Escapes a message or a part of it; raises `ChatError` for invalid code points."""
+    def escape(self, value: object, *, keep: bool = False) -> Any:
+        """Escapes a message or a part of it; raises `ChatError` for invalid code points.
+
+        If `keep`, special tokens that it spells become tokens.
+        """
         if isinstance(value, str):
-            return self._escape_text(value)
+            _require_characters(value)
+            if keep:
+                return value
+            return self._pattern.sub(lambda m: f"{_SPELLED}{self._number[m[0]]}{_END}", value)
         if isinstance(value, list | tuple):
-            return list(map(self.escape, value))
+            return [self.escape(part, keep=keep) for part in value]
         if isinstance(value, Mapping):
-            return {key: self.escape(part) for key, part in value.items() if part is not None}
+            return {
+                key: self.escape(part, keep=keep) for key, part in value.items() if part is not None
+            }
         return value
 
     def mark(self, rendered: str) -> str:
@@ -154,19 +165,29 @@ class SpecialTokens:
         number = int(match[1] or -1)
         return self._tokens[number] if 0 <= number < len(self._tokens) else ""
 
-    def _escape_text(self, text: str) -> str:
-        match = _NONCHARACTERS.search(text)
-        if match:
-            raise ChatError(f"a message holds U+{ord(match[0]):04X}, which is not a character")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise ChatError(
-                "a message holds half of a surrogate pair, which is not a character"
-            ) from None
-        if self._keep:
-            return text
-        return self._pattern.sub(lambda m: f"{_SPELLED}{self._number[m[0]]}{_END}", text)
+    def encode(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
+        """Returns the ids of both parts of each pair of marked texts.
+
+        A token that spans both belongs to the first.
+        """
+        if not self._content:
+            ids = ByteTokenizer().encode_batch(list(chain.from_iterable(pairs)))
+            return list(zip(ids[::2], ids[1::2], strict=True))
+        texts = [first + second for first, second in pairs]
+        lengths = [len(first) for first, _ in pairs]
+        return encode_isolated(self._content, self._name, texts, lengths)
+
+
+def _require_characters(text: str) -> None:
+    match = _NONCHARACTERS.search(text)
+    if match:
+        raise ChatError(f"a message holds U+{ord(match[0]):04X}, which is not a character")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ChatError(
+            "a message holds half of a surrogate pair, which is not a character"
+        ) from None
 
 
 def marks(token: str) -> str:
@@ -182,67 +203,6 @@ def without_marks(marked: str) -> str:
 def without_noncharacters(text: str) -> str:
     """Replaces the noncharacters used as marks by U+FFFD."""
     return _NONCHARACTERS.sub("\ufffd", text)
-
-
-class RenderedTokenizer:
-    """Encodes marked text; `content` is a tokenizer.json, or None for bytes.
-
-    If `is_isolated`, a worker encodes, as in `IsolatedTokenizer`.
-    """
-
-    def __init__(self, content: bytes | None, name: str, *, is_isolated: bool = False):
-        self._name = name
-        self._library = None
-        self._is_isolated = is_isolated
-        self.tokens: tuple[str, ...] = ()
-        self.ids: frozenset[int] = frozenset()
-        if content is None:
-            return
-        library = load_library(content, name)
-        special: dict[str, int] = {}
-        for id, added in library.get_added_tokens_decoder().items():
-            if added.special:
-                special[added.content] = id
-        self.tokens = tuple(special)
-        self.ids = frozenset(special.values())
-        file = _renamed(json.loads(library.to_str()), {token: marks(token) for token in special})
-        self._content = json.dumps(file).encode()
-        self._library = load_library(self._content, name)
-        for token, id in special.items():
-            if self._library.token_to_id(marks(token)) != id:
-                raise TokenizerError(
-                    f"{name}: special token {token!r} is indistinguishable from text that spells it"
-                )
-
-    def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yields the ids of both parts of each pair; a token that spans both belongs to the
-        first."""
-        if self._library is None:
-            for pair in pairs:
-                first, second = ByteTokenizer().encode_batch(pair)
-                yield first, second
-            return
-        texts = [first + second for first, second in pairs]
-        if self._is_isolated:
-            lengths = [len(first) for first, _ in pairs]
-            yield from encode_isolated(self._content, self._name, texts, lengths)
-            return
-        try:
-            encodings = self._library.encode_batch(texts, add_special_tokens=False)
-        except BaseException as error:
-            raise as_tokenizer_error(error, f"{self._name}: cannot encode a text") from None
-        for (before, _), encoding in zip(pairs, encodings, strict=True):
-            ids = np.array(encoding.ids, np.uint32)
-            cut = tokens_before(encoding, len(before))
-            yield ids[:cut], ids[cut:]
-
-
-def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer:
-    """Returns a tokenizer's counterpart for marked text."""
-    if isinstance(tokenizer, ByteTokenizer):
-        return RenderedTokenizer(None, "bytes")
-    is_isolated = isinstance(tokenizer, IsolatedTokenizer)
-    return RenderedTokenizer(tokenizer.content, tokenizer.name, is_isolated=is_isolated)
 
 
 def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

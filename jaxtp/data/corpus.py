@@ -92,9 +92,7 @@ class Corpus:
 
     def not_evaluated(self) -> str | None:
         """Describes the sources that have no validation data; None if all have some."""
-        missing = [
-            source.name or self.description for source in self.sources if source.validation is None
-        ]
+        missing = [source.name for source in self.sources if source.validation is None]
         if not missing:
             return None
         extent = "none" if len(missing) == len(self.sources) else "partly"
@@ -139,11 +137,14 @@ def load_corpus(
       mixture: weights by path; replaces `path`.
       validation: other data to evaluate on: its validation split, or all of it if that is empty.
     """
-    weights = mixture or {"": 1.0}
     if mixture:
         parts = {name: _open(expand(Path(name))) for name in mixture}
+        description = " + ".join(f"{weight:g} x {name}" for name, weight in mixture.items())
     else:
-        parts = {"": _open(path) if path else standard_library()}
+        part = _open(path) if path else standard_library()
+        description = part.description
+        parts = {description: part}
+    weights = mixture or {description: 1.0}
     other = None
     everything = dict(parts)
     if validation:
@@ -151,9 +152,7 @@ def load_corpus(
     _require_one_tokenizer(everything)
     _require_one_kind(everything)
     sources = tuple(_source(name, weights[name], part, other) for name, part in parts.items())
-    first = next(iter(parts.values()))
-    description = " + ".join(f"{weight:g} x {name}" for name, weight in weights.items())
-    return Corpus(sources, first.tokenizer, description if mixture else first.description)
+    return Corpus(sources, next(iter(parts.values())).tokenizer, description)
 
 
 @dataclass(frozen=True)
@@ -249,7 +248,7 @@ def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
     identity = attrgetter("name", "vocab_size")
     for other, other_part in other_parts:
         other_tokenizer = other_part.tokenizer
-        names = f"{name or part.description} and {other}"
+        names = f"{name} and {other}"
         if identity(other_tokenizer) != identity(tokenizer):
             raise CorpusError(
                 f"{names} were not made by the same tokenizer: prepare one of them again, with "
@@ -265,7 +264,7 @@ def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
 
 
 def _require_one_kind(parts: Mapping[str, Part]) -> None:
-    names = {part.has_pairs: name or part.description for name, part in parts.items()}
+    names = {part.has_pairs: name for name, part in parts.items()}
     if len(names) == 2:
         raise CorpusError(
             f"{names[True]} has pairs of a chosen and a rejected answer, but {names[False]} does "

@@ -22,15 +22,12 @@ class Documents(ABC):
     # Whether documents 2i and 2i + 1 are the chosen and rejected answer to a prompt, in one shard
     has_pairs = False
 
-    def __init__(
-        self, num_documents: Sequence[int], num_tokens: Sequence[int], dtype: np.dtype[np.integer]
-    ):
+    def __init__(self, num_documents: Sequence[int], num_tokens: Sequence[int]):
         # The first document and the first token of each shard, and the totals at the end.
         self._first_document = list(accumulate(num_documents, initial=0))
         self._first_token = list(accumulate(num_tokens, initial=0))
         self.num_documents = self._first_document[-1]
         self.num_tokens = self._first_token[-1]
-        self._dtype = dtype
 
     @property
     @abstractmethod
@@ -71,7 +68,8 @@ class Documents(ABC):
 
     def document(self, index: int, start: int = 0, stop: int | None = None) -> Tokens:
         """Returns tokens `[start:stop]` (nonnegative), a view of the shard."""
-        shard, first, last = self._span(index)
+        shard, row = self._locate(index)
+        first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
         if stop is not None:
             last = min(last, first + stop)
         return self._array(shard, TOKENS)[first + start : last]
@@ -84,9 +82,7 @@ class Documents(ABC):
         return int(self._array(shard, PROMPTS)[row])
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Returns a range of all tokens, a view if it is within one shard."""
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        """Returns a range of all tokens, which is not empty."""
         parts = []
         shard = bisect_right(self._first_token, start) - 1
         while start < stop:
@@ -95,18 +91,10 @@ class Documents(ABC):
             parts.append(self._array(shard, TOKENS)[start - first : end - first])
             shard += 1
             start = end
-        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
-
-    def _span(self, index: int) -> tuple[int, int, int]:
-        """Returns a document's shard, and its start and end there."""
-        shard, row = self._locate(index)
-        first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
-        return shard, first, last
+        return np.concatenate(parts)
 
     def document_at(self, position: int) -> int:
         """Returns the index of the document at a token position."""
-        if not 0 <= position < self.num_tokens:
-            raise IndexError(f"token {position} of {self.num_tokens}")
         shard = bisect_right(self._first_token, position) - 1
         offsets = self._array(shard, DOCUMENTS)
         row = np.searchsorted(offsets, position - self._first_token[shard], side="right") - 1
@@ -135,7 +123,7 @@ class InMemory(Documents):
         source: str,
         prompts: NDArray[np.int64] | None = None,
     ):
-        super().__init__([len(lengths)], [len(tokens)], tokens.dtype)
+        super().__init__([len(lengths)], [len(tokens)])
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         self._arrays: dict[str, Tokens] = {TOKENS: tokens, DOCUMENTS: offsets}
         if prompts is not None:

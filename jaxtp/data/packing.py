@@ -215,7 +215,8 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
     rooms: list[int] = []  # the keys with rows, ascending
 
     def add_rows(pattern: Pattern, count: int, room: int) -> None:
-        if not (rows := by_room.setdefault(room, [])):
+        rows = by_room.setdefault(room, [])
+        if not rows:
             bisect.insort(rooms, room)
         rows.append((pattern, count))
 
@@ -225,22 +226,11 @@ def best_fit(histogram: Ints, room: int) -> list[tuple[Pattern, int]]:
             pattern: Pattern = ()
             count = remaining
             left = room
-            if (fitting := bisect.bisect_left(rooms, size)) < len(rooms):
+            fitting = bisect.bisect_left(rooms, size)
+            if fitting < len(rooms):
                 left = rooms[fitting]
-                rows = by_room[left]
-                pattern, count = rows.pop()
-                if (after := left - size) < size:  # the usual case, without calls
-                    if count > remaining:
-                        rows.append((pattern, count - remaining))
-                        count = remaining
-                    elif not rows:
-                        del rooms[fitting]
-                    if not (fuller := by_room.setdefault(after, [])):
-                        bisect.insort(rooms, after)
-                    fuller.append((pattern + single, count))
-                    remaining -= count
-                    continue
-                if not rows:
+                pattern, count = by_room[left].pop()
+                if not by_room[left]:
                     del rooms[fitting]
             per_row = left // size  # after the first, this room is still the smallest that fits
             full, last = divmod(min(remaining, count * per_row), per_row)

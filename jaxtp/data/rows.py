@@ -32,7 +32,8 @@ class TokenError(UserError):
 
 def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_size: int) -> None:
     """Raises `TokenError` if a document's token is not below `vocab_size`."""
-    if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
+    largest = int(tokens.max())
+    if largest >= vocab_size:
         raise TokenError(
             f"{documents.location(index)}: token {largest} is beyond model.vocab_size={vocab_size};"
             f" the model needs at least {largest + 1}"
@@ -92,11 +93,8 @@ class Concatenated(Rows):
         tokens = self._documents.tokens(
             start, min(start + self._length + 1, self._documents.num_tokens)
         )
-        if len(tokens) and tokens.max() >= self._vocab_size:
-            worst = start + int(tokens.argmax())
-            check_vocabulary(
-                tokens, self._documents, self._documents.document_at(worst), self._vocab_size
-            )
+        document = self._documents.document_at(start + int(tokens.argmax()))
+        check_vocabulary(tokens, self._documents, document, self._vocab_size)
         row = empty_row(self._length)
         used = min(len(tokens), self._length)
         row["inputs"][:used] = tokens[:used]

@@ -61,31 +61,29 @@ class Data:
     ):
         self.corpus = corpus
         self.scores = scores
-        self.train_rows = []
-        self.weights = []
         # First checks all sources, because packing takes long.
         for source in corpus.sources:
-            name = source.name or corpus.description
             count = source.train.num_tokens
             if count < settings.length:
                 raise CorpusError(
-                    f"{name} has {count:,} {corpus.unit} to train on, less than one sequence of "
-                    f"data.sequence_length={settings.length}; use more of them, or at most "
-                    f"--data.sequence-length {count}"
+                    f"{source.name} has {count:,} {corpus.unit} to train on, less than one "
+                    f"sequence of data.sequence_length={settings.length}; use more of them, or at "
+                    f"most --data.sequence-length {count}"
                 )
-        for source in corpus.sources:
-            name = source.name or corpus.description
-            rows = make_rows(source.train, settings, scores)
-            _require_rows(rows, f"{name}, to train on", corpus, settings)
-            self.train_rows.append(rows)
-            self.weights.append(source.weight)
-        self.validation_rows = []
-        self._validation_weights = []
-        for documents, weight in _distinct(corpus.sources):
+
+        def rows_of(documents: Documents, name: str) -> Rows:
             rows = make_rows(documents, settings, scores)
-            _require_rows(rows, f"{corpus.description}, to evaluate on", corpus, settings)
-            self.validation_rows.append(rows)
-            self._validation_weights.append(weight)
+            _require_rows(rows, name, corpus, settings)
+            return rows
+
+        self.weights = [source.weight for source in corpus.sources]
+        self.train_rows = [
+            rows_of(source.train, f"{source.name}, to train on") for source in corpus.sources
+        ]
+        name = f"{corpus.description}, to evaluate on"
+        distinct = _distinct(corpus.sources)
+        self.validation_rows = [rows_of(documents, name) for documents, _ in distinct]
+        self._validation_weights = [weight for _, weight in distinct]
         self.train = shuffled(self.train_rows, self.weights, seed)
 
     def epochs(self, samples: int) -> list[float]:

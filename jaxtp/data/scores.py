@@ -108,15 +108,12 @@ class Scores:
 
     def check(self, settings: RowSettings) -> None:
         """Raises `DatasetError` if the scores are for other rows."""
-        stored = {
-            name: getattr(self.record, name)
-            for name in ("sequence_length", "packing", "long_documents")
-        }
         requested = {
             "sequence_length": settings.length,
             "packing": settings.packing,
             "long_documents": settings.long_documents,
         }
+        stored = {name: getattr(self.record, name) for name in requested}
         if changed := differences(stored, requested, "data."):
             raise DatasetError(
                 f"data.scores={self.folder} was made with other rows (there -> here): "

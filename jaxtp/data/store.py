@@ -65,11 +65,11 @@ class Split(Documents):
         self._shards = shards
         documents = [shard.documents for shard in shards]
         tokens = [shard.tokens for shard in shards]
-        super().__init__(documents, tokens, manifest.tokenizer.dtype)
+        super().__init__(documents, tokens)
+        self._dtype = manifest.tokenizer.dtype
         self.has_prompts = manifest.prompts
         self.has_pairs = manifest.pairs
         self._vocab_size = manifest.tokenizer.vocab_size
-        self.longest = manifest.splits[name].longest
         self._maps: dict[tuple[int, str], Tokens] = {}
 
     def __getstate__(self) -> dict[str, object]:

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from jaxtp.data.corpus import BYTE_TOKENIZER
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
 from jaxtp.data.tokenizer_files import TokenizerError, reading
-from jaxtp.data.worker import Worker, WorkerDiedError, read_exactly, read_line
+from jaxtp.data.worker import WORKER, WorkerDiedError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
@@ -56,8 +56,6 @@ MEMORY_OF_TEXT = 256
 SECONDS_OF_TEXT = 1e-4
 """Limits of the worker for a request: fixed limits, and limits for each byte of a tokenizer.json or
 character of a text. The library takes up to about 150 bytes and 10 microseconds for a character."""
-_WORKER = Worker(worker_process.__file__)
-"""The worker of all tokenizers of `jaxtp prepare`."""
 
 
 class ByteTokenizer:
@@ -73,18 +71,13 @@ class ByteTokenizer:
         """Returns the bytes."""
         return np.asarray(ids).astype(np.uint8).tobytes()
 
-    def num_bytes(self, ids: Tokens) -> int:
-        """Returns the length of `decode(ids)`."""
-        return len(ids)
-
 
 class HuggingFaceTokenizer:
     """A tokenizer that is the `content` of a `tokenizer.json`; raises `TokenizerError`.
 
     Args:
       name: the tokenizer's name in messages.
-      eos: the end token or its id; None to search for a well-known name.
-      has_eos: whether documents end with it.
+      eos: the end token or its id; None to search for a well-known name, which may be absent.
       special_tokens: whether text can spell special tokens.
     """
 
@@ -94,7 +87,6 @@ class HuggingFaceTokenizer:
         name: str,
         *,
         eos: str | int | None = None,
-        has_eos: bool = True,
         special_tokens: bool = False,
     ):
         self.name = name
@@ -106,10 +98,9 @@ class HuggingFaceTokenizer:
         if not ids:
             raise TokenizerError(f"{name}: a tokenizer without a vocabulary")
         size = max(ids.values()) + 1  # ids may have gaps
-        eos_id = _end_token(ids, name, eos) if has_eos else None
+        eos_id = _end_token(ids, name, eos)
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
-        # The text is not `content`: the library also reads invalid JSON.
-        file = json.loads(self._tokenizer.to_str())
+        file = self.file()
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
             token.lstrip or "\n" in token.content for token in self._added.values()
@@ -118,6 +109,15 @@ class HuggingFaceTokenizer:
 
     def _load(self) -> "Library":
         return load_library(self.content, self.name)
+
+    def file(self) -> dict[str, Any]:
+        """Returns the `content` as the library reads it, which also reads invalid JSON."""
+        return dict(json.loads(self._tokenizer.to_str()))
+
+    @property
+    def special(self) -> dict[str, int]:
+        """The special tokens and their ids."""
+        return {token.content: id for id, token in self._added.items() if token.special}
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
@@ -145,10 +145,6 @@ class HuggingFaceTokenizer:
             raise TokenizerError(f"{self.name}: no token has the id {error}") from None
         except BaseException as error:
             raise as_tokenizer_error(error, f"{self.name}: cannot decode") from None
-
-    def num_bytes(self, ids: Tokens) -> int:
-        """Returns the length of `decode(ids)`."""
-        return len(self.decode(ids))
 
     def spelling(self, token: int) -> str:
         """Returns a token's spelling in the vocabulary."""
@@ -265,7 +261,7 @@ def encode_isolated(
 
 def _ask_worker(request: dict[str, Any], name: str) -> tuple[str, list[Tokens], Iterable[int]]:
     try:
-        return _WORKER.request(pickle.dumps(request), _receive)
+        answer = WORKER.request(pickle.dumps(request))
     except WorkerDiedError as died:
         doing = "encoding a text" if request["texts"] else "loading it"
         limit = f"{request['memory'] // 2**20:,} MiB of memory"
@@ -274,15 +270,12 @@ def _ask_worker(request: dict[str, Any], name: str) -> tuple[str, list[Tokens], 
         raise TokenizerError(
             f"{name}: {doing} ends the tokenizer's process ({died}); it may take at most {limit}"
         ) from None
-
-
-def _receive(file: IO[bytes]) -> tuple[str, list[Tokens], list[int]]:
-    problem, sizes, cuts = json.loads(read_line(file))
-    if problem:
+    line, _, content = answer.partition(b"\n")
+    problem, sizes, cuts = json.loads(line)
+    if problem or not sizes:
         return problem, [], []
-    ids = np.frombuffer(read_exactly(file, 4 * sum(sizes)), np.uint32)
-    ends = np.cumsum(sizes, dtype=np.int64)
-    return "", np.split(ids, ends[:-1]) if sizes else [], cuts
+    ids = np.frombuffer(content, np.uint32)
+    return "", np.split(ids, np.cumsum(sizes[:-1], dtype=np.int64)), cuts
 
 
 def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
@@ -296,9 +289,7 @@ def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
         raise TokenizerError(
             f"{path} is not the tokenizer that made the dataset: its sha256 differs"
         )
-    tokenizer = HuggingFaceTokenizer(
-        content, str(path), has_eos=False, special_tokens=special_tokens
-    )
+    tokenizer = HuggingFaceTokenizer(content, str(path), special_tokens=special_tokens)
     tokenizer.info = info
     return tokenizer
 
@@ -365,7 +356,7 @@ def as_tokenizer_error(error: BaseException, failure: str) -> BaseException:
     return error
 
 
-def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
+def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int | None:
     if isinstance(eos, int):
         if eos not in ids.values():
             raise TokenizerError(
@@ -380,9 +371,7 @@ def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
         raise TokenizerError(
             f"{name}: has no token {eos!r}; it has {special or 'none that looks like an end'}"
         )
-    raise TokenizerError(
-        f"{name}: which token ends a document? Name it by --eos TOKEN, or give --no-eos"
-    )
+    return None
 
 
 def _splits_like_gpt2(file: dict[str, Any]) -> bool:

@@ -1,7 +1,8 @@
 """Processes for untrusted input, which may crash a process or fill its memory.
 
 A worker is a Python file that imports nothing from jaxtp, to start quickly. It reads requests from
-standard input, limits its memory and time for each request, and writes answers to standard output.
+standard input, limits its memory and time for each request, and writes each answer, after its size
+in 8 bytes, to standard output.
 """
 
 import signal
@@ -11,9 +12,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from typing import IO, TypeVar
+from typing import IO
 
-T = TypeVar("T")
+from jaxtp.data import worker_process
 
 
 class WorkerDiedError(Exception):
@@ -36,21 +37,14 @@ class Worker:
       file: the worker's Python file.
     """
 
-    def __init__(self, file: str):
+    def __init__(self, file: str = worker_process.__file__):
         self._command = [sys.executable, "-P", file]
         self.process: subprocess.Popen[bytes] | None = None
         self._close: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
-    def request(self, request: bytes, receive: Callable[[IO[bytes]], T]) -> T:
-        """Sends a request and returns its answer.
-
-        Args:
-          receive: reads the answer; raises EOFError if it is cut short.
-
-        Raises:
-          WorkerDiedError: the worker has died.
-        """
+    def request(self, request: bytes) -> bytes:
+        """Sends a request and returns its answer; raises `WorkerDiedError`."""
         with self._lock:
             process = self._started()
             assert process.stdin is not None
@@ -58,7 +52,8 @@ class Worker:
             try:
                 process.stdin.write(request)
                 process.stdin.flush()
-                return receive(process.stdout)
+                size = int.from_bytes(_read(process.stdout, 8), "little")
+                return _read(process.stdout, size)
             except BaseException as error:
                 code = process.wait() if isinstance(error, OSError | EOFError) else None
                 self.process = None
@@ -81,20 +76,15 @@ class Worker:
         return self.process
 
 
-def read_exactly(file: IO[bytes], size: int) -> bytes:
-    """Returns the next bytes; raises EOFError if there are fewer."""
+WORKER = Worker()
+"""Renders all chat templates, and encodes texts that may make the library crash."""
+
+
+def _read(file: IO[bytes], size: int) -> bytes:
     content = file.read(size)
     if len(content) < size:
         raise EOFError
     return content
-
-
-def read_line(file: IO[bytes]) -> bytes:
-    """Returns the next line; raises EOFError if its end is missing."""
-    line = file.readline()
-    if not line.endswith(b"\n"):
-        raise EOFError
-    return line
 
 
 def _close(process: "subprocess.Popen[bytes]") -> None:

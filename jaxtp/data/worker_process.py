@@ -14,8 +14,8 @@ import resource
 import signal
 import sys
 from array import array
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import date, datetime, time
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,6 @@ _MAX_LOADED = 4  # Maximum number of tokenizers in memory
 _RESERVED_BY_THREAD = 2**27  # Bytes of address space for a thread's stack and heap
 _SHOWN = 300  # Maximum characters of an error message, which a template may have written
 _LOADED: "dict[str, Tokenizer]" = {}
-_DAY: list[str | None] = [None]
 
 
 class RefusedError(Exception):
@@ -49,11 +48,11 @@ def main() -> None:
     try:
         while requests.peek(1):  # type: ignore[union-attr]
             request = pickle.load(requests)
-            _limit_memory(request.pop("memory"))
-            signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))
-            answer = encode(**request) if "texts" in request else render(**request)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            answers.write(answer)
+            with limited_memory(request.pop("memory")):
+                signal.setitimer(signal.ITIMER_PROF, request.pop("seconds"))
+                answer = encode(**request) if "texts" in request else render(**request)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+            answers.write(len(answer).to_bytes(8, "little") + answer)
             answers.flush()
     except MemoryError:
         os._exit(OUT_OF_MEMORY)
@@ -62,13 +61,12 @@ def main() -> None:
 def render(
     template: str, variables: Mapping[str, Any] | None, day: str | None, characters: int
 ) -> bytes:
-    """Returns a problem and the text of up to `characters`, as a line of JSON."""
+    """Returns a problem and the text of up to `characters`, as JSON."""
     problem, text = _rendered(template, variables, day)
     if len(text) > characters:
         problem = f" fails on this conversation: its text has more than {characters:,} characters"
         text = ""
-    answer = json.dumps([problem, text], ensure_ascii=False)
-    return answer.encode(errors="replace") + b"\n"
+    return json.dumps([problem, text], ensure_ascii=False).encode(errors="replace")
 
 
 def encode(*, before: list[int] | None, **request: Any) -> bytes:
@@ -88,7 +86,9 @@ def encode(*, before: list[int] | None, **request: Any) -> bytes:
         for encoding, characters in zip(encodings, before or [0] * len(encodings), strict=True):
             sizes.append(len(encoding.ids))
             ids.extend(encoding.ids)
-            cuts.append(tokens_before(encoding, characters))
+            # The tokens that start in the first part
+            starts = encoding.offsets if characters else ()
+            cuts.append(sum(start < characters for start, _ in starts))
     except MemoryError:
         raise
     except LookupError:
@@ -108,9 +108,8 @@ def _rendered(
     noon of this day as the present time, so that it always writes the same text.
     """
     random.seed(0)  # Jinja has a filter `random`
-    _DAY[0] = day
     try:
-        write = _template(template)
+        write = _template(template, day)
     except Exception as error:
         return f": not a chat template: {_shown(error)}", ""
     try:
@@ -122,14 +121,13 @@ def _rendered(
         return f" {verb} this conversation: {_shown(error)}", ""
 
 
-def _strftime_now(form: str) -> str:
-    day = _DAY[0]
+def _strftime_now(day: str | None, form: str) -> str:
     now = datetime.now() if day is None else datetime.combine(date.fromisoformat(day), time(12))
     return now.strftime(form)
 
 
 @lru_cache(maxsize=8)
-def _template(template: str) -> Callable[..., str]:
+def _template(template: str, day: str | None) -> Callable[..., str]:
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -138,7 +136,10 @@ def _template(template: str) -> Callable[..., str]:
     )
     # Jinja's own filter escapes HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _strftime_now}
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": partial(_strftime_now, day),
+    }
     return environment.from_string(template).render
 
 
@@ -196,24 +197,27 @@ def load(content: bytes) -> "Tokenizer":
     return tokenizer
 
 
-def tokens_before(encoding: "Encoding", before: int) -> int:
-    """Returns the number of tokens that start in the first `before` characters."""
-    return sum(start < before for start, _ in encoding.offsets) if before else 0
-
-
-def _limit_memory(max_bytes: int) -> None:
+@contextmanager
+def limited_memory(max_bytes: int) -> Iterator[None]:
     """Limits the memory to `max_bytes` more than now, plus the addresses that threads reserve."""
+    before: dict[int, tuple[int, int]] = {}
     # Some systems cannot limit memory.
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         pages = list(map(int, file.read().split()))
         reserved = _RESERVED_BY_THREAD * (os.cpu_count() or 1)
-        _set_limit(resource.RLIMIT_DATA, pages[5] * resource.getpagesize() + max_bytes)
-        _set_limit(resource.RLIMIT_AS, pages[0] * resource.getpagesize() + max_bytes + reserved)
-
-
-def _set_limit(kind: int, limit: int) -> None:
-    _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        for kind, used, more in (
+            (resource.RLIMIT_DATA, pages[5], max_bytes),
+            (resource.RLIMIT_AS, pages[0], max_bytes + reserved),
+        ):
+            before[kind] = soft, hard = resource.getrlimit(kind)
+            limit = used * resource.getpagesize() + more
+            if soft == resource.RLIM_INFINITY or limit < soft:
+                resource.setrlimit(kind, (limit, hard))
+    try:
+        yield
+    finally:
+        for kind, limits in before.items():
+            resource.setrlimit(kind, limits)
 
 
 if __name__ == "__main__":

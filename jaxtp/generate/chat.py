@@ -11,9 +11,8 @@ from jaxtp.data.chat_template import (
     ASSISTANT,
     ChatError,
     ChatTemplate,
+    ChatTokenizer,
     Message,
-    SpecialTokens,
-    rendered_tokenizer,
     without_noncharacters,
 )
 from jaxtp.data.tokenizer import Tokenizer
@@ -57,9 +56,8 @@ class ConversationEncoder:
         if system is not None:
             self.system = [{"role": "system", "content": system}]
         self._template = template
-        self._rendered = rendered_tokenizer(tokenizer)
-        self._user_tokens = SpecialTokens(self._rendered.tokens, keep=special_tokens)
-        self._model_tokens = SpecialTokens(self._rendered.tokens)
+        self._tokens = ChatTokenizer(tokenizer)
+        self._special_tokens = special_tokens
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Returns the ids up to the model's answer.
@@ -68,11 +66,10 @@ class ConversationEncoder:
         """
         escaped = []
         for message in messages:
-            is_answer = message["role"] == ASSISTANT
-            special_tokens = self._model_tokens if is_answer else self._user_tokens
-            escaped.append(special_tokens.escape(message))
-        marked = self._user_tokens.mark(self._template.render(escaped))
-        ((ids, _),) = self._rendered.encode_batch([(marked, "")])
+            keep = self._special_tokens and message["role"] != ASSISTANT
+            escaped.append(self._tokens.escape(message, keep=keep))
+        marked = self._tokens.mark(self._template.render(escaped))
+        ((ids, _),) = self._tokens.encode([(marked, "")])
         return ids.tolist()
 
 

@@ -42,7 +42,6 @@ from jaxtp.data.tokenizer import (
 from jaxtp.data.tokenizer_files import (
     GENERATION,
     MODEL_CONFIG,
-    TokenizerError,
     chat_template,
     context,
     end_ids,
@@ -485,14 +484,7 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
     if (path / MANIFEST).is_file():
         return load_tokenizer(path, special_tokens=special_tokens)
     file = tokenizer_file(path)
-    content = read_tokenizer(file)
-    try:
-        return HuggingFaceTokenizer(content, str(file), special_tokens=special_tokens)
-    except TokenizerError:
-        # Perhaps the tokenizer only lacks an end token, which is not needed here.
-        return HuggingFaceTokenizer(
-            content, str(file), has_eos=False, special_tokens=special_tokens
-        )
+    return HuggingFaceTokenizer(read_tokenizer(file), str(file), special_tokens=special_tokens)
 
 
 def _end_ids(folder: Path) -> frozenset[int]:

@@ -421,7 +421,7 @@ def describe_steps(config: TrainConfig, data: Data, finished: int, read: int) ->
         length = f"{steps:,}: {finished:,} done, {left:,} left, of {tokens:,} each; {total} in all"
     for source, epochs in zip(data.corpus.sources, data.epochs(samples), strict=True):
         length += f", {epochs:{',.0f' if epochs >= 10 else '.2g'}} epochs"
-        if source.name:
+        if config.data.mixture:
             length += f" of {source.name}"
     warmup = config.optimizer.warmup_steps
     if warmup > steps:

@@ -12,15 +12,21 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from jaxtp.data.chat_template import (
     ChatError,
     ChatTemplate,
-    RenderedTokenizer,
-    SpecialTokens,
+    ChatTokenizer,
     without_marks,
 )
+from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.data.tokenizer_files import TokenizerError
 
 CONTENTS = {"byte level": begins_texts(), "byte fallback": byte_fallback()}
 LIBRARY = {name: Tokenizer.from_str(content.decode()) for name, content in CONTENTS.items()}
-OURS = {name: RenderedTokenizer(content, name) for name, content in CONTENTS.items()}
+
+
+def ours(content):
+    return ChatTokenizer(HuggingFaceTokenizer(content, "t"))
+
+
+OURS = {name: ours(content) for name, content in CONTENTS.items()}
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}<s><|turn|>{{ m.content | trim }}<|stop|> {% endfor %}", "t", {}
 )
@@ -30,7 +36,7 @@ TEXT = st.text(st.sampled_from("ab é語🙂\n<|>")) | st.lists(
 
 
 def marked(name, contents):
-    tokens = SpecialTokens(OURS[name].tokens)
+    tokens = OURS[name]
     return tokens.mark(
         TEMPLATE.render(tokens.escape([{"content": content} for content in contents]))
     )
@@ -46,7 +52,7 @@ def test_where_no_message_spells_a_token_it_is_what_the_library_makes_of_the_tex
     name, contents, cut
 ):
     text = marked(name, contents)
-    ((first, second),) = OURS[name].encode_batch([(text[:cut], text[cut:])])
+    ((first, second),) = OURS[name].encode([(text[:cut], text[cut:])])
     assert [*first, *second] == LIBRARY[name].encode(
         without_marks(text), add_special_tokens=False
     ).ids
@@ -56,9 +62,10 @@ def test_where_no_message_spells_a_token_it_is_what_the_library_makes_of_the_tex
 @settings(deadline=None, max_examples=30)
 def test_the_template_alone_makes_special_tokens_and_no_text_is_lost(name, contents):
     text = marked(name, contents)
-    ((ids, _),) = OURS[name].encode_batch([(text, "")])
-    own = sum(token in OURS[name].tokens for token in ("<s>", "<|turn|>", "<|stop|>"))
-    assert np.isin(ids, list(OURS[name].ids)).sum() == own * len(contents)
+    ((ids, _),) = OURS[name].encode([(text, "")])
+    special = OURS[name].special
+    own = sum(token in special for token in ("<s>", "<|turn|>", "<|stop|>"))
+    assert np.isin(ids, list(special.values())).sum() == own * len(contents)
     assert without_marks(text) == TEMPLATE.render([{"content": content} for content in contents])
     if name == "byte level":
         assert LIBRARY[name].decode(ids.tolist(), skip_special_tokens=False) == without_marks(text)
@@ -67,13 +74,13 @@ def test_the_template_alone_makes_special_tokens_and_no_text_is_lost(name, conte
 def test_what_is_no_text_is_refused():
     for text in ("\ufdd0", "a\ufdd3b", "\ud800"):
         with pytest.raises(ChatError, match="which is not a character"):
-            SpecialTokens(["<s>"]).escape({"role": "user", "content": text})
+            OURS["byte level"].escape({"role": "user", "content": text})
 
 
 def test_noncharacters_of_a_template_are_left_out():
     nines = "9" * 5000
     cut = "ab{{ messages[0].content[:2] }}"
-    tokens = SpecialTokens(["<s>"])
+    tokens = OURS["byte level"]
     for template in (
         "a\ufdd299\ufdd3b",
         "a\ufdd2\ufdd3b",
@@ -81,13 +88,15 @@ def test_noncharacters_of_a_template_are_left_out():
         "a\ufdd0\ufdd1b",
         cut,
     ):
-        rendered = ChatTemplate(template, "t", {}).render(tokens.escape([{"content": "<s>"}]))
+        rendered = ChatTemplate(template, "t", {}).render(tokens.escape([{"content": "<|turn|>"}]))
         assert set(tokens.mark(rendered)) <= set("ab0123456789"), template
 
 
 def test_absent_parts_are_left_out_and_others_are_kept():
-    escaped = SpecialTokens(["<s>"]).escape({"a": None, "b": [True, 3, {"c": "<s>"}]})
-    assert escaped == {"b": [True, 3, {"c": "\ufdd20\ufdd3"}]}
+    tokens = OURS["byte level"]
+    part = tokens.escape("<|turn|>")
+    assert tokens.escape({"a": None, "b": [True, {"c": "<|turn|>"}]}) == {"b": [True, {"c": part}]}
+    assert (len(part), tokens.mark(part)) == (3, "<|turn|>")
 
 
 def test_unigram_vocabularies_too():
@@ -96,13 +105,12 @@ def test_unigram_vocabularies_too():
     )
     library.pre_tokenizer = pre_tokenizers.Whitespace()
     library.add_special_tokens(["</s>", "<unk>"])
-    tokenizer = RenderedTokenizer(library.to_str().encode(), "t")
-    tokens = SpecialTokens(tokenizer.tokens)
-    ((ids, _),) = tokenizer.encode_batch([(tokens.mark(tokens.escape("a</s>") + "</s>"), "")])
+    tokens = ours(library.to_str().encode())
+    ((ids, _),) = tokens.encode([(tokens.mark(tokens.escape("a</s>") + "</s>"), "")])
     assert ids.tolist().count(1) == 1
 
 
 def test_a_tokenizer_whose_tokens_cannot_be_told_apart_is_refused(monkeypatch):
     monkeypatch.setattr("jaxtp.data.chat_template.marks", lambda token: "x")
     with pytest.raises(TokenizerError, match="is indistinguishable from text that spells it"):
-        RenderedTokenizer(begins_texts(), "t")
+        ours(begins_texts())

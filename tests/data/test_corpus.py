@@ -147,7 +147,9 @@ def test_documents_without_a_label_are_refused():
         )
 
     for train, validation, where in ((20, 2, "train"), (2, 20, "evaluate")):
-        corpus = Corpus((Source("", 1.0, cut(train), cut(validation)),), BYTE_TOKENIZER, "chats")
+        corpus = Corpus(
+            (Source("chats", 1.0, cut(train), cut(validation)),), BYTE_TOKENIZER, "chats"
+        )
         message = rf"chats, to {where} on: no sequence of data.sequence_length=32 has a label.*\(2 sequences\)"  # noqa: E501
         with pytest.raises(CorpusError, match=message):
             Data(corpus, RowSettings(32, 256), seed=3)

@@ -29,7 +29,7 @@ def samples(packing="documents"):
 
 def order(seed, epoch):
     """The first tokens of the rows of an epoch."""
-    corpus = Corpus((Source("", 1.0, DOCUMENTS, DOCUMENTS),), BYTE_TOKENIZER, "test")
+    corpus = Corpus((Source("test", 1.0, DOCUMENTS, DOCUMENTS),), BYTE_TOKENIZER, "test")
     train = Data(corpus, RowSettings(T, 256), seed).train
     return [int(train[index]["inputs"][0]) for index in range(25 * epoch, 25 * (epoch + 1))]
 

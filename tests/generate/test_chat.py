@@ -21,7 +21,7 @@ from jaxtp.generate.programs import Shape
 from jaxtp.generate.request import GenerationError, Limits, Piece, Result
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
-TOKENIZER = HuggingFaceTokenizer(begins_texts(), "t", has_eos=False)
+TOKENIZER = HuggingFaceTokenizer(begins_texts(), "t")
 _, _, TURN, STOP = map(LIBRARY.token_to_id, CHAT_TOKENS)
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|stop|>\n{% endfor %}"

@@ -11,8 +11,8 @@ from jaxtp.generate.request import Detokenizer, cut_at_stop
 
 TOKENIZERS = {
     "bytes": ByteTokenizer(),
-    "byte level": HuggingFaceTokenizer(byte_level(), "byte level", has_eos=False),
-    "byte fallback": HuggingFaceTokenizer(byte_fallback(), "byte fallback", has_eos=False),
+    "byte level": HuggingFaceTokenizer(byte_level(), "byte level"),
+    "byte fallback": HuggingFaceTokenizer(byte_fallback(), "byte fallback"),
 }
 
 

@@ -29,9 +29,6 @@ BATCH_DOCUMENTS = 2**13
 # With up to this many documents, the number of held-out documents is exact; with more, hashes alone
 # come close to the share.
 FEW = 1000
-MANY_PROBLEMS = 100_000
-"""Number of unreadable rows after which `threshold` stops reading, if the command ends at the first
-of them."""
 
 
 class Entry(NamedTuple):
@@ -117,9 +114,9 @@ def split_of(digest: bytes, held_out: float) -> str:
 def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) -> float:
     """Returns the `fraction` below which a document is held out.
 
-    With many documents it is `--held-out`. With few documents, it is the threshold for which the
-    number of held-out documents is nearest to the share; at least one document remains for
-    training.
+    With many documents, or many unreadable ones, it is `--held-out`. With few documents, it is the
+    threshold for which the number of distinct held-out documents is nearest to the share; at least
+    one document remains for training.
     """
     if not config.held_out:
         return 0.0
@@ -127,16 +124,10 @@ def threshold(sources: Sequence[Source], fields: Fields, config: PrepareConfig) 
     num_problems = 0
     for batch in batches(sources, fields, Position(0, 0), "skip"):
         fractions += [fraction(entry.digest) for entry in batch.entries]
-        if len(fractions) > FEW:
-            return config.held_out
         num_problems += sum(not problem.is_harmless for problem in batch.problems)
-        if config.on_error == "stop" and num_problems > MANY_PROBLEMS:
-            break
-    if config.dedup:
-        fractions = list(set(fractions))
-    fractions.sort()
-    target = config.held_out * len(fractions)
-    # Equal documents share a split.
-    borders = [i for i in range(1, len(fractions)) if fractions[i - 1] < fractions[i]]
-    held_out = min((0, *borders), key=lambda count: (abs(count - target), -count))
-    return fractions[held_out] if held_out else 0.0
+        if len(fractions) + num_problems > FEW:
+            return config.held_out
+    distinct = sorted(set(fractions))
+    nearest = int(config.held_out * len(distinct) + 0.5)
+    count = min(nearest, len(distinct) - 1)
+    return distinct[count] if count > 0 else 0.0

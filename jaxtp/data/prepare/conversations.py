@@ -22,9 +22,8 @@ from jaxtp.data.chat_template import (
     ASSISTANT,
     ChatError,
     ChatTemplate,
+    ChatTokenizer,
     Message,
-    SpecialTokens,
-    rendered_tokenizer,
     without_marks,
     writes_day,
 )
@@ -61,49 +60,62 @@ class Conversations:
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
         self._config = config
-        self.fields = replace(config.fields, turns=self.of_row)
-        self._text, name = template_of(config)
-        self._special_tokens = _special_tokens(config, tokenizer)
-        self.template = ChatTemplate(self._text, name, self._special_tokens, config.date)
-        self._dtype = tokenizer.info.dtype
-        self._rendered = rendered_tokenizer(tokenizer)
-        self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
+        self._fields = config.fields
+        text, name = _template_of(config)
+        tokens: dict[str, str] = {}
+        if config.tokenizer is not None:
+            tokens = special_tokens(tokenizer_file(config.tokenizer).parent)
+        self.checksum = hashlib.sha256(json.dumps([text, tokens]).encode()).hexdigest()
+        """A hash of the template and the special tokens, to detect changes."""
+        self.template = ChatTemplate(text, name, _ends(tokenizer) | tokens, config.date)
+        self._tokens = ChatTokenizer(tokenizer)
         if isinstance(tokenizer, HuggingFaceTokenizer):
             prefix = tokenizer.info.prefix
             ((first, last), *_) = self.encode(self.turns(_PROBE))
             if not np.array_equal(first[: len(prefix)], prefix):
                 tokenizer.info = replace(tokenizer.info, prefix=())
-            ends = [token for token in last.tolist() if token in self._rendered.ids]
+            ends = [token for token in last.tolist() if token in self._tokens.special.values()]
             if ends and config.eos is None and not config.no_eos:
                 tokenizer.info = replace(tokenizer.info, eos_id=ends[-1])
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the `turns` of a row's conversation."""
-        return self.turns(_messages(row, self._config.fields))
+        return self.turns(_messages(row, self._fields))
 
     def turns(self, messages: object) -> tuple[Turn, ...]:
         """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
-        escaped: list[Message] = self._tokens.escape(checked(messages, self._config.media_as_text))
+        escaped = self._escaped(checked(messages, self._config.media_as_text))
         answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
         if not answers:
             raise _no_answer([message["role"] for message in escaped])
         return self._limited(self._turn(escaped, index) for index in answers)
 
-    def encode(self, turns: Sequence[Turn]) -> list[list[Tokens]]:
+    def encode(self, turns: Sequence[Turn]) -> list[tuple[Tokens, Tokens]]:
         """Returns prompt ids and answer ids of each turn."""
-        pairs = [(turn.prompt or "", turn.text) for turn in turns]
-        encoded = self._rendered.encode_batch(pairs)
-        return [[prompt.astype(self._dtype), text.astype(self._dtype)] for prompt, text in encoded]
+        return self._tokens.encode([(turn.prompt or "", turn.text) for turn in turns])
+
+    def first_day(self) -> str | None:
+        """Returns the day that the template writes in a new dataset, by default today.
+
+        None if the template writes no day.
+        """
+        if not writes_day(self.template.text):
+            return None
+        return self._config.date or datetime.date.today().isoformat()
 
     def save(self, folder: Path) -> None:
         """Writes the template, its special tokens and its day, for `jaxtp generate --chat`."""
-        described = dict(self._special_tokens)
+        described = dict(self.template.special_tokens)
         if self.template.day is not None:
             described[TEMPLATE_DAY] = self.template.day
-        write_atomically(folder / TEMPLATE, self._text.encode())
+        write_atomically(folder / TEMPLATE, self.template.text.encode())
         write_atomically(
             folder / TOKENIZER_CONFIG, (json.dumps(described, indent=1) + "\n").encode()
         )
+
+    def _escaped(self, messages: list[Message]) -> list[Message]:
+        keep = self._config.special_tokens
+        return [self._tokens.escape(message, keep=keep) for message in messages]
 
     def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
         limited = []
@@ -130,7 +142,7 @@ class Conversations:
         )
 
 
-def template_of(config: PrepareConfig) -> tuple[str, str]:
+def _template_of(config: PrepareConfig) -> tuple[str, str]:
     """Returns the template and its name in messages; raises `ChatError` if missing."""
     if config.template is not None:
         return read_template(config.template), str(config.template)
@@ -143,32 +155,16 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
     return template, f"the chat template of {folder}"
 
 
-def first_day(config: PrepareConfig) -> str | None:
-    """Returns the day that a new dataset's template writes, by default today.
-
-    None if the template writes no day.
-    """
-    if config.messages is None or not writes_day(template_of(config)[0]):
-        return None
-    return config.date or datetime.date.today().isoformat()
-
-
-def template_checksum(config: PrepareConfig) -> str:
-    """Returns a hash of the template and the special tokens, to detect changes."""
-    tokens = special_tokens(tokenizer_file(config.tokenizer).parent) if config.tokenizer else {}
-    return hashlib.sha256(json.dumps([template_of(config)[0], tokens]).encode()).hexdigest()
-
-
-def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    if config.tokenizer is None or not isinstance(tokenizer, HuggingFaceTokenizer):
-        return {}
-    info = tokenizer.info
-    tokens = {}
-    if info.prefix:
-        tokens["bos_token"] = tokenizer.spelling(info.prefix[0])
-    if info.eos_id is not None:
-        tokens["eos_token"] = tokenizer.spelling(info.eos_id)
-    return tokens | special_tokens(tokenizer_file(config.tokenizer).parent)
+def _ends(tokenizer: Tokenizer) -> dict[str, str]:
+    """Returns the tokens that start and end documents, as a template names them."""
+    tokens: dict[str, str] = {}
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        info = tokenizer.info
+        if info.prefix:
+            tokens["bos_token"] = tokenizer.spelling(info.prefix[0])
+        if info.eos_id is not None:
+            tokens["eos_token"] = tokenizer.spelling(info.eos_id)
+    return tokens
 
 
 def _messages(row: Row, fields: Fields) -> object:

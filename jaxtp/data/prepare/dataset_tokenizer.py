@@ -15,7 +15,7 @@ from jaxtp.data.tokenizer import (
     read_tokenizer,
     tokenizer_file,
 )
-from jaxtp.data.tokenizer_files import end_token
+from jaxtp.data.tokenizer_files import TokenizerError, end_token
 
 
 def named_tokenizer(config: PrepareConfig) -> Tokenizer:
@@ -28,12 +28,14 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer:
         # If it is None, the tokenizer searches for a well-known name.
         eos = end_token(file.parent)
     tokenizer = IsolatedTokenizer(
-        read_tokenizer(file),
-        str(file),
-        eos=eos,
-        has_eos=not config.no_eos,
-        special_tokens=config.special_tokens,
+        read_tokenizer(file), str(file), eos=eos, special_tokens=config.special_tokens
     )
+    if config.no_eos:
+        tokenizer.info = replace(tokenizer.info, eos_id=None)
+    elif tokenizer.info.eos_id is None:
+        raise TokenizerError(
+            f"{file}: which token ends a document? Name it by --eos TOKEN, or give --no-eos"
+        )
     if config.bos == "auto":
         tokenizer.info = replace(tokenizer.info, prefix=tokenizer.prefix)
     return tokenizer

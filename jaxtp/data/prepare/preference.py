@@ -7,13 +7,11 @@ share.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
 from jaxtp.data.prepare.conversations import Conversations, checked, with_system
-from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED, PrepareConfig
-from jaxtp.data.prepare.readers import NO_CONVERSATION, BadInputError, Fields, Row, Turn, text_of
+from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED
+from jaxtp.data.prepare.readers import NO_CONVERSATION, BadInputError, Row, Turn, text_of
 
 _NO_PAIR = "no pair"
 _EMPTY_ANSWER = "empty answer"
@@ -22,11 +20,6 @@ _EQUAL_ANSWERS = "equal answers"
 _ANSWER = "\n\nAssistant:"
 """The start of each answer in the texts of Anthropic's HH. The answers of a pair begin at the last
 mark that both texts share."""
-
-
-def fields_of_texts(config: PrepareConfig) -> Fields:
-    """Returns the columns of rows of texts, which need no template."""
-    return replace(config.fields, turns=partial(_texts, config.prompt_name))
 
 
 class PairsOfConversations(Conversations):
@@ -43,7 +36,7 @@ class PairsOfConversations(Conversations):
                 whole = with_system(
                     self._whole(row, name, prompt), row.get("system") and text_of(row, "system")
                 )
-                *before, answer = self._tokens.escape(whole)
+                *before, answer = self._escaped(whole)
                 prompts.append(before)
                 turns.append(self._turn([*before, answer], len(before)))
             if not answer["content"].strip() and not answer.get("tool_calls"):
@@ -88,7 +81,8 @@ class PairsOfConversations(Conversations):
         return messages
 
 
-def _texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
+def pair_of_texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
+    """Returns the chosen and the rejected answer of a row of texts, which needs no template."""
     chosen = text_of(row, CHOSEN)
     rejected = text_of(row, REJECTED)
     if row.get(prompt_name) is not None:

@@ -137,10 +137,8 @@ class PrepareConfig:
 
     max_document_bytes: Count = 2**26
     """Maximum size of a document, of a line of JSONL, or of a conversation's answers with their
-    prompts. A document and its tokens take about eleven times this size in memory."""
-
-    max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31)] = 2**27
-    """Maximum memory for unpacking a .zst file; files made by zstd --long=31 take 2**31."""
+    prompts. A document and its tokens take about eleven times this size in memory, and more than a
+    hundred times with a tokenizer that does not split texts as GPT-2's does."""
 
     shard_tokens: Count = 2**26
     """Tokens after which a shard is full; no document is split over two shards."""
@@ -197,7 +195,6 @@ _MAY_CHANGE = {
     "verify",
     "json",
     "max_document_bytes",
-    "max_window_bytes",
 }
 """Settings that a resumed command may change. Tokenizer and template are compared by content."""
 

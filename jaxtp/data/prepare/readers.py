@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import resource
 import sys
 import zlib
 from collections import Counter
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.chat_template import ChatError
+from jaxtp.data.worker_process import limited_memory
 
 if TYPE_CHECKING:
     import datasets
@@ -55,6 +55,7 @@ END = -1  # The `item` of an event that ends its source
 T = TypeVar("T")
 
 SKIP_BYTES = 2**20
+_MAX_SKIPS = 2**8  # Maximum number of times that `SKIP_BYTES` are read to find the end of a line
 _PEEKED_ROWS = 100  # `first_row` returns an object among these rows
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
 _PDF = b"%PDF-"  # The start of the only common files that are no text and may have no such byte
@@ -72,12 +73,13 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 take gigabytes of memory."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
-"""Errors of truncated or damaged gzip streams; `open_stream` converts zstd's to EOFError."""
+"""Errors of truncated or damaged gzip streams; `_open_stream` converts zstd's to EOFError."""
 _KNOWN_BY = {
     "--preference": {"chosen", "rejected"},
     "--messages instruction": {"instruction", "output"},
 }
 """Fields of rows that these flags read."""
+_LOG_OF_WINDOW = 31  # The largest window of zstd, with which `zstd --long=31` packs: 2 GiB
 ZSTD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 _PARQUET_ROWS = 32  # Rows in memory at a time
 
@@ -128,7 +130,6 @@ class Event(NamedTuple):
 
 
 Row = Mapping[str, object]
-_Hook = Callable[[Sequence[tuple[str, object]]], Row]
 Item = tuple[int, int, object]
 """An item's number from 1, the bytes of the source that are read so far, and the item: a text, a
 line of JSON (bytes), or a row."""
@@ -170,10 +171,8 @@ class Source:
     modified: int  # nanoseconds
     format: str
     max_document: int  # maximum bytes of a document or of a line of JSONL
-    max_window: int  # maximum bytes of memory for unpacking a zstd file
     in_folder: bool = False  # whether a folder contains it, rather than the command line
     table: "datasets.Dataset | None" = None
-    skips: bool = False  # whether lines after one beyond `max_document` are read
 
     @property
     def max_memory(self) -> int:
@@ -206,7 +205,7 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
 def first_row(source: Source, fields: Fields) -> Row:
     """Returns the first JSON object, or the `fields` of a table's first row; empty if
     unreadable."""
-    with suppress(*DECOMPRESSION_ERRORS, BadInputError, ImportError, OSError):
+    with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
         for _, _, item in itertools.islice(
             _READERS[source.format](source, 0, fields), _PEEKED_ROWS
         ):
@@ -220,7 +219,7 @@ def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
         return
     if fields.prompt is not None or fields.turns is not None:
         raise BadInputError(NO_FIELD, "text has no fields; rows are read from JSONL and Parquet")
-    with open_stream(Path(source.path), source.max_window) as (stream, _):
+    with _open_stream(Path(source.path)) as (stream, _):
         content = stream.read(_BINARY_PREFIX)
         if b"\0" in content or content.startswith(_PDF):
             raise BadInputError(
@@ -244,13 +243,10 @@ def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
 
 def _read_json(source: Source, start: int, _: Fields) -> Iterator[Item]:
     """Reads lines, or the rows of a list of objects."""
-    with open_stream(Path(source.path), source.max_window) as (content, file):
+    with _open_stream(Path(source.path)) as (content, file):
         if content.peek(3).startswith(codecs.BOM_UTF8):
             content.read(3)
-        # A command that resumes within a file may have skipped a line before, with another
-        # --on-error.
-        skips = source.skips or start > 0
-        rows: Iterable[object] = _lines(content, source.max_document, skips)
+        rows: Iterable[object] = _lines(content, source.max_document)
         list_length = 0
         if _LIST.match(content.peek(1)):
             text = content.read(MAX_LIST + 1)
@@ -259,7 +255,7 @@ def _read_json(source: Source, start: int, _: Fields) -> Iterator[Item]:
                     TOO_LARGE, f"a list of more than {MAX_LIST:,} bytes; {_to_json_lines('.[]')}"
                 )
             with _limited_memory(source.max_memory):
-                decoded = cast(Sequence[object], _decode(text, partial(_unique, None)))
+                decoded = cast(Sequence[object], _decode(text, None))
             list_length = len(decoded)
             rows = decoded
         for number, row in enumerate(rows, 1):
@@ -305,7 +301,7 @@ def _read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Item]:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
     except (pyarrow.lib.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise _to_bad_input(source, error) from None
+            raise
         raise BadInputError(
             BROKEN_FILE, f"broken Parquet file: {str(error).splitlines()[0][:200]}"
         ) from None
@@ -335,30 +331,13 @@ def _within_memory(max_bytes: int, values: Iterator[T]) -> Iterator[T]:
 @contextmanager
 def _limited_memory(max_bytes: int) -> Iterator[None]:
     """Raises `BadInputError` where memory ends; on Linux, after `max_bytes` more of it."""
-    before: dict[int, tuple[int, int]] = {}
-    with suppress(OSError):
-        pages = list(map(int, Path("/proc/self/statm").read_text().split()))
-        for kind, used in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
-            before[kind] = soft, hard = resource.getrlimit(kind)
-            limit = used * resource.getpagesize() + max_bytes
-            if soft == resource.RLIM_INFINITY or limit < soft:
-                resource.setrlimit(kind, (limit, hard))
     try:
-        try:
+        with limited_memory(max_bytes):
             yield
-        finally:
-            for kind, limits in before.items():
-                resource.setrlimit(kind, limits)
     except MemoryError:
         raise BadInputError(
             TOO_LARGE, f"decoding it takes more than {max_bytes:,} bytes of memory"
         ) from None
-
-
-def _is_text(kind: "pyarrow.DataType") -> bool:
-    from pyarrow import types
-
-    return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
 def _read_table(source: Source, start: int, fields: Fields) -> Iterator[Item]:
@@ -385,36 +364,33 @@ def _columns(schema: "pyarrow.Schema", fields: Fields) -> list[str]:
 
     _require_fields(dict.fromkeys(schema.names), fields)
     if fields.turns is None and not fields.required:
+        texts = (types.is_string, types.is_large_string, types.is_string_view)
         for name in fields.names:
             kind = schema.field(name).type
             values = kind.value_type if types.is_dictionary(kind) else kind
-            if not _is_text(values) and not types.is_string_view(values):
+            if not any(is_text(values) for is_text in texts):
                 raise BadInputError(
                     NOT_A_STRING, f"the column {name!r} has no strings, but values of type {kind}"
                 )
     return fields.names_in(schema.names)
 
 
-def _lines(content: BufferedReader, limit: int, skips: bool) -> Iterator[bytes]:
-    """Yields lines, which are cut after the limit.
-
-    Raises after a cut line, because its end may be far away, unless `skips`.
-    """
+def _lines(content: BufferedReader, limit: int) -> Iterator[bytes]:
+    """Yields lines, which are cut after the limit; raises if the end of a cut line is far away."""
     while line := content.readline(limit + 1):
         yield line
         if len(line) > limit and not line.endswith(b"\n"):
-            if not skips:
+            for _ in range(_MAX_SKIPS):
+                remainder = content.readline(SKIP_BYTES)
+                if not remainder or remainder.endswith(b"\n"):
+                    break
+            else:
                 raise too_large(limit)
-            while (remainder := content.readline(SKIP_BYTES)) and not remainder.endswith(b"\n"):
-                pass
 
 
 @contextmanager
-def open_stream(path: Path, max_window: int) -> Iterator[tuple[BufferedReader, BufferedReader]]:
-    """Yields the content of a file, unpacked if its suffix says so, and the file.
-
-    zstd may use `max_window` bytes of memory.
-    """
+def _open_stream(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
+    """Yields the content of a file, unpacked if its suffix says so, and the file."""
     suffix = path.suffix.lower()
     with path.open("rb") as file:
         if suffix == GZIP:
@@ -422,20 +398,12 @@ def open_stream(path: Path, max_window: int) -> Iterator[tuple[BufferedReader, B
                 yield cast(BufferedReader, unpacked), file
         elif suffix == ZSTD and os.fstat(file.fileno()).st_size > 0:
             zstd = import_module(ZSTD_LIBRARY)
-            log_of_window = max_window.bit_length() - 1
-            window = 2**log_of_window
-            options = {zstd.DecompressionParameter.window_log_max: log_of_window}
+            options = {zstd.DecompressionParameter.window_log_max: _LOG_OF_WINDOW}
             try:
                 with zstd.ZstdFile(file, options=options) as unpacked:
                     yield unpacked, file
             except zstd.ZstdError as error:
-                if "too much memory" not in str(error):
-                    raise EOFError(str(error)) from None
-                raise BadInputError(
-                    TOO_LARGE,
-                    f"unpacking takes more than {window:,} bytes of memory; a larger "
-                    "--max-window-bytes allows it, up to 2**31",
-                ) from None
+                raise EOFError(str(error)) from None
         else:
             yield file, file
 
@@ -467,37 +435,26 @@ def _row(source: Source, item: object, fields: Fields) -> Row:
     if isinstance(item, bytes):
         if len(item) > source.max_document and not item.endswith(b"\n"):
             raise too_large(source.max_document)
-        item = _parse(item, fields)
+        if _has_many_values(item):
+            raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
+        item = _decode(item, fields.names if fields.turns is None else None)
     if not isinstance(item, dict):
         raise BadInputError(NOT_JSON, f"not a JSON object: {shorten(item)}")
     return item
 
 
-def _parse(content: bytes, fields: Fields) -> object:
-    if _has_many_values(content):
-        raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
-    return _decode(content, _hook(content, fields))
+def _decode(content: bytes, names: Sequence[str] | None) -> object:
+    """Decodes JSON without a key that occurs twice in an object; Python keeps the last value.
 
-
-def _decode(content: bytes, hook: _Hook | None) -> object:
+    Args:
+      names: the keys that may not occur twice; None for all.
+    """
     try:
-        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=hook)
+        return json.loads(content.decode("utf-8-sig"), object_pairs_hook=partial(_unique, names))
     except UnicodeDecodeError as error:
         raise BadInputError(NOT_UTF8, _not_utf8(error)) from None
     except (RecursionError, ValueError) as error:
         raise _not_json(error) from None
-
-
-def _hook(content: bytes, fields: Fields) -> _Hook | None:
-    """Returns what refuses a key that occurs twice in an object; Python keeps the last value.
-
-    None for a row of texts that cannot repeat a column, because a hook takes longer than to parse a
-    short row.
-    """
-    if fields.turns is not None:
-        return partial(_unique, None)
-    repeats = any(content.count(f'"{name}"'.encode()) > 1 for name in fields.names)
-    return partial(_unique, fields.names) if repeats else None
 
 
 def _unique(names: Sequence[str] | None, pairs: Sequence[tuple[str, object]]) -> Row:
@@ -550,10 +507,10 @@ def text_of(row: Row, name: str) -> str:
 
 
 def _is_longer(text: str, limit: int) -> bool:
+    if len(text) > limit:
+        return True
     # A character has at most four bytes.
-    if 4 * len(text) <= limit:
-        return False
-    return len(text) > limit or len(text.encode(errors="replace")) > limit
+    return 4 * len(text) > limit and len(text.encode(errors="replace")) > limit
 
 
 def _to_bad_input(source: Source, error: Exception) -> BadInputError:

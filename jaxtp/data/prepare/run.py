@@ -1,9 +1,10 @@
 """Makes a dataset from inputs."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRec
 from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
 from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, write_tokenizer
-from jaxtp.data.prepare.preference import PairsOfConversations
+from jaxtp.data.prepare.preference import PairsOfConversations, pair_of_texts
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
 from jaxtp.data.prepare.session import (
@@ -45,11 +46,15 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     tokenizer = named_tokenizer(config)
     sources = find_sources(config)
     config = with_layout(config, sources)
+    fields = config.fields
     conversations = None
     if config.messages is not None:
         kind = PairsOfConversations if config.preference else Conversations
         conversations = kind(config, tokenizer)
-    job = Job(out, config, sources, tokenizer, conversations)
+        fields = replace(fields, turns=conversations.of_row)
+    elif config.preference:
+        fields = replace(fields, turns=partial(pair_of_texts, config.prompt_name))
+    job = Job(out, config, sources, tokenizer, conversations, fields)
     try:
         with locked(out), ExitStack() as stack:
             state = begin(job)
@@ -57,12 +62,12 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 print(f"{out} is finished; there is nothing to do", flush=True)
                 return
             if conversations is not None:
-                # If the command resumes, templates still write the day when it first ran.
+                # If the command resumes, templates still write the day when it first ran. The
+                # journal of an older version has no day.
+                state.day = state.day or conversations.first_day()
                 conversations.template.day = state.day
             if state.tokenizer is None:  # nothing depends on the threshold yet
-                state.threshold = threshold(sources, job.fields, config)
-            if state.threshold is not None:
-                job = replace(job, config=replace(config, held_out=state.threshold))
+                state.threshold = threshold(sources, fields, config)
             write_tokenizer(job, state)
             _Preparation(job, state, stack).finish()
     except OSError as error:  # from writing; readers handle read errors
@@ -79,16 +84,14 @@ class _Preparation:
         self._config = job.config
         self._tokenizer = job.tokenizer
         self._state = state
+        self._threshold = job.config.held_out if state.threshold is None else state.threshold
         info = job.tokenizer.info
-        self._prefix = self._end = np.array([], info.dtype)
-        if job.conversations is None:  # else the template writes prefix and end
-            self._prefix = np.array(info.prefix, info.dtype)
-            if info.eos_id is not None:
-                self._end = np.array([info.eos_id], info.dtype)
-        settings = info, self._config.has_prompts, self._config.shard_tokens
+        has_ends = job.conversations is None  # else the template writes prefix and end
+        self._prefix = np.array(info.prefix if has_ends else (), info.dtype)
+        self._end = np.array(list(info.end_ids) if has_ends else (), info.dtype)
         self._writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
-            writer = SplitWriter(job.out, name, *settings, state.splits[name])
+            writer = SplitWriter(job, name, state.splits[name])
             self._writers[name] = stack.enter_context(closing(writer))
         files_by_split = map(SplitWriter.files, self._writers.values())
         drop_unknown(job.out, set().union(*files_by_split))
@@ -156,9 +159,8 @@ class _Preparation:
             if self._config.preference and not all(len(ids[-1]) for _, ids in documents):
                 self._state.skip(EMPTY_DOCUMENT)
                 continue
-            for number, (size, ids) in enumerate(documents, 1):
-                may_end = not self._config.preference or number == len(documents)
-                self._append(entry, size, ids, may_end=may_end)
+            for size, ids in documents:
+                self._append(entry, size, ids)
         for problem in batch.problems:
             self._state.skip(problem.kind)
             self._show(problem)
@@ -194,19 +196,16 @@ class _Preparation:
         self._hashes.write(short)
         return True
 
-    def _encode(self, turns: list[Turn]) -> Iterator[list[Tokens]]:
+    def _encode(self, turns: list[Turn]) -> Iterator[Sequence[Tokens]]:
         if self._job.conversations is not None:
             return iter(self._job.conversations.encode(turns))
-        texts: list[str] = []
-        for turn in turns:
-            if self._config.has_prompts:
-                texts.append(turn.prompt or "")
-            texts.append(turn.text)
+        parts = chain.from_iterable(turn[:2] for turn in turns)
+        texts = [part for part in parts if part is not None]
         parts_per_turn = 1 + self._config.has_prompts
         encoded = iter(self._tokenizer.encode_batch(texts))
         return (list(islice(encoded, parts_per_turn)) for _ in turns)
 
-    def _append(self, entry: Entry, size: int, ids: list[Tokens], *, may_end: bool) -> None:
+    def _append(self, entry: Entry, size: int, ids: Sequence[Tokens]) -> None:
         if not any(map(len, (*ids, self._end))):  # a tokenizer may drop white space
             self._state.skip(EMPTY_DOCUMENT)
             return
@@ -215,9 +214,9 @@ class _Preparation:
             first_ids = np.concatenate(ids)[: len(prefix)]
             if np.array_equal(first_ids, prefix):
                 prefix = prefix[:0]  # the text spells it
-        writer = self._writers[split_of(entry.digest, self._config.held_out)]
-        prompt = len(prefix) + len(ids[0]) if self._config.has_prompts else 0
-        self._num_tokens += writer.append([prefix, *ids, self._end], prompt, size, may_end=may_end)
+        writer = self._writers[split_of(entry.digest, self._threshold)]
+        prompt = len(prefix) + len(ids[0])
+        self._num_tokens += writer.append([prefix, *ids, self._end], prompt, size)
         self._num_documents += 1
 
     def _save(self) -> None:
@@ -290,4 +289,4 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _listed(skipped: Mapping[str, int]) -> str:
-    return ", ".join(f"{count:,} x {kind}" for kind, count in sorted(skipped.items()))
+    return ", ".join(f"{count:,} x {kind}" for kind, count in skipped.items())

@@ -51,8 +51,7 @@ from jaxtp.data.manifest import (
     read_manifest,
     shard_file,
 )
-from jaxtp.data.prepare.conversations import Conversations, first_day, template_checksum
-from jaxtp.data.prepare.preference import fields_of_texts
+from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig, arguments
 from jaxtp.data.prepare.readers import Fields, Position, PrepareError, Source
 from jaxtp.data.store import open_dataset
@@ -96,13 +95,7 @@ class Job:
     sources: list[Source]
     tokenizer: Tokenizer
     conversations: Conversations | None
-
-    @property
-    def fields(self) -> Fields:
-        """The columns that make a document."""
-        if self.conversations is not None:
-            return self.conversations.fields
-        return fields_of_texts(self.config) if self.config.preference else self.config.fields
+    fields: Fields
 
 
 @dataclass
@@ -147,8 +140,8 @@ def begin(job: Job) -> State | None:
     out = job.out
     config = job.config
     settings = arguments(config)
-    if config.messages is not None:
-        settings["template"] = template_checksum(config)
+    if job.conversations is not None:
+        settings["template"] = job.conversations.checksum
     exists = (out / MANIFEST).exists() or (out / JOURNAL).exists()
     if exists and config.overwrite:
         _require_inputs_elsewhere(out, config)
@@ -177,10 +170,8 @@ def begin(job: Job) -> State | None:
         elif changed:
             state = None
     if state is None:
-        state = State(settings, day=first_day(config))
+        state = State(settings)
         state.save(out)
-    elif state.day is None:  # an older version began it
-        state.day = first_day(config)
     lines = [json.dumps(asdict(record)) + "\n" for record in _inputs(job)]
     write_atomically(out / INPUTS, "".join(lines).encode())
     return state
@@ -287,20 +278,14 @@ def truncate_file(path: Path, size: int) -> None:
 class SplitWriter:
     """Appends documents to a split, after truncating its files to `progress`."""
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        tokenizer: TokenizerInfo,
-        prompts: bool,
-        shard_tokens: int,
-        progress: Progress,
-    ):
-        self._folder = folder
+    def __init__(self, job: Job, split: str, progress: Progress):
+        self._folder = job.out
         self._split = split
-        self._dtype = tokenizer.dtype
-        self._shard_tokens = shard_tokens
-        self._suffixes = (TOKENS, DOCUMENTS, PROMPTS) if prompts else (TOKENS, DOCUMENTS)
+        self._dtype = job.tokenizer.info.dtype
+        self._config = job.config
+        self._suffixes: tuple[str, ...] = (TOKENS, DOCUMENTS)
+        if job.config.has_prompts:
+            self._suffixes = (TOKENS, DOCUMENTS, PROMPTS)
         self.progress = progress
         self._files: dict[str, IO[bytes]] = {}
         for index, shard in enumerate(progress.shards):
@@ -314,12 +299,10 @@ class SplitWriter:
             for suffix in self._suffixes:
                 truncate_file(self._open_path(suffix), sizes[suffix])
 
-    def append(
-        self, parts: Iterable[Tokens], prompt: int, text_bytes: int, *, may_end: bool = True
-    ) -> int:
+    def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
         """Writes a document, which must not be empty; returns its number of tokens.
 
-        If `may_end`, the shard ends after the document once it is full.
+        Without prompts in the dataset, `prompt` is ignored.
         """
         length = 0
         progress = self.progress
@@ -338,8 +321,10 @@ class SplitWriter:
         self._files[DOCUMENTS].write(progress.tokens.to_bytes(OFFSET.itemsize, "little"))
         if PROMPTS in self._suffixes:
             self._files[PROMPTS].write(prompt.to_bytes(PROMPT.itemsize, "little"))
-        if may_end and progress.tokens >= self._shard_tokens:
-            self.end_shard()
+        if progress.tokens >= self._config.shard_tokens:
+            is_half = self._config.preference and progress.documents % 2
+            if not is_half:  # a pair is in one shard
+                self.end_shard()
         return length
 
     def save(self) -> None:

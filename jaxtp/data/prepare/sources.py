@@ -84,8 +84,8 @@ def _require(library: str, files: str) -> None:
 def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
     if name.startswith(HF_PREFIX):
         table = _open_table(name)
-        limits = config.max_document_bytes, config.max_window_bytes
-        return [Source(name, int(table.data.nbytes), 0, DATASETS, *limits, table=table)]
+        limit = config.max_document_bytes
+        return [Source(name, int(table.data.nbytes), 0, DATASETS, limit, table=table)]
     path = expand(Path(name))
     try:
         status = path.stat()
@@ -141,11 +141,8 @@ def _open_table(name: str) -> "datasets.Dataset":
 
 def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: bool) -> Source:
     format = _format(path, config, in_folder)
-    limits = config.max_document_bytes, config.max_window_bytes
-    skips = config.on_error == "skip"
-    return Source(
-        str(path), status.st_size, status.st_mtime_ns, format, *limits, in_folder, skips=skips
-    )
+    limit = config.max_document_bytes
+    return Source(str(path), status.st_size, status.st_mtime_ns, format, limit, in_folder)
 
 
 def _format(path: Path, config: PrepareConfig, in_folder: bool) -> str:

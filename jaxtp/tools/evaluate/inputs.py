@@ -97,7 +97,7 @@ def _documents_of_split(
         check_ids(tokens, model, split.location(index))
         first = max(split.prompt_length(index), 1)
         first_byte = max(first, len(tokenizer.info.prefix))
-        yield Document(tokens, first, tokenizer.num_bytes(tokens[first_byte:]))
+        yield Document(tokens, first, len(tokenizer.decode(tokens[first_byte:])))
 
 
 def require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> None:
@@ -119,7 +119,6 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
         inputs=(name,),
         field=config.field,
         max_document_bytes=config.max_document_bytes,
-        max_window_bytes=2**31,
     )
     fields = replace(prepare.fields, only_texts=True)
     inputs = []
@@ -155,7 +154,7 @@ def _documents_of_texts(
             tokens = np.concatenate([prefix, ids.astype(np.int32)])
             check_ids(tokens, model, name)
             # The first token is not predicted.
-            uncounted = 0 if len(prefix) else tokenizer.num_bytes(ids[:1])
+            uncounted = 0 if len(prefix) else len(tokenizer.decode(ids[:1]))
             yield Document(tokens, max(len(prefix), 1), max(len(text.encode()) - uncounted, 0))
 
 

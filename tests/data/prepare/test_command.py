@@ -183,7 +183,7 @@ def test_what_was_read_must_not_change_under_an_unfinished_dataset():
 
 @pytest.mark.usefixtures("small_batches")
 def test_a_file_of_many_bad_rows_is_not_read_whole_to_be_refused(monkeypatch):
-    monkeypatch.setattr(batches, "MANY_PROBLEMS", 10)
+    monkeypatch.setattr(batches, "FEW", 10)
     write("a.json", json.dumps([{"text": "a"}, *[{}] * 1000]))
     rows = []
     read = batches.read_source

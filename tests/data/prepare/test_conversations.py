@@ -26,7 +26,7 @@ from tables import assert_errors, read_table
 
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.corpus import load_corpus
-from jaxtp.data.prepare import session
+from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.data.tokenizer_files import TokenizerError, template_day
@@ -222,9 +222,9 @@ def test_a_resumed_command_writes_the_day_on_which_it_was_begun(monkeypatch):
     write("b.jsonl", [*rows[:10], {"messages": 3}, *rows[10:]])
     command = "b.jsonl --tokenizer t --template day.jinja --messages messages"
     with monkeypatch.context() as patched:
-        patched.setattr(session, "first_day", lambda config: "2026-01-31")
+        patched.setattr(Conversations, "first_day", lambda self: "2026-01-31")
         refusal(command)
-        patched.setattr(session, "first_day", lambda config: "2026-02-01")
+        patched.setattr(Conversations, "first_day", lambda self: "2026-02-01")
         command += " --on-error skip"
         assert "the chat template writes the day 2026-01-31; --date names another" in output(
             command

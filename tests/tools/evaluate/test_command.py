@@ -90,7 +90,7 @@ def test_numbers_of_several_sources(tiny_model, lines, tmp_path, capsys):
     captured = capsys.readouterr()
     record = read_json(file)
     assert record["data"] == [str(lines), str(one)]
-    tokenizer = HuggingFaceTokenizer(byte_level(), "here", has_eos=False)
+    tokenizer = HuggingFaceTokenizer(byte_level(), "here")
     ids = [found.tolist() for found in tokenizer.encode_batch([*TEXTS, TEXTS[-1]])]
     numbers = record["all"]
     assert numbers["documents"] == len(TEXTS) + 1
