@@ -27,8 +27,6 @@ from jaxtp.checkpoint.logical import (
     replace_arrays,
     to_logical,
 )
-from jaxtp.collectives import axis_size
-from jaxtp.config.schema import ConfigError
 from jaxtp.hf.adapters import merged_variables
 from jaxtp.hf.tensor_map import split_path
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
@@ -75,12 +73,6 @@ class DecodeModel(EmbeddingAndHead):
           ids_BT: the tokens; padding may be any ids below V.
           new: row and position of each token.
         """
-        cp = axis_size(CP)
-        if cp > 1:
-            raise ConfigError(
-                f"a KV cache cannot be split over cp, and the mesh has cp={cp}; use cp=1 "
-                "and more tp"
-            )
         x_BTD = self.embed(ids_BT, positions_BT=new.positions)
         updated = []
         for block, block_cache in zip(self.blocks, caches, strict=True):

@@ -418,8 +418,8 @@ def violations(
     """
 
     def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
-        model = replace_nested(config, dict(_in_section("model", changes)))
-        return model_problems(model, {**mesh, **dict(_in_section("mesh", changes))})
+        model = replace_nested(config, _in_section("model", changes))
+        return model_problems(model, {**mesh, **_in_section("mesh", changes)})
 
     return explained(problems, fixed=fixed)
 
@@ -526,7 +526,11 @@ def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
 
     The reason is None where `precision.matmul` applies.
     """
-    return {path: obstacle for path, _, obstacle in _all_projections(config)}
+    obstacles = {}
+    for root, branch in _branches(config).items():
+        for path, _, obstacle in _projections(config, root, branch):
+            obstacles[path] = obstacle
+    return obstacles
 
 
 def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
@@ -537,11 +541,6 @@ def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
     for projection in _projections(config, path, blocks):
         if projection.obstacle is None and projection.layer is not None:
             projection.layer.matmul = config.precision.matmul
-
-
-def _all_projections(config: ModelConfig) -> Iterator[_Projection]:
-    for root, branch in _branches(config).items():
-        yield from _projections(config, root, branch)
 
 
 def _projections(config: ModelConfig, root: str, module: nnx.Module) -> Iterator[_Projection]:
@@ -596,9 +595,9 @@ def _branches(config: ModelConfig) -> Mapping[str, Branch]:
     return branches
 
 
-def _in_section(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    return (
-        (name.removeprefix(f"{section}."), value)
+def _in_section(section: str, changes: Mapping[str, int]) -> dict[str, int]:
+    return {
+        name.removeprefix(f"{section}."): value
         for name, value in changes.items()
         if name.startswith(section)
-    )
+    }

@@ -124,7 +124,9 @@ class DecoderBlock(nnx.Module):
             return y_BTD
 
         def drop(name: str, y_BTD: Array) -> Array:
-            return self._dropout(y_BTD, keys.get(name), sequences)
+            spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
+            positions = sequences.positions(y_BTD.shape[1])
+            return dropout(y_BTD, self.config.dropout, keys.get(name), spec, positions)
 
         x_BTD = self._run(checkpoint_name(x_BTD, remat.BLOCK_INPUT), run, drop)
         return x_BTD, routing
@@ -196,10 +198,6 @@ class DecoderBlock(nnx.Module):
         if self.layer_scale is None:
             return x_BTD
         return _scaled(x_BTD, self.layer_scale[...])
-
-    def _dropout(self, y_BTD: Array, keys: Array | None, sequences: Sequences) -> Array:
-        spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
-        return dropout(y_BTD, self.config.dropout, keys, spec, sequences.positions(y_BTD.shape[1]))
 
 
 class EmbeddingAndHead(nnx.Module):

@@ -209,17 +209,11 @@ def _attend(
     original: Method,
     module: nnx.Embed,
     /,
-    *args: Any,
-    **kwargs: Any,
+    query: object,
+    **kwargs: object,
 ) -> Any:
     if current_mesh() is None:
-        return original(module, *args, **kwargs)
-    return _attend_on_mesh(cls, role, module, *args, **kwargs)
-
-
-def _attend_on_mesh(
-    cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs: object
-) -> Any:
+        return original(module, query, **kwargs)
     lookup = signature(module)
     if lookup is None or not _runs_on_shards(module, query, ATTEND, role):
         with _gathered_parameters(module, role):
