@@ -276,7 +276,7 @@ def _check_sizes(
     size = global_sizes[letter]
     attribute = next(name for name, letters in dims.attributes.items() if letter in letters)
     if size % tp:
-        fits = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= 2 * tp)
+        fits = ", ".join(map(str, divisors(size, 2 * tp)))
         raise PlanError(
             f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by "
             f"tp={tp}; nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
