@@ -45,9 +45,7 @@ class ModulePlan:
     signature: Signature | None
 
 
-def validate_plan(
-    modules: Sequence[ModuleInfo], plan: Plan, sizes: Sizes, *, fsdp: bool
-) -> list[ModulePlan]:
+def validate_plan(modules: Sequence[ModuleInfo], plan: Plan, sizes: Sizes) -> list[ModulePlan]:
     """Returns each module's role and its parameters' specs; a PlanError says what does not fit."""
     _check_axes(modules)
     parameters = dict(_all_parameters(modules))
@@ -65,7 +63,7 @@ def validate_plan(
     plans = []
     for info, (pattern, style), dims in zip(modules, assigned, signatures, strict=True):
         is_in_context = any(itertools.starmap(is_inside, itertools.product(info.paths, context)))
-        role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
+        role = Role(style, not isinstance(style, Replicate), is_in_context)
         stack = _nearest_stacked_dims(info.path, stacks)
         try:
             plans.append(_plan_module(info, role, dims, stack, sizes))

@@ -7,7 +7,6 @@ import jax
 import pytest
 from jaxlib import xla_client
 
-from jaxtp.config.entry import UserError
 from jaxtp.distributed.allocator import (
     FRACTION,
     SMALLER_STEP,
@@ -80,26 +79,11 @@ def test_no_options_are_set_without_a_gpu(tmp_path):
     assert getattr(jax.config, OPTIONS) == before
 
 
-def test_platform_is_refused_for_jax_versions_that_ignore_it(options_after, monkeypatch):
-    for version in ((0, 10, 1), (0, 10, 2)):
-        monkeypatch.setattr(jax, "__version_info__", version)
-        with pytest.raises(
-            UserError, match=r"platform: .*issues/39145\); install jax 0.11 or newer, or"
-        ):
-            options_after("platform", {})
-    for version in ((0, 10, 0), (0, 11, 0), (0, 12, 0, 1)):
-        monkeypatch.setattr(jax, "__version_info__", version)
-        options = options_after("platform", {})
-        assert options["allocator"] == "platform"
-        assert "memory_fraction" not in options
-
-
 ADVICE = [
     # The allocator, the peak in GB of 100, the fraction, and what is said of it.
     ("default", 80, 0.75, "None"),
     ("default", 95, 0.75, "5.0 GB to spare; 10.0 GB are advisable"),
     ("default", 101, 0.75, "None"),  # it does not fit, which is said elsewhere
-    ("platform", 95, 0.75, "None"),
     ("cuda_async", 95, 0.85, "None"),
     (
         "cuda_async",
@@ -130,7 +114,7 @@ def test_cuda_async_step_may_exceed_the_pool_up_to_the_reserve():
     assert most_bytes("cuda_async", 95, 0.95) == 95
     assert (
         memory_fraction("default", {})
-        == memory_fraction("platform", {"XLA_CLIENT_MEM_FRACTION": "x"})
+        == memory_fraction("default", {"XLA_CLIENT_MEM_FRACTION": "x"})
         == 0.75
     )
 
