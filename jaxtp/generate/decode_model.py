@@ -152,27 +152,20 @@ def has_states(model: DecodeModel, mesh: Mesh) -> bool:
     A state cannot be cut back to fewer tokens.
     """
     rows = batch_parts(mesh_sizes(mesh))
-    short = _cache_arrays(model, mesh, rows, num_slots=1)
-    long = _cache_arrays(model, mesh, rows, num_slots=2)
-    return any(a.shape == b.shape for a, b in zip(short, long, strict=True))
+    return cache_bytes(model, mesh, rows, 2) < 2 * cache_bytes(model, mesh, rows, 1)
 
 
 def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> int:
     """Returns the KV cache's bytes per device."""
     sharding = NamedSharding(mesh, LAYER_SPEC)
+    with jax.set_mesh(mesh):
+        caches = jax.eval_shape(lambda: model.empty(num_rows, num_slots))
     num_bytes = 0
-    for array in _cache_arrays(model, mesh, num_rows, num_slots):
+    for array in jax.tree.leaves(caches):
         # The last four dims are the dims of a layer.
         shard = (*array.shape[:-4], *sharding.shard_shape(array.shape[-4:]))
         num_bytes += math.prod(shard) * array.dtype.itemsize
     return num_bytes
-
-
-def _cache_arrays(
-    model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int
-) -> list[ShapeDtypeStruct]:
-    with jax.set_mesh(mesh):
-        return jax.tree.leaves(jax.eval_shape(lambda: model.empty(num_rows, num_slots)))
 
 
 def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:
