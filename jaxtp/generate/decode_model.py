@@ -168,11 +168,11 @@ def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -
     return num_bytes
 
 
-def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:
+def to_decode_model(model: Decoder, mesh: Mesh, *, donate: bool = False) -> DecodeModel:
     """Returns a model in the layout for decoding, with any adapters merged.
 
     Args:
-      mesh: `decode_mesh` of the model's mesh, if any.
+      mesh: `decode_mesh` of the model's mesh.
       donate: deletes the model's arrays one by one, so that memory holds the weights only once.
     """
     config = model.config
@@ -193,10 +193,8 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         if isinstance(variable, PARAMETERS):
             dtype = jnp.dtype(config.precision.compute)
         spec = spec_of(variable)
-        sharding = None if mesh is None else NamedSharding(mesh, spec)
-        return variable.replace(
-            ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec
-        )
+        array = ShapeDtypeStruct(variable.shape, dtype, sharding=NamedSharding(mesh, spec))
+        return variable.replace(array, out_sharding=spec)
 
     targets = jax.tree.map(target, abstract, is_leaf=is_variable)
     weights = decode_weights(
@@ -240,9 +238,7 @@ def decode_weights(
                 array.delete()
         array = variable[...] if mesh is None else _moved(variable, model_mesh(model), mesh)
         sharding = old[0].sharding
-        shared: SharedHeads = ()
-        if isinstance(sharding, NamedSharding):
-            shared = _shared(variable, mesh_sizes(sharding.mesh)[TP])
+        shared = _shared(variable, mesh_sizes(sharding.mesh)[TP])
         num_layers = None if stack is None else len(names)
         unstack = _unstack(num_layers, old[0].dtype, sharding, shared)
         yield from zip(names, unstack(array), strict=True)
@@ -275,7 +271,7 @@ def _shared(variable: Variable, tp: int) -> SharedHeads:
 def _unstack(
     num_layers: int | None,
     dtype: jnp.dtype,
-    sharding: NamedSharding | None,
+    sharding: NamedSharding,
     shared: SharedHeads,
 ) -> Callable[[Array], list[Array]]:
     def layers(array: Array) -> list[Array]:

@@ -394,8 +394,7 @@ def _source_of_run(
     # A mixture maps its datasets to their weights.
     datasets = (data.get("path"), *(data.get("mixture") or {}))
     candidates = (options.tokenizer, *datasets, hf_files)
-    paths = [path for path in candidates if path is not None]
-    location = expand(Path(paths[0])) if paths else None
+    location = next((expand(Path(path)) for path in candidates if path is not None), None)
     tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
     folders = [folder for folder in (location, hf_files) if folder is not None and folder.is_dir()]
     dtype = options.dtype or _default_dtype(stored.config.precision.compute)

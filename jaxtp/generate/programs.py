@@ -137,7 +137,8 @@ class Programs:
 
     def empty(self) -> KVCaches:
         """Returns an empty KV cache."""
-        return self._program("empty", self._empty)(self.weights)
+        empty = lambda model: model.empty(self.shape.rows, self.shape.slots)  # noqa: E731
+        return self._program("empty", empty)(self.weights)
 
     def read(
         self, caches: KVCaches, packed: PackedTokens, rows: RowArrays
@@ -258,9 +259,6 @@ class Programs:
 
         specs = jax.tree.map(lambda x: P(*(None,) * (x.ndim - 4), *LAYER_SPEC), caches)
         return device_view(copy, "copy", (specs, batch_spec()), specs)(caches, sources)
-
-    def _empty(self, model: DecodeModel) -> KVCaches:
-        return model.empty(self.shape.rows, self.shape.slots)
 
     def _program(
         self, key: Hashable, function: Callable[..., object], *arguments: object
