@@ -12,12 +12,11 @@ XLA_PYTHON_CLIENT_ALLOCATOR had no effect for some users of jax 0.10.1 (#7115).
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Literal
 
 from jaxtp.config.console import size_text
-from jaxtp.distributed.environment import NVIDIA
+from jaxtp.distributed.environment import has_nvidia_gpu
 
 Allocator = Literal["default", "cuda_async"]
 
@@ -38,23 +37,19 @@ SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
 _OPTIONS = "jax_pjrt_client_create_options"
 
 
-def choose_allocator(
-    allocator: Allocator,
-    environment: Mapping[str, str] = os.environ,
-    nvidia: Sequence[Path] = NVIDIA,
-) -> None:
+def choose_allocator(allocator: Allocator) -> None:
     """Sets JAX's allocator before its backend starts, if there is an NVIDIA GPU.
 
     The backend of a TPU would crash at an unknown option.
     """
     import jax  # not at the top: the supervisor does not need it
 
-    if allocator == "default" or not any(map(Path.exists, nvidia)):
+    if allocator == "default" or not has_nvidia_gpu():
         return
     configured = getattr(jax.config, _OPTIONS) or {}
     if isinstance(configured, str):
         configured = dict(re.findall(r"([^;:]*):([^;]*)", configured))
-    fraction = memory_fraction(allocator, environment)
+    fraction = memory_fraction(allocator)
     jax.config.update(_OPTIONS, {"memory_fraction": fraction, **configured, "allocator": allocator})
 
 

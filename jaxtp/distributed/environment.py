@@ -80,15 +80,18 @@ and in WSL2."""
 _MAX_CACHE_BYTES = 4 * 2**30
 
 
-def accept_absent_gpus(
-    environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA
-) -> None:
+def has_nvidia_gpu() -> bool:
+    """Returns whether this machine has an NVIDIA GPU."""
+    return any(map(Path.exists, NVIDIA))
+
+
+def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
     """Lets JAX's CUDA plugin skip its check of CUDA's libraries on a machine without a GPU.
 
     Call it before JAX starts. The extra estimate-gpu installs the plugin without cuDNN, to compile
     for absent GPUs, and the failed check would print a traceback.
     """
-    if not any(map(Path.exists, nvidia)):
+    if not has_nvidia_gpu():
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 

@@ -358,10 +358,10 @@ class Generator:
         length = min(length, self.limits.context or sys.maxsize)
         shape = Shape(rows, max(MIN_SLOTS, _next_power_of_two(length)))
         cache = self._cache
-        if cache is not None and (cache.shape.rows != rows or cache.shape.slots < shape.slots):
-            cache = None
-        if cache is not None:
+        if cache is not None and cache.shape.rows == rows and cache.shape.slots >= shape.slots:
             shape = cache.shape
+        else:
+            cache = None
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
         self.speed.shape = shape
         self.speed.cache_bytes = size

@@ -1,12 +1,12 @@
 """The allocator of GPU memory: options for JAX's CUDA plugin, and advice on its limits."""
 
-import os
 import re
 
 import jax
 import pytest
 from jaxlib import xla_client
 
+from jaxtp.distributed import environment
 from jaxtp.distributed.allocator import (
     FRACTION,
     SMALLER_STEP,
@@ -30,6 +30,9 @@ def options_after(tmp_path, monkeypatch):
     from jax._src import xla_bridge  # the plugin itself registers by it
 
     (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(environment, "NVIDIA", [tmp_path / "nvidiactl"])
+    for variable in (FRACTION, "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
     before = getattr(jax.config, OPTIONS)
     given = []
     monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: True)
@@ -37,8 +40,8 @@ def options_after(tmp_path, monkeypatch):
         xla_client, "make_c_api_client", lambda name, options, *_: given.append(options)
     )
 
-    def choose(allocator, environment=os.environ):
-        choose_allocator(allocator, environment, [tmp_path / "nvidiactl"])
+    def choose(allocator):
+        choose_allocator(allocator)
         xla_bridge.make_pjrt_c_api_client(
             "cuda", options=xla_client.generate_pjrt_gpu_plugin_options()
         )
@@ -55,7 +58,7 @@ def test_default_allocator_leaves_environment_unchanged(options_after, monkeypat
 
 def test_cuda_async_sets_allocator_and_pool_size(options_after, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-    options = options_after("cuda_async", {})
+    options = options_after("cuda_async")
     assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.85)
     assert type(options["memory_fraction"]) is float  # as text the plugin refuses it
 
@@ -68,14 +71,15 @@ def test_existing_variables_and_options_are_kept(options_after, monkeypatch):
             assert memory_fraction("cuda_async") == 0.8
     for before in ("use_tfrt_gpu_client:true;allocator:bfc", {"use_tfrt_gpu_client": "true"}):
         jax.config.update(OPTIONS, before)
-        options = options_after("cuda_async", {})
+        options = options_after("cuda_async")
         assert (options["allocator"], options["use_tfrt_gpu_client"]) == ("cuda_async", "true")
 
 
-def test_no_options_are_set_without_a_gpu(tmp_path):
+def test_no_options_are_set_without_a_gpu(tmp_path, monkeypatch):
     """The backend of a TPU ends at an unknown option."""
     before = getattr(jax.config, OPTIONS)
-    choose_allocator("cuda_async", {}, [tmp_path / "nvidiactl"])
+    monkeypatch.setattr(environment, "NVIDIA", [tmp_path / "nvidiactl"])
+    choose_allocator("cuda_async")
     assert getattr(jax.config, OPTIONS) == before
 
 
