@@ -290,10 +290,9 @@ class Decoder(EmbeddingAndHead):
             positions = LearnedPositions(config.learned_positions, width, context, rngs=rngs)
         self.positions = positions
         self.stacks = config.stacks()
-        kinds: list[DecoderBlock] = []
-        for stack in self.stacks:
-            for block in stack.pattern:
-                kinds.append(_create_blocks(config, block, stack.repeats, rngs))
+        kinds = [
+            _create_blocks(config, block, len(layers), rngs) for _, layers, block in config.kinds()
+        ]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
         tied = config.tie_embeddings
@@ -305,11 +304,10 @@ class Decoder(EmbeddingAndHead):
         self.head = head
         if config.lora.rank:
             freeze(self)
-        if config.precision.matmul != "compute":
-            for kind, (path, *_) in zip(kinds, config.kinds(), strict=True):
+        for kind, (path, _, block) in zip(kinds, config.kinds(), strict=True):
+            if config.precision.matmul != "compute":
                 set_matmul(config, path, kind)
-        if config.lora.base == "float8":
-            for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
+            if config.lora.base == "float8":
                 store_in_float8(kind, (kernel for _, kernel in adapter_kernels(block)))
 
     def __call__(
