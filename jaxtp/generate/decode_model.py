@@ -121,22 +121,21 @@ class StackedDecodeModel(DecodeModel):
         return self.norm(x_BTD), updated
 
 
-def decode_sizes(sizes: Sizes) -> dict[str, int]:
-    """Returns the mesh sizes with fsdp moved to dp."""
-    return {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
-
-
 def decode_mesh(mesh: Mesh) -> Mesh:
-    """Returns the mesh of `decode_sizes`, in the same device order."""
-    sizes = decode_sizes(mesh_sizes(mesh))
-    return Mesh(
-        mesh.devices.reshape(*(sizes[axis] for axis in AXES)), AXES, axis_types=mesh.axis_types
-    )
+    """Returns the mesh with fsdp moved to dp."""
+    return join_axes(mesh, FSDP, DP)
+
+
+def join_axes(mesh: Mesh, axis: str, into: str) -> Mesh:
+    """Returns the mesh with an axis moved to the axis before it, in the same device order."""
+    sizes = mesh_sizes(mesh)
+    joined = {**sizes, into: sizes[into] * sizes[axis], axis: 1}
+    return Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types)
 
 
 def weight_bytes(model: Decoder, sizes: Sizes) -> int:
     """Returns the decode model's weight bytes per device."""
-    sizes = {**decode_sizes(sizes), CP: 1}
+    sizes = {**sizes, FSDP: 1, CP: 1}
     itemsize = jnp.dtype(model.config.precision.compute).itemsize
     num_elements = 0
     for variable in named_variables(nnx.state(model, PARAMETERS)).values():
