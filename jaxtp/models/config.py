@@ -36,9 +36,6 @@ from jaxtp.config.hints import (
     dotted,
     explained,
     matches,
-    mesh_product,
-    mesh_settings,
-    not_divisible,
     without_effect,
 )
 from jaxtp.config.schema import (
@@ -78,7 +75,7 @@ from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.sequence_parallel import LocalShape
 from jaxtp.mesh import CP, STORAGE, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
-from jaxtp.models.block_rules import block_problems
+from jaxtp.models.block_rules import block_problems, storage_problems
 
 _Ignored = Annotated[Keys, Argument("KEY", other_flag="--ignore-config")]
 """Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model
@@ -433,7 +430,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     unfit = _unfit_blocks(config, mesh)
     yield from unfit
     yield from _lora_problems(config)
-    yield from _width_problems(config, mesh)
+    yield from storage_problems("model.d_model", config.d_model, mesh)
     if config.precision.matmul != "compute" and not unfit:
         yield from _matmul_problems(config)
     if mesh[CP] > 1 and not unfit and config.d_model % parts(mesh, STORAGE) == 0:
@@ -478,14 +475,6 @@ def _unfit_blocks(config: ModelConfig, mesh: Mapping[str, int]) -> list[Problem]
 
 def _block_problems(place: str, block: BlockConfig, mesh: Mapping[str, int]) -> list[Problem]:
     return [replace(problem, text=place + problem.text) for problem in block_problems(block, mesh)]
-
-
-def _width_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """fsdp * cp divides the width."""
-    axes = [axis for axis in STORAGE if mesh[axis] > 1]
-    among = dict.fromkeys(mesh_settings(axes), config.d_model)
-    product = mesh_product(STORAGE, mesh)
-    yield from not_divisible("model.d_model", config.d_model, product, parts(mesh, axes), among)
 
 
 def _context_problems(config: ModelConfig, cp: int) -> Iterator[Problem]:
