@@ -9,17 +9,12 @@ import gc
 import importlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
 
 import jaxtp
 from jaxtp.config import entry
-from jaxtp.config.affects import POSITIONAL
-from jaxtp.config.command_line import Command, choose, completion
+from jaxtp.config.command_line import choose
 
 PROGRAM = "jaxtp"
-COMPLETION = "completion"
-SUMMARY = "Prints a completion script for a shell."
 COMMANDS = {
     "check": "jaxtp.tools.check",
     "checkpoint": "jaxtp.checkpoint",
@@ -34,13 +29,6 @@ COMMANDS = {
     "train": "jaxtp.train",
 }
 """Package of each command."""
-HELP = f"""
-{PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. For completion by Tab:
-
-  bash  {PROGRAM} {COMPLETION} bash > ~/.local/share/bash-completion/completions/{PROGRAM}
-  zsh   {PROGRAM} {COMPLETION} zsh > ~/.zfunc/_{PROGRAM}, where fpath has ~/.zfunc
-  fish  {PROGRAM} {COMPLETION} fish > ~/.config/fish/completions/{PROGRAM}.fish
-"""
 
 
 def commands() -> dict[str, str]:
@@ -61,32 +49,14 @@ def _run(argv: Sequence[str]) -> int:
     if list(argv) == ["--version"]:
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
-    name, flags = choose(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
-    if name == COMPLETION:
-        return _complete(flags)
+    note = f"\n{PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version."
+    name, flags = choose(PROGRAM, commands(), argv, note)
     module = f"{COMMANDS[name]}.__main__"
     if module not in sys.modules:
         with entry.paused_collection():
             importlib.import_module(module)
         gc.freeze()  # later collections, also that at the exit, skip what the imports made
     return sys.modules[module].main(flags)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Completion:
-    shell: Annotated[Literal["bash", "zsh", "fish"], POSITIONAL]
-    """Shell of the completion script."""
-
-
-def _complete(argv: Sequence[str]) -> int:
-    command = Command(program=f"{PROGRAM} {COMPLETION}", schema=_Completion, description=SUMMARY)
-    config, _ = command.load(argv)
-    commands = {}
-    for name, package in COMMANDS.items():
-        module = importlib.import_module(f"{package}.__main__")
-        commands[name] = getattr(module, "COMMANDS", None) or module.COMMAND
-    print(completion({**commands, COMPLETION: command}, config.shell))
-    return 0
 
 
 if __name__ == "__main__":

@@ -366,7 +366,7 @@ def test_the_commands_and_the_guides_are_listed():
     for page in PAGES[1:]:
         assert f"({page.relative_to(ROOT).as_posix()}" in text, page
     named = set(re.findall(r"\bjaxtp ([a-z]+) -", "".join(map(Path.read_text, PAGES))))
-    assert named <= {*commands(), "completion"}
+    assert named <= {*commands()}
 
 
 def anchors(page):

@@ -1,4 +1,4 @@
-"""Command lines: dataclasses filled from a YAML file and flags, help, and completion scripts.
+"""Command lines: dataclasses filled from a YAML file and flags, and their help.
 
 Every command takes `--config FILE` (YAML), dotted flags that override it (`--mesh.tp 4`),
 `--mesh fsdp=2,tp=4`, `--print-config`, `--help`, `--help SECTION` and `--help-all`. pydantic
@@ -391,43 +391,7 @@ def choose(
     return name, arguments
 
 
-Commands = Mapping[str, Command[Any] | Mapping[str, Command[Any]]]
-"""Commands by name; a family maps the names of its commands."""
-
-
-def completion(commands: Commands, shell: str) -> str:
-    """Returns a completion script of `jaxtp` for bash, zsh or fish.
-
-    It chooses by what was typed before the current word, such as `jaxtp train --model.remat `.
-    """
-    case, script = _COMPLETION[shell]
-    cases = (case.format(*pattern) for pattern in _offers("jaxtp", commands))
-    return script.replace("CASES", "\n".join(cases))
-
-
-def _offers(program: str, commands: Commands) -> Iterator[tuple[str, str, str]]:
-    """Yields the beginning and the end of what was typed, and the words that may follow."""
-    for name, command in commands.items():
-        if not isinstance(command, Command):
-            yield from _offers(f"{program} {name}", command)
-            continue
-        words = [HELP]
-        for setting in command.used_settings():
-            choices = list(map(str, _choices(setting.kind)))
-            if POSITIONAL in setting.marks:
-                words += choices
-            elif get_origin(setting.kind) is dict:
-                words.append(f"{setting.flag}.")
-            elif ONLY_IN_FILES not in setting.marks:
-                words += _useful_flags(setting)
-                # Where nothing is offered, the shell completes files.
-                if setting.kind is not bool:
-                    yield f"{program} {name} ", f"{setting.flag} ", " ".join(choices)
-        yield f"{program} {name} ", "", " ".join(words)
-    yield f"{program} ", "", " ".join(commands)
-
-
-def _useful_flags(setting: Setting) -> list[str]:
+def useful_flags(setting: Setting) -> list[str]:
     """Returns a setting's flags, without `--no-...` where the default is off."""
     flags = list(map(_flag, spellings(setting)))
     if setting.kind is bool and setting.default is False:
@@ -435,49 +399,11 @@ def _useful_flags(setting: Setting) -> list[str]:
     return flags
 
 
-_BASH_CASE = "    '{0}'*'{1}') offers='{2}' ;;"
-_COMPLETION = {
-    "bash": (
-        _BASH_CASE,
-        """_jaxtp() {
-  local offers= line="${COMP_WORDS[*]:0:COMP_CWORD} "
-  line="${line// = / }"
-  case "${line##* -- }" in
-CASES
-  esac
-  COMPREPLY=($(compgen -W "$offers" -- "${COMP_WORDS[COMP_CWORD]}"))
-}
-complete -o default -F _jaxtp jaxtp""",
-    ),
-    "zsh": (
-        _BASH_CASE,
-        """#compdef jaxtp
-local offers= line="${words[1,CURRENT-1]} "
-case "${line##* -- }" in
-CASES
-esac
-compadd -- ${=offers}
-_files""",
-    ),
-    "fish": (
-        "        case '{0}*{1}'\n            string split -- ' ' '{2}'",
-        """function _jaxtp
-    switch (string join -- ' ' (commandline -opc) | string replace -r '.* -- ' '')' '
-CASES
-    end
-end
-complete -c jaxtp -a '(_jaxtp)'""",
-    ),
-}
-"""The line of a case, and the script, of each shell. A list of commands is a case for all that
-begins like them, and comes after their own cases."""
-
-
 def _name_in_errors(setting: Setting) -> str:
     if ONLY_IN_FILES in setting.marks:
         return setting.name
     if POSITIONAL in setting.marks:
-        return setting.argument.value or setting.name.upper()
+        return setting.argument.value
     return setting.flag
 
 
@@ -503,7 +429,7 @@ def _value(setting: Setting, word: str) -> object:
     choices = get_args(setting.kind)
     if type(None) in choices and not {str, Path} & {*choices} and word.lower() in ("none", "null"):
         return None
-    return next((choice for choice in _choices(setting.kind) if str(choice) == word), word)
+    return next((choice for choice in literal_choices(setting.kind) if str(choice) == word), word)
 
 
 def _is_flag(word: str) -> bool:
@@ -525,28 +451,25 @@ def _negated(key: str) -> str:
 
 def _label(setting: Setting) -> str:
     """Returns a setting as a command line has it: `--mesh.tp INT`."""
-    choices = ",".join(map(str, _choices(setting.kind)))
-    if ONLY_IN_FILES in setting.marks:
-        return setting.name
-    if POSITIONAL in setting.marks:
-        return f"{{{choices}}}" if choices else _name_in_errors(setting)
-    flags = ", ".join(_useful_flags(setting))
+    if ONLY_IN_FILES in setting.marks or POSITIONAL in setting.marks:
+        return _name_in_errors(setting)
+    flags = ", ".join(useful_flags(setting))
     if setting.kind is bool:
         return flags
     if get_origin(setting.kind) is dict:
         return f"{setting.flag}.NAME VALUE"
     kinds = {setting.kind, *get_args(setting.kind)}
     value = next((name for kind, name in _VALUES.items() if kind in kinds), "")
-    if choices:
+    if choices := ",".join(map(str, literal_choices(setting.kind))):
         value = f"{{{choices}}}"
     takes_many = setting.is_list and REPEATED not in setting.marks
     return f"{flags} {setting.argument.value or value}{' ...' if takes_many else ''}"
 
 
-def _choices(kind: object) -> tuple[object, ...]:
+def literal_choices(kind: object) -> tuple[object, ...]:
     """Returns the values of a `Literal`, which may be optional or in a tuple."""
     parts = get_args(kind)
-    return parts if get_origin(kind) is Literal else tuple(chain(*map(_choices, parts)))
+    return parts if get_origin(kind) is Literal else tuple(chain(*map(literal_choices, parts)))
 
 
 def help_text(setting: Setting) -> str:

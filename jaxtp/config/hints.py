@@ -6,7 +6,6 @@ A suggested value changes one setting, fixes all problems of this setting, and c
 import contextlib
 import difflib
 import fnmatch
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -17,6 +16,7 @@ from jaxtp.config.entry import UserError
 T = TypeVar("T")
 
 MAX_SUGGESTED = 1024
+_MAX_DIVISOR = 2**20  # more than the devices of a mesh, and the rows of a device
 OTHER_NAMES = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
     "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
@@ -184,6 +184,7 @@ setting, and a sentence in which {} is the name of this setting."""
 
 REMOVED_COMMANDS = {
     "jaxtp bench": "python scripts/bench.py, in jaxtp's repository",
+    "jaxtp completion": "python scripts/completion.py, in jaxtp's repository",
     "jaxtp convert list": "the tables of jaxtp/hf/README.md",
     "jaxtp convert plan": "jaxtp explain --model.from-hf HF_DIR --mesh tp=8, for jaxtp's plan",
 }
@@ -276,8 +277,7 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
     for problem in current:
         hints = []
         for setting, number in problem.among.items():
-            sizes = (size for size in divisors(number) if size <= MAX_SUGGESTED)
-            if values := working(setting, sizes):
+            if values := working(setting, divisors(number, MAX_SUGGESTED)):
                 hints.append(f"{_short(setting)} can be {', '.join(values)}")
         for setting, multiples in problem.multiples.items():
             if values := working(setting, multiples):
@@ -364,10 +364,9 @@ def nearest_multiples(value: int, by: int) -> list[int]:
     return sorted({max(value // by, 1) * by, -(-value // by) * by})
 
 
-def divisors(number: int) -> list[int]:
-    """Returns the divisors in ascending order."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+def divisors(number: int, limit: int = _MAX_DIVISOR) -> list[int]:
+    """Returns the divisors up to a limit, in ascending order."""
+    return [divisor for divisor in range(1, min(number, limit) + 1) if number % divisor == 0]
 
 
 def mesh_settings(axes: Iterable[str]) -> tuple[str, ...]:

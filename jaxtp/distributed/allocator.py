@@ -5,7 +5,6 @@
   (#7298).
 - `cuda_async`: CUDA's pool, which joins fragments. Its share of the memory is a release threshold:
   a step with a higher peak maps memory again each time, which may fail hours later (#8490, #8507).
-- `platform`: the driver allocates each array. It is slow, and meant for debugging.
 
 JAX's backend reads the choice from `jax_pjrt_client_create_options` at its start.
 XLA_PYTHON_CLIENT_ALLOCATOR had no effect for some users of jax 0.10.1 (#7115).
@@ -13,16 +12,15 @@ XLA_PYTHON_CLIENT_ALLOCATOR had no effect for some users of jax 0.10.1 (#7115).
 
 import os
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Literal
 
 from jaxtp.config.console import size_text
-from jaxtp.distributed.environment import NVIDIA, LaunchError
+from jaxtp.distributed.environment import has_nvidia_gpu
 
-Allocator = Literal["default", "cuda_async", "platform"]
+Allocator = Literal["default", "cuda_async"]
 
-MEMORY_FRACTION: dict[Allocator, float] = {"default": 0.75, "platform": 0.75, "cuda_async": 0.85}
+MEMORY_FRACTION: dict[Allocator, float] = {"default": 0.75, "cuda_async": 0.85}
 """Default share of a GPU's memory for each allocator; JAX's defaults, except for cuda_async."""
 
 OUTSIDE = 0.1
@@ -37,38 +35,22 @@ SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
 """Makes XLA plan a smaller step; the default is 95 (marin#8507)."""
 
 _OPTIONS = "jax_pjrt_client_create_options"
-_SAME_AS_DEFAULT = ((0, 10, 1), (0, 11, 0))
-"""From the first of these JAX versions until before the second, `platform` selects the default
-allocator."""
 
 
-def choose_allocator(
-    allocator: Allocator,
-    environment: Mapping[str, str] = os.environ,
-    nvidia: Sequence[Path] = NVIDIA,
-) -> None:
+def choose_allocator(allocator: Allocator) -> None:
     """Sets JAX's allocator before its backend starts, if there is an NVIDIA GPU.
 
     The backend of a TPU would crash at an unknown option.
     """
     import jax  # not at the top: the supervisor does not need it
 
-    if allocator == "default" or not any(map(Path.exists, nvidia)):
+    if allocator == "default" or not has_nvidia_gpu():
         return
-    first, fixed = _SAME_AS_DEFAULT
-    if allocator == "platform" and first <= jax.__version_info__ < fixed:
-        raise LaunchError(
-            f"launch.allocator=platform: jax {jax.__version__} uses its default allocator for that "
-            "name (https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or use "
-            "cuda_async"
-        )
     configured = getattr(jax.config, _OPTIONS) or {}
     if isinstance(configured, str):
         configured = dict(re.findall(r"([^;:]*):([^;]*)", configured))
-    options: dict[str, object] = {**configured, "allocator": allocator}
-    if allocator == "cuda_async":
-        options.setdefault("memory_fraction", memory_fraction(allocator, environment))
-    jax.config.update(_OPTIONS, options)
+    fraction = memory_fraction(allocator)
+    jax.config.update(_OPTIONS, {"memory_fraction": fraction, **configured, "allocator": allocator})
 
 
 def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.environ) -> float:

@@ -30,12 +30,10 @@ OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
 """Variables in which schedulers give the number of processes."""
 TOKEN = "JAXTP_TOKEN"  # Variable with the secret that the processes of a run share
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""gRPC connects the processes through the proxy in one of these variables; it does not read
-upper-case names."""
-_NO_GRPC_PROXY = "no_grpc_proxy"
-_NO_PROXY = "no_proxy"
-"""Hosts that gRPC connects to directly; it ignores `no_proxy` if `no_grpc_proxy` is set."""
+_GRPC_PROXY = "grpc_proxy"
+_PROXIES = (_GRPC_PROXY, "https_proxy", "http_proxy")
+"""gRPC connects the processes through the proxy in the first of these variables that is set; it
+does not read upper-case names."""
 
 
 class LaunchError(UserError):
@@ -82,15 +80,18 @@ and in WSL2."""
 _MAX_CACHE_BYTES = 4 * 2**30
 
 
-def accept_absent_gpus(
-    environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA
-) -> None:
+def has_nvidia_gpu() -> bool:
+    """Returns whether this machine has an NVIDIA GPU."""
+    return any(map(Path.exists, NVIDIA))
+
+
+def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ) -> None:
     """Lets JAX's CUDA plugin skip its check of CUDA's libraries on a machine without a GPU.
 
     Call it before JAX starts. The extra estimate-gpu installs the plugin without cuDNN, to compile
     for absent GPUs, and the failed check would print a traceback.
     """
-    if not any(map(Path.exists, nvidia)):
+    if not has_nvidia_gpu():
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
@@ -138,28 +139,10 @@ def _describe_launcher(launcher: _OtherLauncher, variables: Mapping[str, str]) -
     )
 
 
-def bypass_proxy(host: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Makes gRPC connect to a host directly, even if a proxy is set."""
-    if not _proxy(environment):
-        return
-    direct = environment.get(_NO_GRPC_PROXY, environment.get(_NO_PROXY, ""))
-    hosts = filter(str.strip, direct.split(","))
-    environment[_NO_GRPC_PROXY] = ",".join([*hosts, host])
-
-
-def proxy_hint() -> str:
-    """Returns a hint if gRPC connects the processes through a proxy; otherwise an empty string."""
-    name = _proxy(os.environ)
-    if not name:
-        return ""
-    return (
-        f"{name} is set, through which the processes connect unless {_NO_GRPC_PROXY} lists the "
-        "host of process 0"
-    )
-
-
-def _proxy(environment: Mapping[str, str]) -> str:
-    return next(filter(environment.get, _PROXIES), "")
+def bypass_proxy(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Makes gRPC connect the processes directly, even if a proxy is set."""
+    if any(map(environment.get, _PROXIES)):
+        environment[_GRPC_PROXY] = ""
 
 
 def num_processes(variables: Mapping[str, str] = os.environ) -> int:

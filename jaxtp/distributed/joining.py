@@ -38,7 +38,6 @@ from jaxtp.distributed.environment import (
     gpus_present,
     names_of_gpus,
     process_counts,
-    proxy_hint,
     read_number,
     scheduled_count,
     token,
@@ -304,10 +303,10 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
             pass  # raises an error with a reason, which an error of JAX would lack
     address = bind_address = None
     if host:
-        bypass_proxy(host)
         address = format_address(host, port)
         if listened:
             bind_address = format_address(listened, port)
+    bypass_proxy()
     joined = threading.Event()
     threading.Thread(target=_watch, args=(waiting, joined), daemon=True).start()
     os.environ.setdefault(_CPU_THREADS, str(max(os.cpu_count() or 1, _MIN_CPU_THREADS)))
@@ -345,9 +344,6 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
     problem = "are all of them running?"
     if waiting.problem:
         problem = f"{waiting.problem}; {ADDRESS}=HOST:PORT names another"
-    elif waiting.address is None:
-        # JAX derived the address, so `bypass_proxy` does not know its host.
-        problem = proxy_hint() or problem
     reason = f"not all processes joined within {waiting.seconds:g} s: {problem} {_SECONDS_HINT}"
     say(f"error: {waiting}: {reason}")
     os._exit(MISTAKE)

@@ -27,8 +27,6 @@ from jaxtp.checkpoint.logical import (
     replace_arrays,
     to_logical,
 )
-from jaxtp.collectives import axis_size
-from jaxtp.config.schema import ConfigError
 from jaxtp.hf.adapters import merged_variables
 from jaxtp.hf.tensor_map import split_path
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
@@ -75,12 +73,6 @@ class DecodeModel(EmbeddingAndHead):
           ids_BT: the tokens; padding may be any ids below V.
           new: row and position of each token.
         """
-        cp = axis_size(CP)
-        if cp > 1:
-            raise ConfigError(
-                f"a KV cache cannot be split over cp, and the mesh has cp={cp}; use cp=1 "
-                "and more tp"
-            )
         x_BTD = self.embed(ids_BT, positions_BT=new.positions)
         updated = []
         for block, block_cache in zip(self.blocks, caches, strict=True):
@@ -129,22 +121,21 @@ class StackedDecodeModel(DecodeModel):
         return self.norm(x_BTD), updated
 
 
-def decode_sizes(sizes: Sizes) -> dict[str, int]:
-    """Returns the mesh sizes with fsdp moved to dp."""
-    return {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
-
-
 def decode_mesh(mesh: Mesh) -> Mesh:
-    """Returns the mesh of `decode_sizes`, in the same device order."""
-    sizes = decode_sizes(mesh_sizes(mesh))
-    return Mesh(
-        mesh.devices.reshape(*(sizes[axis] for axis in AXES)), AXES, axis_types=mesh.axis_types
-    )
+    """Returns the mesh with fsdp moved to dp."""
+    return join_axes(mesh, FSDP, DP)
+
+
+def join_axes(mesh: Mesh, axis: str, into: str) -> Mesh:
+    """Returns the mesh with an axis moved to the axis before it, in the same device order."""
+    sizes = mesh_sizes(mesh)
+    joined = {**sizes, into: sizes[into] * sizes[axis], axis: 1}
+    return Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types)
 
 
 def weight_bytes(model: Decoder, sizes: Sizes) -> int:
     """Returns the decode model's weight bytes per device."""
-    sizes = {**decode_sizes(sizes), CP: 1}
+    sizes = {**sizes, FSDP: 1, CP: 1}
     itemsize = jnp.dtype(model.config.precision.compute).itemsize
     num_elements = 0
     for variable in named_variables(nnx.state(model, PARAMETERS)).values():
@@ -160,34 +151,27 @@ def has_states(model: DecodeModel, mesh: Mesh) -> bool:
     A state cannot be cut back to fewer tokens.
     """
     rows = batch_parts(mesh_sizes(mesh))
-    short = _cache_arrays(model, mesh, rows, num_slots=1)
-    long = _cache_arrays(model, mesh, rows, num_slots=2)
-    return any(a.shape == b.shape for a, b in zip(short, long, strict=True))
+    return cache_bytes(model, mesh, rows, 2) < 2 * cache_bytes(model, mesh, rows, 1)
 
 
 def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -> int:
     """Returns the KV cache's bytes per device."""
     sharding = NamedSharding(mesh, LAYER_SPEC)
+    with jax.set_mesh(mesh):
+        caches = jax.eval_shape(lambda: model.empty(num_rows, num_slots))
     num_bytes = 0
-    for array in _cache_arrays(model, mesh, num_rows, num_slots):
+    for array in jax.tree.leaves(caches):
         # The last four dims are the dims of a layer.
         shard = (*array.shape[:-4], *sharding.shard_shape(array.shape[-4:]))
         num_bytes += math.prod(shard) * array.dtype.itemsize
     return num_bytes
 
 
-def _cache_arrays(
-    model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int
-) -> list[ShapeDtypeStruct]:
-    with jax.set_mesh(mesh):
-        return jax.tree.leaves(jax.eval_shape(lambda: model.empty(num_rows, num_slots)))
-
-
-def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:
+def to_decode_model(model: Decoder, mesh: Mesh, *, donate: bool = False) -> DecodeModel:
     """Returns a model in the layout for decoding, with any adapters merged.
 
     Args:
-      mesh: `decode_mesh` of the model's mesh, if any.
+      mesh: `decode_mesh` of the model's mesh.
       donate: deletes the model's arrays one by one, so that memory holds the weights only once.
     """
     config = model.config
@@ -208,10 +192,8 @@ def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) 
         if isinstance(variable, PARAMETERS):
             dtype = jnp.dtype(config.precision.compute)
         spec = spec_of(variable)
-        sharding = None if mesh is None else NamedSharding(mesh, spec)
-        return variable.replace(
-            ShapeDtypeStruct(variable.shape, dtype, sharding=sharding), out_sharding=spec
-        )
+        array = ShapeDtypeStruct(variable.shape, dtype, sharding=NamedSharding(mesh, spec))
+        return variable.replace(array, out_sharding=spec)
 
     targets = jax.tree.map(target, abstract, is_leaf=is_variable)
     weights = decode_weights(
@@ -255,9 +237,7 @@ def decode_weights(
                 array.delete()
         array = variable[...] if mesh is None else _moved(variable, model_mesh(model), mesh)
         sharding = old[0].sharding
-        shared: SharedHeads = ()
-        if isinstance(sharding, NamedSharding):
-            shared = _shared(variable, mesh_sizes(sharding.mesh)[TP])
+        shared = _shared(variable, mesh_sizes(sharding.mesh)[TP])
         num_layers = None if stack is None else len(names)
         unstack = _unstack(num_layers, old[0].dtype, sharding, shared)
         yield from zip(names, unstack(array), strict=True)
@@ -290,7 +270,7 @@ def _shared(variable: Variable, tp: int) -> SharedHeads:
 def _unstack(
     num_layers: int | None,
     dtype: jnp.dtype,
-    sharding: NamedSharding | None,
+    sharding: NamedSharding,
     shared: SharedHeads,
 ) -> Callable[[Array], list[Array]]:
     def layers(array: Array) -> list[Array]:

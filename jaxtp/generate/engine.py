@@ -358,10 +358,10 @@ class Generator:
         length = min(length, self.limits.context or sys.maxsize)
         shape = Shape(rows, max(MIN_SLOTS, _next_power_of_two(length)))
         cache = self._cache
-        if cache is not None and (cache.shape.rows != rows or cache.shape.slots < shape.slots):
-            cache = None
-        if cache is not None:
+        if cache is not None and cache.shape.rows == rows and cache.shape.slots >= shape.slots:
             shape = cache.shape
+        else:
+            cache = None
         size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
         self.speed.shape = shape
         self.speed.cache_bytes = size
@@ -490,12 +490,11 @@ class Scheduler:
         if len(prompt) > self._max_chunk // MIN_SHARED:
             for other_row, other in self._requests.items():
                 is_near = other_row // self._rows_per_part == row // self._rows_per_part
-                if is_near and other.tokens[: other.num_prompt] == prompt:
-                    is_read = len(self._cached[other_row]) >= other.num_prompt
+                is_read = len(self._cached[other_row]) >= other.num_prompt
+                # A recurrent state cannot be cut back to the prompt.
+                is_usable = is_near and not (is_read and self._programs.has_states)
+                if is_usable and other.tokens[: other.num_prompt] == prompt:
                     counts[other_row] = len(prompt) - is_read
-                    # A recurrent state cannot be cut back to the prompt.
-                    if is_read and self._programs.has_states:
-                        counts[other_row] = 0
         return max(counts.items(), key=lambda item: item[1])
 
     def _copy_shared(self) -> None:

@@ -340,7 +340,8 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
       SourceError: there is no model, or it has no tokenizer.
       ValueError: as `open_stored`.
     """
-    _require_model(path)
+    if problem := _model_problem(path):
+        raise SourceError(f"--model {path}: {problem}")
     stored = open_stored(path, options)
     if stored.is_run:
         source, folders = _source_of_run(stored, str(path), options)
@@ -362,25 +363,23 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
     return source
 
 
-def _require_model(path: Path) -> None:
+def _model_problem(path: Path) -> str:
     # Unlike `Path.is_dir`, `os.path.isdir` accepts names of any length.
+    if not os.path.exists(path):
+        return f"no such folder{missing_model(path)}"
     if not os.path.isdir(path):
-        if not os.path.exists(path):
-            raise SourceError(f"--model {path}: no such folder{missing_model(path)}")
-        reason = explain_gguf(path) or f"not a folder{nearest_file(path)}"
-        raise SourceError(f"--model {path}: {reason}")
+        return explain_gguf(path) or f"not a folder{nearest_file(path)}"
     if (path / CONFIG).is_file() or finished_checkpoints(path):
-        return
+        return ""
     if (path / peft.CONFIG).is_file():
-        raise SourceError(
-            f"--model {path}: adapters in PEFT's format, without a model; give the model by "
-            f"--model and these by --adapters {path}"
+        return (
+            "adapters in PEFT's format, without a model; give the model by --model and these by "
+            f"--adapters {path}"
         )
-    reason = explain_gguf(path) or (
+    return explain_gguf(path) or (
         "neither a run with a finished checkpoint nor a model in Hugging Face's format "
         "(config.json)"
     )
-    raise SourceError(f"--model {path}: {reason}")
 
 
 def _source_of_run(
@@ -393,8 +392,7 @@ def _source_of_run(
     # A mixture maps its datasets to their weights.
     datasets = (data.get("path"), *(data.get("mixture") or {}))
     candidates = (options.tokenizer, *datasets, hf_files)
-    paths = [path for path in candidates if path is not None]
-    location = expand(Path(paths[0])) if paths else None
+    location = next((expand(Path(path)) for path in candidates if path is not None), None)
     tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
     folders = [folder for folder in (location, hf_files) if folder is not None and folder.is_dir()]
     dtype = options.dtype or _default_dtype(stored.config.precision.compute)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,11 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.decode_model import DecodeModel, has_states
-from jaxtp.generate.request import Ids
 from jaxtp.generate.sampling import GenerationSettings, sample
 from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
-Ints = Ids | Array
+Ints = Any
+"""Integers: NumPy arrays on the host, which the programs see as arrays of JAX."""
 
 # Maximum steps of one call
 MAX_STEPS = 32
@@ -73,7 +74,7 @@ class RowArrays:
     """Number of tokens in the cache; while a prompt is read, the length of the prompt."""
     left: Ints
     """Number of tokens still to be generated; 0 for an idle row."""
-    seeds: NDArray[np.uint32] | Array
+    seeds: Ints
     history: Ints | None = None
     """All tokens, `[rows, slots]`; -1 after the last. None without repetition penalty."""
 
@@ -137,7 +138,8 @@ class Programs:
 
     def empty(self) -> KVCaches:
         """Returns an empty KV cache."""
-        return self._program("empty", self._empty)(self.weights)
+        empty = lambda model: model.empty(self.shape.rows, self.shape.slots)  # noqa: E731
+        return self._program("empty", empty)(self.weights)
 
     def read(
         self, caches: KVCaches, packed: PackedTokens, rows: RowArrays
@@ -178,13 +180,11 @@ class Programs:
     def _read(
         self, model: DecodeModel, caches: KVCaches, packed: PackedTokens, rows: RowArrays
     ) -> tuple[KVCaches, Sampled]:
-        new = NewTokens(jnp.asarray(packed.positions), jnp.asarray(packed.rows), packed.continued)
-        x_PCD, caches = model(jnp.asarray(packed.ids), caches, new)
-        logits_BV = constrain(model.logits_at(x_PCD, jnp.asarray(packed.last)), batch_spec(None))
+        new = NewTokens(packed.positions, packed.rows, packed.continued)
+        x_PCD, caches = model(packed.ids, caches, new)
+        logits_BV = constrain(model.logits_at(x_PCD, packed.last), batch_spec(None))
         seen_BV = _seen(rows.history, model.config.vocab_size)
-        tokens_B, logprobs_B = self._sample(
-            logits_BV, seen_BV, jnp.asarray(rows.seeds), jnp.asarray(rows.lengths)
-        )
+        tokens_B, logprobs_B = self._sample(logits_BV, seen_BV, rows.seeds, rows.lengths)
         return caches, (tokens_B[None], logprobs_B[None], jnp.int32(1))
 
     def _decode(
@@ -203,13 +203,18 @@ class Programs:
             return (state.step < max_steps) & jnp.any(active_B) & (none_ended | ~waiting)
 
         tokens = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
-        history, last, lengths, left = jax.tree.map(
-            jnp.asarray, (rows.history, rows.tokens, rows.lengths, rows.left)
+        start = _Decoding(
+            step=jnp.int32(0),
+            caches=caches,
+            history=rows.history,
+            last=rows.tokens,
+            lengths=rows.lengths,
+            left=rows.left,
+            tokens=tokens,
+            logprobs=tokens.astype(jnp.float32),
         )
-        logprobs = tokens.astype(jnp.float32)
-        start = _Decoding(jnp.int32(0), caches, history, last, lengths, left, tokens, logprobs)
         # Outside of the loop, so that its steps do not create them again
-        step = partial(self._decode_step, model, jnp.asarray(rows.seeds))
+        step = partial(self._decode_step, model, rows.seeds)
         end = lax.while_loop(unfinished, step, start)
         # Each process reads all tokens. XLA would split the results of a loop, although `sample`
         # replicates the tokens of each step.
@@ -258,9 +263,6 @@ class Programs:
 
         specs = jax.tree.map(lambda x: P(*(None,) * (x.ndim - 4), *LAYER_SPEC), caches)
         return device_view(copy, "copy", (specs, batch_spec()), specs)(caches, sources)
-
-    def _empty(self, model: DecodeModel) -> KVCaches:
-        return model.empty(self.shape.rows, self.shape.slots)
 
     def _program(
         self, key: Hashable, function: Callable[..., object], *arguments: object

@@ -14,13 +14,13 @@ from jaxtp.config.entry import shown
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from jaxtp.generate.decode_model import DecodeModel, StackedDecodeModel, model_mesh
+from jaxtp.generate.decode_model import DecodeModel, StackedDecodeModel, join_axes, model_mesh
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import open_tokenizer
 from jaxtp.generate.request import GenerationError, Result
 from jaxtp.generate.sampling import GenerationSettings, check_settings
 from jaxtp.layers.parameter import is_variable, spec_of
-from jaxtp.mesh import AXES, CP, FSDP, STORAGE, axes_of, mesh_sizes
+from jaxtp.mesh import CP, FSDP, STORAGE, axes_of
 from jaxtp.models.decoder import Decoder
 
 
@@ -98,12 +98,9 @@ class _InPlace(Generator):
                 programs.weights = nnx.State({})
 
     def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
-        sizes = mesh_sizes(mesh)
         # A KV cache cannot be split over cp. Parameters are split over fsdp and cp alike, so no
         # array moves.
-        joined = {**sizes, FSDP: sizes[FSDP] * sizes[CP], CP: 1}
-        joined_mesh = Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types)
-        return joined_mesh, 0, StackedDecodeModel(model)
+        return join_axes(mesh, CP, FSDP), 0, StackedDecodeModel(model)
 
 
 def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
@@ -124,10 +121,7 @@ def _tokenizer_of(data: Any) -> Tokenizer:
         raise GenerationError(
             "sample_text: the batches are your own, and name no tokenizer; give one by tokenizer="
         )
-    paths = [path for path in (data.path, *data.mixture) if path is not None]
-    if not paths:
-        return ByteTokenizer()
-    folder = expand(Path(paths[0]))
-    if not (folder / MANIFEST).is_file():
-        return ByteTokenizer()
-    return load_tokenizer(folder)
+    for path in (data.path, *data.mixture):
+        if path is not None and (expand(Path(path)) / MANIFEST).is_file():
+            return load_tokenizer(expand(Path(path)))
+    return ByteTokenizer()

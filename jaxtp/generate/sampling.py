@@ -146,7 +146,7 @@ def _sample_row(
 
 def apply_filters(logits: Array, used: Array | None, settings: GenerationSettings) -> Array:
     """Returns the logits `[V]` to sample from; disabled filters cost nothing."""
-    if settings.repetition_penalty != 1 and used is not None:
+    if used is not None:
         logits = penalise(logits, used, settings.repetition_penalty)
     if settings.temperature > 0:
         logits = (logits - jnp.max(logits)) / max(settings.temperature, _TINY)

@@ -146,12 +146,16 @@ def _latent_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[P
     for name in _MEANINGLESS_WITH_LATENTS:
         if (value := getattr(block, name)) != getattr(AttentionConfig, name):
             yield Problem(f"model.{name}={value} has no meaning with model.kv_rank; leave it out")
-    shards = parts(sizes, STORAGE)
-    axes = [axis for axis in STORAGE if sizes[axis] > 1]
     for name in ("kv_rank", "query_rank"):
-        rank = getattr(block, name)
-        among = dict.fromkeys(mesh_settings(axes), rank)
-        yield from not_divisible(f"model.{name}", rank, mesh_product(STORAGE, sizes), shards, among)
+        yield from storage_problems(f"model.{name}", getattr(block, name), sizes)
+
+
+def storage_problems(name: str, size: int, sizes: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields a problem if fsdp * cp does not divide a size of the model."""
+    axes = [axis for axis in STORAGE if sizes[axis] > 1]
+    among = dict.fromkeys(mesh_settings(axes), size)
+    by = parts(sizes, STORAGE)
+    yield from not_divisible(name, size, mesh_product(STORAGE, sizes), by, among)
 
 
 def _delta_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:

@@ -36,9 +36,6 @@ from jaxtp.config.hints import (
     dotted,
     explained,
     matches,
-    mesh_product,
-    mesh_settings,
-    not_divisible,
     without_effect,
 )
 from jaxtp.config.schema import (
@@ -78,7 +75,7 @@ from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import CP, STORAGE, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
-from jaxtp.models.block_rules import block_problems
+from jaxtp.models.block_rules import block_problems, storage_problems
 
 _Ignored = Annotated[Keys, Argument("KEY", other_flag="--ignore-config")]
 """Keys whose flag can also be `--ignore-config`, the only spelling in commands without a model
@@ -418,8 +415,8 @@ def violations(
     """
 
     def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
-        model = replace_nested(config, dict(_in_section("model", changes)))
-        return model_problems(model, {**mesh, **dict(_in_section("mesh", changes))})
+        model = replace_nested(config, _in_section("model", changes))
+        return model_problems(model, {**mesh, **_in_section("mesh", changes)})
 
     return explained(problems, fixed=fixed)
 
@@ -433,7 +430,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     unfit = _unfit_blocks(config, mesh)
     yield from unfit
     yield from _lora_problems(config)
-    yield from _width_problems(config, mesh)
+    yield from storage_problems("model.d_model", config.d_model, mesh)
     if config.precision.matmul != "compute" and not unfit:
         yield from _matmul_problems(config)
     if mesh[CP] > 1 and not unfit and config.d_model % parts(mesh, STORAGE) == 0:
@@ -480,14 +477,6 @@ def _block_problems(place: str, block: BlockConfig, mesh: Mapping[str, int]) -> 
     return [replace(problem, text=place + problem.text) for problem in block_problems(block, mesh)]
 
 
-def _width_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """fsdp * cp divides the width."""
-    axes = [axis for axis in STORAGE if mesh[axis] > 1]
-    among = dict.fromkeys(mesh_settings(axes), config.d_model)
-    product = mesh_product(STORAGE, mesh)
-    yield from not_divisible("model.d_model", config.d_model, product, parts(mesh, axes), among)
-
-
 def _context_problems(config: ModelConfig, cp: int) -> Iterator[Problem]:
     """Each branch can split sequences over cp."""
     branches = _branches(config).values()
@@ -526,7 +515,11 @@ def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
 
     The reason is None where `precision.matmul` applies.
     """
-    return {path: obstacle for path, _, obstacle in _all_projections(config)}
+    obstacles = {}
+    for root, branch in _branches(config).items():
+        for path, _, obstacle in _projections(config, root, branch):
+            obstacles[path] = obstacle
+    return obstacles
 
 
 def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
@@ -537,11 +530,6 @@ def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
     for projection in _projections(config, path, blocks):
         if projection.obstacle is None and projection.layer is not None:
             projection.layer.matmul = config.precision.matmul
-
-
-def _all_projections(config: ModelConfig) -> Iterator[_Projection]:
-    for root, branch in _branches(config).items():
-        yield from _projections(config, root, branch)
 
 
 def _projections(config: ModelConfig, root: str, module: nnx.Module) -> Iterator[_Projection]:
@@ -596,9 +584,9 @@ def _branches(config: ModelConfig) -> Mapping[str, Branch]:
     return branches
 
 
-def _in_section(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    return (
-        (name.removeprefix(f"{section}."), value)
+def _in_section(section: str, changes: Mapping[str, int]) -> dict[str, int]:
+    return {
+        name.removeprefix(f"{section}."): value
         for name, value in changes.items()
         if name.startswith(section)
-    )
+    }

@@ -118,7 +118,9 @@ class DecoderBlock(nnx.Module):
             return y_BTD
 
         def drop(name: str, y_BTD: Array) -> Array:
-            return self._dropout(y_BTD, keys.get(name), sequences)
+            spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
+            positions = sequences.positions(y_BTD.shape[1])
+            return dropout(y_BTD, self.config.dropout, keys.get(name), spec, positions)
 
         x_BTD = self._run(checkpoint_name(x_BTD, remat.BLOCK_INPUT), run, drop)
         return x_BTD, routing
@@ -190,10 +192,6 @@ class DecoderBlock(nnx.Module):
         if self.layer_scale is None:
             return x_BTD
         return _scaled(x_BTD, self.layer_scale[...])
-
-    def _dropout(self, y_BTD: Array, keys: Array | None, sequences: Sequences) -> Array:
-        spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
-        return dropout(y_BTD, self.config.dropout, keys, spec, sequences.positions(y_BTD.shape[1]))
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -286,10 +284,9 @@ class Decoder(EmbeddingAndHead):
             positions = LearnedPositions(config.learned_positions, width, context, rngs=rngs)
         self.positions = positions
         self.stacks = config.stacks()
-        kinds: list[DecoderBlock] = []
-        for stack in self.stacks:
-            for block in stack.pattern:
-                kinds.append(_create_blocks(config, block, stack.repeats, rngs))
+        kinds = [
+            _create_blocks(config, block, len(layers), rngs) for _, layers, block in config.kinds()
+        ]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
         self.norm = Norm(width, replace(config, norm=config.final_norm or config.norm), context)
         tied = config.tie_embeddings
@@ -301,11 +298,10 @@ class Decoder(EmbeddingAndHead):
         self.head = head
         if config.lora.rank:
             freeze(self)
-        if config.precision.matmul != "compute":
-            for kind, (path, *_) in zip(kinds, config.kinds(), strict=True):
+        for kind, (path, _, block) in zip(kinds, config.kinds(), strict=True):
+            if config.precision.matmul != "compute":
                 set_matmul(config, path, kind)
-        if config.lora.base == "float8":
-            for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
+            if config.lora.base == "float8":
                 store_in_float8(kind, (kernel for _, kernel in adapter_kernels(block)))
 
     def __call__(

@@ -49,7 +49,6 @@ def parallelize(
     plan: Plan | None = None,
     *,
     mesh: Mesh | AbstractMesh | None = None,
-    fsdp: bool = True,
 ) -> Model:
     """Splits a Flax NNX model over a mesh by a plan, without changing its code.
 
@@ -64,7 +63,7 @@ def parallelize(
         modules run unchanged on their shard of the batch. Splits that parameters declare
         (`out_sharding`) stay if the mesh divides them.
       mesh: by default the mesh in context; an abstract mesh for abstract models (`nnx.eval_shape`).
-      fsdp: also split parameters over fsdp and cp, along the largest dim divisible by fsdp * cp;
+        fsdp and cp split each parameter, along the largest dim divisible by fsdp * cp; it is
         gathered before use.
 
     Raises:
@@ -73,33 +72,30 @@ def parallelize(
     """
     mesh = _mesh(mesh)
     if not isinstance(model, nnx.Module):
-        return _initialise_sharded(model, plan or {}, mesh, fsdp)
-    _apply_plan(model, plan or {}, mesh_sizes(mesh), fsdp)
+        return _initialise_sharded(model, plan or {}, mesh)
+    _apply_plan(model, plan or {}, mesh_sizes(mesh))
     state = nnx.state(model)
     nnx.update(model, jax.tree.map(_put, state, _shardings(state, mesh)))
     return cast(Model, model)
 
 
-def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Style], bool]:
+def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Style]]:
     """Undoes `parallelize` on an abstract copy of a model, or of the model that a function returns.
 
-    Returns the copy, the styles by module path, and whether fsdp split parameters (True for other
-    models).
+    Returns the copy, and the styles by module path.
     """
     copy = abstract_model(model)
     styles: dict[str, Style] = {}
-    fsdp: set[bool] = set()
     for info in find_modules(copy):
         role = role_of(info.module)
         if role is not None:
-            fsdp.add(role.fsdp)
             set_class(info.module, original_class(info.module))
             if role.style is not None:
                 styles[info.path] = role.style
         for parameter in info.parameters.values():
             if parameter.has_metadata(DECLARED):
                 parameter.set_metadata(out_sharding=parameter.get_metadata(DECLARED))
-    return copy, styles, fsdp != {False}
+    return copy, styles
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
@@ -123,9 +119,9 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     return mesh
 
 
-def _apply_plan(model: nnx.Module, plan: Plan, sizes: Sizes, fsdp: bool) -> None:
+def _apply_plan(model: nnx.Module, plan: Plan, sizes: Sizes) -> None:
     by_dotted_path(nnx.to_flat_state(nnx.state(model)))  # refuses two variables with one path
-    module_plans = validate_plan(find_modules(model), plan, sizes, fsdp=fsdp)
+    module_plans = validate_plan(find_modules(model), plan, sizes)
     for module_plan in module_plans:
         if module_plan.role is not None:
             swap_class(module_plan.info.module, module_plan.role)
@@ -154,11 +150,9 @@ def _put(value: object, sharding: NamedSharding) -> Any:
     return jax.device_put(value, sharding)
 
 
-def _initialise_sharded(
-    build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool
-) -> Model:
+def _initialise_sharded(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh) -> Model:
     abstract = abstract_model(build)
-    _apply_plan(abstract, plan, mesh_sizes(mesh), fsdp)
+    _apply_plan(abstract, plan, mesh_sizes(mesh))
     graph, state = nnx.split(abstract)
     shardings = tuple(jax.tree.leaves(_shardings(state, mesh)))
     arrays = jax.jit(partial(arrays_of, build), out_shardings=shardings)()

@@ -180,9 +180,9 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwar
     if not args and name in kwargs:
         args = (kwargs.pop(name),)
     dims = None
-    if args and not _has_arrays((args[1:], kwargs)):
-        equation = {"einsum_str"} & kwargs.keys()
-        dims = signature(module, **{name: kwargs[name] for name in equation})
+    # The signature of an `nnx.Einsum` is that of its own equation.
+    if args and not _has_arrays((args[1:], kwargs)) and "einsum_str" not in kwargs:
+        dims = signature(module)
     if dims is None and isinstance(role.style, Colwise | Rowwise):
         raise TypeError(f"{cls.__name__} as {role.style} takes one array and no others")
     if dims is None or not _runs_on_shards(module, args[0], dims, role):
@@ -209,17 +209,11 @@ def _attend(
     original: Method,
     module: nnx.Embed,
     /,
-    *args: Any,
-    **kwargs: Any,
+    query: object,
+    **kwargs: object,
 ) -> Any:
     if current_mesh() is None:
-        return original(module, *args, **kwargs)
-    return _attend_on_mesh(cls, role, module, *args, **kwargs)
-
-
-def _attend_on_mesh(
-    cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs: object
-) -> Any:
+        return original(module, query, **kwargs)
     lookup = signature(module)
     if lookup is None or not _runs_on_shards(module, query, ATTEND, role):
         with _gathered_parameters(module, role):

@@ -49,7 +49,7 @@ class Signature:
         return sizes
 
 
-def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
+def signature(module: nnx.Module) -> Signature | None:
     """Returns the signature of a stock module, or of a subclass with its `__call__`; else None.
 
     If the module declares specs, a style fits only if it splits the same letter over tp.
@@ -57,7 +57,7 @@ def signature(module: nnx.Module, **kwargs: object) -> Signature | None:
     cls = original_class(module)
     for kind, read in _READERS.items():
         if issubclass(cls, kind) and cls.__call__ is kind.__call__:
-            dims = read(module, **kwargs)
+            dims = read(module)
             return dims and _as_declared(module, dims)
     return None
 
@@ -149,11 +149,10 @@ def _linear_general(module: nnx.LinearGeneral) -> Signature | None:
     )
 
 
-def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | None:
-    equation = (einsum_str or module.einsum_str or "").replace(" ", "")
-    if not equation or (einsum_str and module.einsum_str):
+def _einsum(module: nnx.Einsum) -> Signature | None:
+    if not module.einsum_str:
         return None
-    operands, result = equation.split("->")
+    operands, result = module.einsum_str.replace(" ", "").split("->")
     data, kernel = operands.split(",")
     if "." in kernel or len(set(kernel)) != len(kernel):
         return None

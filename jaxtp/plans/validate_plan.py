@@ -45,9 +45,7 @@ class ModulePlan:
     signature: Signature | None
 
 
-def validate_plan(
-    modules: Sequence[ModuleInfo], plan: Plan, sizes: Sizes, *, fsdp: bool
-) -> list[ModulePlan]:
+def validate_plan(modules: Sequence[ModuleInfo], plan: Plan, sizes: Sizes) -> list[ModulePlan]:
     """Returns each module's role and its parameters' specs; a PlanError says what does not fit."""
     _check_axes(modules)
     parameters = dict(_all_parameters(modules))
@@ -65,7 +63,7 @@ def validate_plan(
     plans = []
     for info, (pattern, style), dims in zip(modules, assigned, signatures, strict=True):
         is_in_context = any(itertools.starmap(is_inside, itertools.product(info.paths, context)))
-        role = Role(style, fsdp and not isinstance(style, Replicate), is_in_context)
+        role = Role(style, not isinstance(style, Replicate), is_in_context)
         stack = _nearest_stacked_dims(info.path, stacks)
         try:
             plans.append(_plan_module(info, role, dims, stack, sizes))
@@ -276,7 +274,7 @@ def _check_sizes(
     size = global_sizes[letter]
     attribute = next(name for name, letters in dims.attributes.items() if letter in letters)
     if size % tp:
-        fits = ", ".join(str(divisor) for divisor in divisors(size) if divisor <= 2 * tp)
+        fits = ", ".join(map(str, divisors(size, 2 * tp)))
         raise PlanError(
             f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by "
             f"tp={tp}; nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +23,6 @@ from jaxtp.__main__ import main as jaxtp_main
 from jaxtp.config.affects import POSITIONAL, Argument, settings_of
 from jaxtp.config.command_line import (
     Command,
-    completion,
     help_text,
     leaf_settings,
     parse_mesh,
@@ -33,11 +33,12 @@ from jaxtp.config.schema import ConfigError, Count, Keys, UserPath
 from jaxtp.data.prepare.__main__ import COMMAND as PREPARE
 from jaxtp.generate.__main__ import COMMAND as GENERATE
 from jaxtp.mesh import mesh_shape
-from jaxtp.tools.check.__main__ import COMMAND as CHECK
 from jaxtp.tools.convert.__main__ import COMMANDS as CONVERT
 from jaxtp.tools.estimate.__main__ import COMMAND as ESTIMATE
 from jaxtp.tools.evaluate.__main__ import COMMAND as EVALUATE
 from jaxtp.train.__main__ import COMMAND as TRAIN
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "completion.py"
 
 
 def all_commands():
@@ -151,8 +152,7 @@ def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
         "convert exprt": "did you mean jaxtp convert export?",
         "bench comm --out a.yaml": "jaxtp bench is now python scripts/bench.py",
         "convert plan models/llama": "convert plan is now jaxtp explain --model.from-hf",
-        "completion bash --bogus": "--bogus: jaxtp completion has no such setting",
-        "completion bsh": "SHELL bsh: should be 'bash', 'zsh' or 'fish'\n",
+        "completion bash": "jaxtp completion is now python scripts/completion.py",
     }.items():
         assert_refused(jaxtp_main, words.split(), said, capsys)
 
@@ -366,47 +366,20 @@ def test_golden_output(flags, terminal, capsys):
     assert text == golden.read_text()
 
 
-@pytest.mark.wide
-def test_completion_knows_commands_and_their_flags():
-    offered = {
-        "train": TRAIN,
-        "convert": CONVERT,
-        "check": CHECK,
-        "estimate": ESTIMATE,
-    }
-    for shell in ("bash", "zsh", "fish"):
-        script = completion(offered, shell)
-        words = (
-            "train",
-            "convert",
-            "export",
-            "--model.lora.rank",
-            "--mesh",
-            "--config",
-            "--merged",
-        )
-        assert not [word for word in words if word not in script], shell
-    without_train = {name: command for name, command in offered.items() if name != "train"}
-    assert not re.search(
-        r"--command\.|--checkpoint\.every|--data\.mixture",
-        completion(without_train, "bash"),
-    )
-
-
 @pytest.mark.journey
-def test_bash_completes(tmp_path, capsys):
-    assert jaxtp_main(["completion", "bash"]) == 0
-    (tmp_path / "jaxtp.bash").write_text(capsys.readouterr().out)
+def test_bash_completes(tmp_path):
+    printed = run_program(sys.executable, SCRIPT, "bash", check=True)
+    (tmp_path / "jaxtp.bash").write_text(printed.stdout)
     offered = {
         "train --model.lora.ra": "--model.lora.rank",
         "convert ex": "export",
         "convert export --ad": "--adapters",
         "train --model.remat save_d": "save_dots",
         "check --checkpoint.": "",
+        "check --data.mix": "",
         "train --mesh.no": "--mesh.no-allow-padding",
         "train --config /": "",
         "launch --processes 2 -- jaxtp tr": "train",
-        "comp": "completion",
     }
     asked = [
         f"source {tmp_path / 'jaxtp.bash'}",

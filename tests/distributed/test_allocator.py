@@ -1,13 +1,12 @@
 """The allocator of GPU memory: options for JAX's CUDA plugin, and advice on its limits."""
 
-import os
 import re
 
 import jax
 import pytest
 from jaxlib import xla_client
 
-from jaxtp.config.entry import UserError
+from jaxtp.distributed import environment
 from jaxtp.distributed.allocator import (
     FRACTION,
     SMALLER_STEP,
@@ -31,6 +30,9 @@ def options_after(tmp_path, monkeypatch):
     from jax._src import xla_bridge  # the plugin itself registers by it
 
     (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(environment, "NVIDIA", [tmp_path / "nvidiactl"])
+    for variable in (FRACTION, "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(variable, raising=False)
     before = getattr(jax.config, OPTIONS)
     given = []
     monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: True)
@@ -38,8 +40,8 @@ def options_after(tmp_path, monkeypatch):
         xla_client, "make_c_api_client", lambda name, options, *_: given.append(options)
     )
 
-    def choose(allocator, environment=os.environ):
-        choose_allocator(allocator, environment, [tmp_path / "nvidiactl"])
+    def choose(allocator):
+        choose_allocator(allocator)
         xla_bridge.make_pjrt_c_api_client(
             "cuda", options=xla_client.generate_pjrt_gpu_plugin_options()
         )
@@ -56,7 +58,7 @@ def test_default_allocator_leaves_environment_unchanged(options_after, monkeypat
 
 def test_cuda_async_sets_allocator_and_pool_size(options_after, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
-    options = options_after("cuda_async", {})
+    options = options_after("cuda_async")
     assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.85)
     assert type(options["memory_fraction"]) is float  # as text the plugin refuses it
 
@@ -69,29 +71,16 @@ def test_existing_variables_and_options_are_kept(options_after, monkeypatch):
             assert memory_fraction("cuda_async") == 0.8
     for before in ("use_tfrt_gpu_client:true;allocator:bfc", {"use_tfrt_gpu_client": "true"}):
         jax.config.update(OPTIONS, before)
-        options = options_after("cuda_async", {})
+        options = options_after("cuda_async")
         assert (options["allocator"], options["use_tfrt_gpu_client"]) == ("cuda_async", "true")
 
 
-def test_no_options_are_set_without_a_gpu(tmp_path):
+def test_no_options_are_set_without_a_gpu(tmp_path, monkeypatch):
     """The backend of a TPU ends at an unknown option."""
     before = getattr(jax.config, OPTIONS)
-    choose_allocator("cuda_async", {}, [tmp_path / "nvidiactl"])
+    monkeypatch.setattr(environment, "NVIDIA", [tmp_path / "nvidiactl"])
+    choose_allocator("cuda_async")
     assert getattr(jax.config, OPTIONS) == before
-
-
-def test_platform_is_refused_for_jax_versions_that_ignore_it(options_after, monkeypatch):
-    for version in ((0, 10, 1), (0, 10, 2)):
-        monkeypatch.setattr(jax, "__version_info__", version)
-        with pytest.raises(
-            UserError, match=r"platform: .*issues/39145\); install jax 0.11 or newer, or"
-        ):
-            options_after("platform", {})
-    for version in ((0, 10, 0), (0, 11, 0), (0, 12, 0, 1)):
-        monkeypatch.setattr(jax, "__version_info__", version)
-        options = options_after("platform", {})
-        assert options["allocator"] == "platform"
-        assert "memory_fraction" not in options
 
 
 ADVICE = [
@@ -99,7 +88,6 @@ ADVICE = [
     ("default", 80, 0.75, "None"),
     ("default", 95, 0.75, "5.0 GB to spare; 10.0 GB are advisable"),
     ("default", 101, 0.75, "None"),  # it does not fit, which is said elsewhere
-    ("platform", 95, 0.75, "None"),
     ("cuda_async", 95, 0.85, "None"),
     (
         "cuda_async",
@@ -130,7 +118,7 @@ def test_cuda_async_step_may_exceed_the_pool_up_to_the_reserve():
     assert most_bytes("cuda_async", 95, 0.95) == 95
     assert (
         memory_fraction("default", {})
-        == memory_fraction("platform", {"XLA_CLIENT_MEM_FRACTION": "x"})
+        == memory_fraction("default", {"XLA_CLIENT_MEM_FRACTION": "x"})
         == 0.75
     )
 

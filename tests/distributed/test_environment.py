@@ -19,11 +19,12 @@ from jaxtp.train.__main__ import main as training
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
 
-def test_cuda_library_check_is_skipped_without_a_gpu(tmp_path):
+def test_cuda_library_check_is_skipped_without_a_gpu(tmp_path, monkeypatch):
     devices = [tmp_path / name for name in ("nvidia0", "nvidiactl", "dxg")]
+    monkeypatch.setattr(launch, "NVIDIA", devices)
 
     def accepted(**environment):
-        launch.accept_absent_gpus(environment, devices)
+        launch.accept_absent_gpus(environment)
         return environment
 
     assert accepted() == {SKIP: "1"}

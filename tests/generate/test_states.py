@@ -159,8 +159,8 @@ def test_a_token_updates_the_states_in_place():
     """
     rows = 8
     config = replace(CONFIG, delta_value_heads=8, delta_key_dim=32, delta_value_dim=32)
-    model = to_decode_model(SmallDecoder(config).build(), None)
     mesh = model_mesh(SMALL.on(None))
+    model = to_decode_model(SmallDecoder(config).build(), mesh)
     programs = Programs(model, mesh, Shape(rows, 64), SETTINGS, 256, frozenset())
     compiled = programs.compiled_decode(programs.empty())
     size = engine.cache_bytes(model, mesh, rows, 64)
@@ -181,13 +181,13 @@ def test_a_state_has_one_size_for_rows_of_any_length():
     """Only the keys and values of a layer of attention grow: 2 x 4 numbers of 4 bytes for each
     kv head and token.
     """
-    model = to_decode_model(SMALL.on(None), None)
     mesh = decode_mesh(model_mesh(SMALL.on(None)))
+    model = to_decode_model(SMALL.on(None), mesh)
     short, long = (engine.cache_bytes(model, mesh, 8, slots) for slots in (64, 128))
     assert long - short == 8 * 64 * 2 * (2 * 4 * 4)
     assert has_states(model, mesh)
     without = SmallDecoder(jaxtp.ModelConfig(num_layers=1))
-    assert not has_states(nnx.eval_shape(lambda: to_decode_model(without.build(), None)), mesh)
+    assert not has_states(nnx.eval_shape(lambda: to_decode_model(without.build(), mesh)), mesh)
 
 
 DELTA = GatedDeltaConfig(delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8)

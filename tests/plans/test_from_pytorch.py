@@ -193,8 +193,3 @@ def test_full_tensor_is_the_array_itself():
     # Without a mesh in context it is as it was
     np.testing.assert_allclose(model(X), LINEAR()(X), atol=1e-5)
     assert isinstance(model, nnx.Linear)
-
-
-def test_fsdp_can_be_left_out(mesh):
-    model = jaxtp.parallelize(LINEAR, {"": Colwise()}, fsdp=False)
-    assert model.kernel[...].sharding.spec == jax.P(None, "tp")

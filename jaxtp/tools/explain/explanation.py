@@ -222,7 +222,7 @@ def explain(
     abstract = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(abstract):
         parallel = _parallelized(model, plan, abstract)
-        original, styles, _ = original_model(parallel)
+        original, styles = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
         loss, *state = _loss(parallel, model_call)
         work = work_of(loss, sizes, *state, model_call.arrays) if inputs else Work({}, (), 0.0)
@@ -252,10 +252,10 @@ def explain(
 def _parallelized(
     model: nnx.Module | Build, plan: Plan | None, mesh: Mesh | AbstractMesh
 ) -> nnx.Module:
-    original, plan_of_model, fsdp = original_model(model)
+    original, plan_of_model = original_model(model)
     if plan_of_model and plan:
         raise PlanError("the model is already parallel and has a plan; do not pass another one")
-    return parallelize(original, plan or plan_of_model, mesh=mesh, fsdp=fsdp)
+    return parallelize(original, plan or plan_of_model, mesh=mesh)
 
 
 def _loss(model: nnx.Module, call: ModelCall) -> tuple[Objective, nnx.State, nnx.State]:

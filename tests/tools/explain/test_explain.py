@@ -272,7 +272,7 @@ def test_collectives_that_are_not_counted_exactly_are_noted():
 def test_a_model_without_fsdp_is_compiled_as_it_is():
     """Without fsdp the program has no gather, and the compiler adds none."""
     with use_mesh(fsdp=2):
-        model = jaxtp.parallelize(Settles, fsdp=False)
+        model = jaxtp.parallelize(Settles, {"layer": Replicate()})
         found = jaxtp.explain(model, X, compiled=True)
     assert "all-gather" not in {one.kind for one in (*found.traffic, *found.added)}
 
