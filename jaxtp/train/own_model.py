@@ -32,7 +32,7 @@ from jaxtp.train.loss import call
 from jaxtp.train.state import Blueprint, MakeModel, plan_state
 from jaxtp.train.task import Shapes, Task
 
-_MAX_SHOWN = 4  # Maximum number of parameters in a message
+_MAX_SHOWN = 4  # Maximum number of variables in a message
 
 
 @overload
@@ -133,33 +133,20 @@ def _load_own(
 
     # Plans the model like the state of a run, so that it has the run's random keys.
     blueprint = plan_state(recorded.config, optax.identity(), mesh, create)
-    _require_fit(checkpoint, recorded.origin, blueprint)
+    _require_all(checkpoint, recorded.origin, blueprint)
     weights, _ = load_weights(checkpoint.folder, blueprint.abstract["model"], mesh)
     return blueprint.model_of(weights)
 
 
-def _require_fit(checkpoint: StoredCheckpoint, origin: OriginConfig, blueprint: Blueprint) -> None:
+def _require_all(checkpoint: StoredCheckpoint, origin: OriginConfig, blueprint: Blueprint) -> None:
+    # The load checks the variables of the model.
     built = abstract_logical(blueprint.abstract["model"], blueprint.mesh)
-    stored = {
-        name.removeprefix("model."): array
-        for name, array in checkpoint.arrays.items()
-        if name.startswith("model.")
-    }
-    problems = []
-    for name in sorted(built.keys() | stored.keys()):
-        if name not in stored:
-            problems.append(f"the checkpoint has no {name}")
-        elif name not in built:
-            problems.append(f"the model has no {name}")
-        elif stored[name].shape != built[name].shape:
-            problems.append(
-                f"{name} is {stored[name].shape} in the checkpoint, and {built[name].shape} in "
-                "the model"
-            )
-    if problems:
+    names = checkpoint.arrays.keys() - {f"model.{name}" for name in built}
+    missing = sorted(name for name in names if name.startswith("model."))
+    if missing:
         raise CheckpointError(
-            f"{checkpoint.folder} was trained with {origin.build}, and build makes another model: "
-            f"{'; '.join(first_lines(problems, _MAX_SHOWN))}"
+            f"{checkpoint.folder} was trained with {origin.build}, and build makes another model, "
+            f"without {'; '.join(first_lines(missing, _MAX_SHOWN))}"
         )
 
 

@@ -35,7 +35,7 @@ from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, total_bytes
-from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
+from jaxtp.train.validation import attention_blocks, chosen_kernels, share_of
 
 _MAX_KINDS_OF_HEADS = 4  # Maximum number of kinds of heads that the summary lists
 _AROUND_METRICS = 60  # Characters of a bar without its text: the step, the bar and the time left
@@ -47,9 +47,9 @@ class Report(Display):
     If the output is a pipe whose reader exits, the run saves and stops, as after SIGTERM.
     """
 
-    def __init__(self) -> None:
-        self.own_metrics: tuple[str, ...] = ()
-        """Names of the metrics of a user's loss, which a step's line shows."""
+    def __init__(self, own_metrics: Sequence[str] = ()):
+        # Names of the metrics of a user's loss, which a step's line shows
+        self._own_metrics = own_metrics
         unread = partial(signal.raise_signal, signal.SIGTERM)
         super().__init__("step {done}/{total}", quiet=jax.process_index() != 0, unread=unread)
 
@@ -63,9 +63,9 @@ class Report(Display):
     def _own(self, values: Mapping[str, float], *, short: bool = False) -> list[str]:
         # Formats the metrics of a user's loss. `short` drops prefixes (rewards/margins), unless two
         # metrics would then have the same name.
-        short_names = [name.rpartition("/")[2] for name in self.own_metrics]
+        short_names = [name.rpartition("/")[2] for name in self._own_metrics]
         texts = []
-        for name, short_name in zip(self.own_metrics, short_names, strict=True):
+        for name, short_name in zip(self._own_metrics, short_names, strict=True):
             label = short_name if short and short_names.count(short_name) == 1 else name
             if name in values:
                 texts.append(f"  {label} {values[name]:.4g}")
@@ -296,7 +296,7 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
         return
     method, why = grouped.pick_method(model.grouped, platform)
     yield f"{method} products of experts ({why})"
-    if platform != "cpu" and multiplies_all(model, platform):
+    if platform != "cpu" and grouped.is_dense(method, platform):
         yield (
             f"WARNING: it multiplies every row by every expert, with {experts} times the work and "
             "the memory of the rows"

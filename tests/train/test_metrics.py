@@ -335,8 +335,7 @@ def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(tmp_
 
 
 def test_a_step_shows_the_metrics_of_a_loss(capsys):
-    report = Report()
-    report.own_metrics = ("rewards/margins", "accuracy")
+    report = Report(("rewards/margins", "accuracy"))
     values = {
         "step": 3,
         "loss": 0.5,
@@ -354,8 +353,7 @@ def test_a_bar_shows_the_metrics_that_fit(monkeypatch, capsys):
     values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0, "logps/chosen": -20.0}
     for columns, shown in fitting.items():
         monkeypatch.setenv("COLUMNS", str(columns))
-        report = Report()
-        report.own_metrics = tuple(values)[1:]
+        report = Report(tuple(values)[1:])
         report.has_bar = True
         report.begin(0, 9)
         report.step(9, values, "7 rows/s")
