@@ -335,7 +335,7 @@ class _Defaults:
             return
         available = f"of {devices.count} {devices.kind}"
         batch = self.config.data.global_batch_size
-        reason = self.as_before if self.has_model else available
+        reason = self.as_before if self.has_model and self.resumed else available
         use_all = begins_with_model and -1 not in mesh.values()
         if use_all or not fits(self.config, mesh, devices):
             best = best_mesh(self.config, fixed, devices, any_batch=any_batch)

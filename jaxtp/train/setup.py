@@ -396,7 +396,7 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
         replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
     )
     config = with_parts(config, task)
-    task = replace(task, validation=None, loss=task.loss or objective_of(None, config))
+    task = replace(task, loss=task.loss or objective_of(None, config))
     shapes = _example_shapes(config, task)
     if shapes is not None:
         if check_loss(config, task, shapes).reads_weights:

@@ -242,10 +242,6 @@ def with_parts(config: TrainConfig, task: Task) -> TrainConfig:
 def check(config: TrainConfig, task: Task) -> None:
     """Raises ConfigError if a part has the wrong type, or a setting has no effect with it."""
     own = task.has_own_model
-    if own and not callable(task.model):
-        raise ConfigError(
-            f"model must be a function that returns an nnx.Module, not {describe_value(task.model)}"
-        )
     if task.loss is not None:
         _check_function("loss", task.loss, ("model", "batch", "key"))
     for callback in task.callbacks:

@@ -349,12 +349,10 @@ def test_a_step_shows_the_metrics_of_a_loss(capsys):
 
 
 def test_a_bar_shows_the_metrics_that_fit(monkeypatch, capsys):
-    fitting = {100: "loss 0.5000  margins 0.25  7 rows/s", 60: "loss 0.5000  7 rows/s"}
-    values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0, "logps/chosen": -20.0}
-    for columns, shown in fitting.items():
-        monkeypatch.setenv("COLUMNS", str(columns))
-        report = Report(tuple(values)[1:])
-        report.has_bar = True
-        report.begin(0, 9)
-        report.step(9, values, "7 rows/s")
-        assert shown in capsys.readouterr().out
+    values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0}
+    report = Report(tuple(values)[1:])
+    report.has_bar = True
+    monkeypatch.setattr(report, "_columns", lambda: 60)
+    report.begin(0, 9)
+    report.step(9, values, "7 rows/s")
+    assert "loss 0.5000  7 rows/s  rewards/margins 0.25" in capsys.readouterr().out
