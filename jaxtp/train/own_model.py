@@ -20,7 +20,7 @@ from jaxtp.config.schema import ConfigError, expand
 from jaxtp.hf.runs import RecordedModel, load_decoder, own_or_decoder
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig, OriginConfig
+from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.own_decoder import Builder, builder
 from jaxtp.plans.module_wrappers import find_modules
@@ -29,7 +29,7 @@ from jaxtp.plans.plan import Plan, format_style
 from jaxtp.plans.run_styles import role_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.loss import call
-from jaxtp.train.state import Blueprint, MakeModel, plan_state
+from jaxtp.train.state import MakeModel, plan_state
 from jaxtp.train.task import Shapes, Task
 
 _MAX_SHOWN = 4  # Maximum number of variables in a message
@@ -133,21 +133,17 @@ def _load_own(
 
     # Plans the model like the state of a run, so that it has the run's random keys.
     blueprint = plan_state(recorded.config, optax.identity(), mesh, create)
-    _require_all(checkpoint, recorded.origin, blueprint)
-    weights, _ = load_weights(checkpoint.folder, blueprint.abstract["model"], mesh)
-    return blueprint.model_of(weights)
-
-
-def _require_all(checkpoint: StoredCheckpoint, origin: OriginConfig, blueprint: Blueprint) -> None:
-    # The load checks the variables of the model.
-    built = abstract_logical(blueprint.abstract["model"], blueprint.mesh)
-    names = checkpoint.arrays.keys() - {f"model.{name}" for name in built}
-    missing = sorted(name for name in names if name.startswith("model."))
+    abstract = blueprint.abstract["model"]
+    # The load checks the variables that the model has.
+    built = {f"model.{name}" for name in abstract_logical(abstract, mesh)}
+    missing = sorted(name for name in checkpoint.arrays.keys() - built if name.startswith("model."))
     if missing:
         raise CheckpointError(
-            f"{checkpoint.folder} was trained with {origin.build}, and build makes another model, "
-            f"without {'; '.join(first_lines(missing, _MAX_SHOWN))}"
+            f"{checkpoint.folder} was trained with {recorded.origin.build}, and build makes "
+            f"another model, without {'; '.join(first_lines(missing, _MAX_SHOWN))}"
         )
+    weights, _ = load_weights(checkpoint.folder, abstract, mesh)
+    return blueprint.model_of(weights)
 
 
 def split_model(

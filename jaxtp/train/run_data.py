@@ -18,7 +18,6 @@ from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitialState, InitSource
 from jaxtp.train.loss import attribute, objective_of
 from jaxtp.train.task import Loss, Task
-from jaxtp.train.validation import check_vocabulary
 
 if TYPE_CHECKING:
     from jaxtp.data.scores import Record
@@ -100,8 +99,14 @@ def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = Non
     """Opens jaxtp's token data and plans its rows; raises a `UserError` for a mistake."""
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
-    if not config.is_foreign:
-        check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
+    needed = corpus.tokenizer.vocab_size
+    size = config.model.vocab_size
+    if size < needed and not config.is_foreign:
+        raise ConfigError(
+            f"the ids of {corpus.description} go up to {needed - 1}, and model.vocab_size={size} "
+            f"has fewer; a new model needs at least --model.vocab-size {needed}; a run's size is "
+            "in --config RUN/config.yaml"
+        )
     source.check_tokenizer(corpus.tokenizer)
     settings = RowSettings(
         data.sequence_length, config.model.vocab_size, data.packing, data.long_documents

@@ -133,7 +133,15 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
         report.line(line)
     report.line(summary(config, data, blueprint, setup.notes, decided.before))
 
-    checkpoints = exit_stack.enter_context(_open_checkpoints(config))
+    keeping = config.checkpoint
+    checkpoints = exit_stack.enter_context(
+        Checkpoints(
+            config.run.dir / run_folder.CHECKPOINTS,
+            keep=keeping.keep,
+            keep_every=keeping.keep_every,
+            keep_best=keeping.keep_best,
+        )
+    )
     restored = None
     if checkpoints.steps():
         from jaxtp.train.resume import restore
@@ -287,16 +295,6 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
         if attention_times is not None:
             select_attention(config, mesh, attention_times)
     return lines
-
-
-def _open_checkpoints(config: TrainConfig) -> Checkpoints:
-    settings = config.checkpoint
-    return Checkpoints(
-        config.run.dir / run_folder.CHECKPOINTS,
-        keep=settings.keep,
-        keep_every=settings.keep_every,
-        keep_best=settings.keep_best,
-    )
 
 
 def _describe_verification(config: TrainConfig, blueprint: Blueprint) -> str | None:

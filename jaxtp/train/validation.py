@@ -105,16 +105,6 @@ def refuse(violations: Iterable[str]) -> None:
         raise ConfigError(f"these settings do not fit each other:{''.join(lines)}")
 
 
-def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
-    """Raises ConfigError if the data has token ids that the model lacks."""
-    if model.vocab_size < needed:
-        raise ConfigError(
-            f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} "
-            f"has fewer; a new model needs at least --model.vocab-size {needed}; a run's size is "
-            "in --config RUN/config.yaml"
-        )
-
-
 def check_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> None:
     """Raises ConfigError if a requested kernel does not run on the platform."""
     for problem in kernel_problems(config, mesh, platform):
