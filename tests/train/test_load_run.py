@@ -86,11 +86,11 @@ MISTAKES = {
     ),
     "fewer variables": (
         {"build": Net},
-        r"WithFeatures, .* another model, without norm\.bias; .*norm\.var",
+        r"WithFeatures, .* another model, without model\.norm\.bias; .*norm\.var",
     ),
     "other layers": (
         {"build": narrow},
-        r"another model, without down\.bias; .*; and \d more$",
+        r"another model, without model\.down\.bias; .*; and 2 more$",
     ),
     "another size": (
         {"build": resized},
