@@ -355,4 +355,4 @@ def test_a_bar_shows_the_metrics_that_fit(monkeypatch, capsys):
     monkeypatch.setattr(report, "_columns", lambda: 60)
     report.begin(0, 9)
     report.step(9, values, "7 rows/s")
-    assert "loss 0.5000  7 rows/s  rewards/margins 0.25" in capsys.readouterr().out
+    assert "loss 0.5000  7 rows/s  rewards/mar...  0:00:00 left" in capsys.readouterr().out
