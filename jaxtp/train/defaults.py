@@ -184,7 +184,12 @@ def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Dec
     values = dict(settings)
     mesh = values.get("mesh")
     if isinstance(mesh, Mesh):
-        raise ConfigError(_no_sizes(mesh))
+        # A run chooses its devices, so it cannot use a mesh of given devices.
+        used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
+        raise ConfigError(
+            "mesh is a jax.sharding.Mesh, but a run makes its own mesh, of given sizes: "
+            f'mesh="{",".join(used) or "dp=1"}"'
+        )
     if isinstance(mesh, str):
         from jaxtp.config.command_line import parse_mesh
 
@@ -195,15 +200,6 @@ def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Dec
     sections = task.settings().keys()
     explicit |= {dotted(keys) for keys, _ in leaves(to_plain(config)) if keys[0] in sections}
     return decide(config, explicit)
-
-
-def _no_sizes(mesh: Mesh) -> str:
-    # A run chooses its devices, so it cannot use a mesh of given devices.
-    used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
-    return (
-        "mesh is a jax.sharding.Mesh, but a run makes its own mesh, of given sizes: "
-        f'mesh="{",".join(used) or "dp=1"}"'
-    )
 
 
 class _Defaults:

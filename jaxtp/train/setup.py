@@ -224,8 +224,13 @@ def _check(decided: Decided, task: Task) -> _Setup:
     notes = {
         "memory": require_memory(config, blueprint, task.loss, data.train.shapes),
         "length": source.length_warning(config),
-        "verify": _describe_verification(config, blueprint),
     }
+    if config.train.verify_every:
+        notes["verify"] = (
+            f"every {config.train.verify_every:,} steps: an extra step, and in each process "
+            f"{size_text(verification_bytes(blueprint), binary=True)} of host memory, for "
+            "the state before the step and its first result"
+        )
     row_flops = math.nan
     if platform_of(mesh.devices.flat[0]) != "cpu":
         from jaxtp.train import performance
@@ -295,17 +300,6 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
         if attention_times is not None:
             select_attention(config, mesh, attention_times)
     return lines
-
-
-def _describe_verification(config: TrainConfig, blueprint: Blueprint) -> str | None:
-    interval = config.train.verify_every
-    if not interval:
-        return None
-    return (
-        f"every {interval:,} steps: an extra step, and in each process "
-        f"{size_text(verification_bytes(blueprint), binary=True)} of host memory, for "
-        "the state before the step and its first result"
-    )
 
 
 def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:
