@@ -296,9 +296,12 @@ def resolve_pretrained(
         )
     else:
         assert folder is not None
-        # A resumed run has the weights, and its config.yaml has the sizes: the folder may be gone.
         if folder.exists() or lora.rank or resumed is None:
-            config = _with_sizes(config, folder, read_config(folder, config.origin.ignore_config))
+            model = read_config(folder, config.origin.ignore_config)
+        else:
+            # A resumed run has the weights and the sizes, so the folder may be gone.
+            model = own_or_decoder(config.run.dir, resumed).config
+        config = _with_sizes(config, folder, model)
         source = HFSource(path=folder, files=folder, model=config.model)
     if lora.from_peft is None:
         return config, source
