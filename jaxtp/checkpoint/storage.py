@@ -356,12 +356,6 @@ def newest_with_info(run: Path) -> tuple[Path, Info] | None:
     return None
 
 
-def newest_info(run: Path) -> Info | None:
-    """Returns the info of `newest_with_info` if `is_of_run`."""
-    newest = newest_with_info(run)
-    return newest[1] if newest is not None and is_of_run(newest[1]) else None
-
-
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint whose arrays are read whole, one at a time, onto one device."""

@@ -6,7 +6,7 @@ if __name__ == "__main__":
     start("jaxtp train")
 
 import io
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,10 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import OptionalFile, to_plain
 from jaxtp.distributed.agreement import raise_everywhere, run_and_report, watch
-from jaxtp.distributed.allocator import choose_allocator
 from jaxtp.distributed.environment import is_launched
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train.config import TrainConfig, training_of
-from jaxtp.train.defaults import resolve_defaults
+from jaxtp.train.defaults import Decider
 from jaxtp.train.metrics import last_values
 from jaxtp.train.trainer import Trainer
 
@@ -78,21 +77,16 @@ def _train(argv: Sequence[str]) -> int:
 
         bind = _bind(argv)
         join_processes(bind=bind)
+    decider = Decider()
     # Reads the flags first, because they determine the number of virtual devices.
     with raise_everywhere(partial(watch, bind)):
-        config, startup_log = COMMAND.load(argv, _resolved)
+        config, _ = COMMAND.load(argv, decider)
         require_writable("--json", config.json)
-    with Trainer.of(training_of(config), startup_log) as trainer:
+    with Trainer.of(decider.decided) as trainer:
         finished = trainer.run_to_end()
         if config.json is not None and jax.process_index() == 0:
             _write(config.json, trainer)
     return 0 if finished else config.train.stopped_exit_code
-
-
-def _resolved(config: RunCommand, explicit: Set[str]) -> tuple[RunCommand, list[str]]:
-    # Before JAX's backend starts
-    choose_allocator(config.launch.allocator)
-    return resolve_defaults(config, explicit)
 
 
 def _bind(argv: Sequence[str]) -> str | None:

@@ -40,7 +40,7 @@ from jaxtp.config.schema import (
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.distributed.allocator import Allocator
 from jaxtp.layers.context import Context
-from jaxtp.mesh import AXES, Sizes
+from jaxtp.mesh import AXES, Sizes, describe_mesh
 from jaxtp.models.config import BlockChanges, Changes, ModelConfig, OriginConfig
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -110,6 +110,9 @@ class MeshConfig(Settings):
 
     tp_across_hosts: bool = False
     """Allow a tp group to span hosts. Every layer then waits for the network between the hosts."""
+
+    def __str__(self) -> str:
+        return describe_mesh(self.sizes)
 
     @property
     def sizes(self) -> dict[str, int]:

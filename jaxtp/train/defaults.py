@@ -1,11 +1,11 @@
-"""Defaults that depend on the initial weights and the devices.
+"""Decides the settings of a run: defaults that depend on the initial weights and the devices.
 
 The defaults of `TrainConfig` suit the tiny run on a CPU: their learning rate would destroy a
 trained model, few models fit their mesh, and their dtype leaves most of a GPU unused. Explicit
 settings and the settings of a resumed run never change.
 
 Only code that reads settings by name knows which of them are explicit, so a `TrainConfig` made in
-Python stays as it is.
+Python stays as it is (`as_configured`).
 """
 
 import math
@@ -13,15 +13,16 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.storage import Info, newest_info
+from jaxtp.checkpoint.storage import Info, is_of_run, newest_with_info
 from jaxtp.config.console import size_text
+from jaxtp.config.hints import dotted
 from jaxtp.config.schema import (
     ConfigError,
     expand,
@@ -45,7 +46,6 @@ from jaxtp.mesh import (
     Sizes,
     batch_parts,
     check_sizes,
-    describe_mesh,
     fitting_meshes,
     fixed_devices,
     is_number_configured,
@@ -54,15 +54,17 @@ from jaxtp.mesh import (
     resolve_sizes,
 )
 from jaxtp.models.config import padded_sizes
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.init_source import AnyConfig, InitSource, resolve
+from jaxtp.train.config import LoopConfig, TrainConfig, training_of
+from jaxtp.train.init_source import InitSource, resolve
 from jaxtp.train.run_data import load_tokens
-from jaxtp.train.setup import progress, with_steps
+from jaxtp.train.run_folder import CHECKPOINTS
 from jaxtp.train.task import Task, is_replaced, with_references
 from jaxtp.train.validation import problems
 
 if TYPE_CHECKING:
     from jaxtp.train.memory import StoredArray
+
+AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 
 WARMUP = 0.03  # Warm-up of a trained model, as a fraction of the steps
 
@@ -102,89 +104,117 @@ def default_settings(config: TrainConfig) -> set[str]:
     return names
 
 
-def resolve_defaults(
-    config: AnyConfig, explicit: Set[str], devices: DeviceInfo | None = None
-) -> tuple[AnyConfig, list[str]]:
+@dataclass(frozen=True)
+class Decided:
+    """A run whose settings are decided, before its data and a user's code are read."""
+
+    config: TrainConfig
+    init: InitSource
+    # Info of the newest checkpoint, if the run is resumed
+    resumed: Info | None
+    # Steps and rows so far
+    before: tuple[int, int]
+    # Reasons for defaults
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Decider:
+    """Decides the run of a command; `Command.load` calls it."""
+
+    devices: DeviceInfo | None = None
+    decided: Decided = field(init=False)
+
+    def __call__(self, config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig, list[str]]:
+        """Returns the command's configuration with the run's settings, and the notes."""
+        self.decided = decide(training_of(config), explicit, self.devices)
+        return replace(config, **vars(self.decided.config)), self.decided.notes
+
+
+def decide(config: TrainConfig, explicit: Set[str], devices: DeviceInfo | None = None) -> Decided:
     """Fills in defaults for the initial weights and the devices.
 
     Args:
       explicit: dotted names of the user's settings, which stay.
       devices: by default the available devices.
 
-    Returns:
-      The configuration, and lines with the reasons for the defaults.
-
     Raises:
-      HFError, CheckpointError: the model is unreadable.
+      HFError, CheckpointError: the model, or the run's newest checkpoint, is unreadable.
       ConfigError, MeshError: settings contradict each other, or sizes are impossible.
     """
     check_sizes(config.mesh.sizes)
-    config, source = resolve(config, explicit)
-    defaults = _Defaults(config, explicit)
+    if devices is None:
+        # Before JAX's backend starts
+        choose_allocator(config.launch.allocator)
+    defaults = _Defaults(config, explicit, devices)
     if config.is_foreign:
-        defaults.choose_for_own_model(str(config.origin.build), devices)
-        return defaults.config, defaults.lines
-    if source.path is None:
-        defaults.choose_vocabulary()
+        defaults.choose_for_own_model()
     else:
-        defaults.choose_folder(source.path)
+        defaults.choose_for_decoder()
+    return replace(defaults.decided, config=defaults.config, notes=defaults.lines)
+
+
+def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Decided:
+    """Decides a run whose settings stay, except for the sizes of its trained model.
+
+    Raises as `decide`.
+    """
     resumed = None
-    if source.path is not None or COMPUTE not in explicit:
-        resumed = newest_info(defaults.config.run.dir)
-    for name, value, reason in source.defaults(defaults.config, resumed):
-        defaults.choose(name, value, reason)
-    has_bias = any(block.selection_bias for block in defaults.config.model.block_kinds())
-    if source.path is not None and has_bias:
-        defaults.choose("train.selection_bias_rate", 0.0, "a trained model's experts are balanced")
-    defaults.choose_mesh(source.path is not None, resumed, devices)
-    defaults.choose_steps(source)
-    if source.path is not None and resumed is None:
-        steps = defaults.config.train.steps
-        reason = f"{WARMUP:.0%} of {steps} steps, rounded; a trained model needs no more"
-        defaults.choose("optimizer.warmup_steps", round(WARMUP * steps), reason)
-    return defaults.config, defaults.lines
+    before = (0, 0)
+    newest = newest_with_info(config.run.dir / CHECKPOINTS)
+    if newest is not None:
+        folder, info = newest
+        before = (int(folder.name), info.get("next_sample", 0))
+        resumed = info if is_of_run(info) else None
+    config, init = resolve(config, explicit, resumed)
+    return Decided(config, init, resumed, before)
 
 
-def settings_of_run(settings: Mapping[str, object], task: Task) -> tuple[TrainConfig, list[str]]:
-    """Returns the configuration of settings by dotted name, and lines with reasons for defaults.
+def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Decided:
+    """Decides a run of a task; the values of a `TrainConfig` stay.
+
+    Args:
+      settings: by dotted name, or all settings.
 
     Raises:
       ConfigError: a setting is unknown or invalid, or names a part that the task has too.
     """
+    if isinstance(settings, TrainConfig):
+        return as_configured(with_references(settings, task))
     values = dict(settings)
     mesh = values.get("mesh")
     if isinstance(mesh, Mesh):
-        raise ConfigError(_no_sizes(mesh))
+        # A run chooses its devices, so it cannot use a mesh of given devices.
+        used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
+        raise ConfigError(
+            "mesh is a jax.sharding.Mesh, but a run makes its own mesh, of given sizes: "
+            f'mesh="{",".join(used) or "dp=1"}"'
+        )
     if isinstance(mesh, str):
         from jaxtp.config.command_line import parse_mesh
 
         values["mesh"] = parse_mesh(mesh, AXES, allow_rest=True)
     plain = nested((name.split("."), value) for name, value in values.items())
-    explicit = {".".join(keys) for keys, _ in leaves(plain)}
+    explicit = set(map(dotted, dict(leaves(plain))))
     config = with_references(validate(TrainConfig, plain, source="settings"), task, explicit)
-    # Before JAX's backend starts
-    choose_allocator(config.launch.allocator)
-    task_settings = {section: to_plain(part) for section, part in task.settings().items()}
-    explicit |= {".".join(keys) for keys, _ in leaves(task_settings)}
-    return resolve_defaults(config, explicit)
+    sections = task.settings().keys()
+    explicit |= {dotted(keys) for keys, _ in leaves(to_plain(config)) if keys[0] in sections}
+    return decide(config, explicit)
 
 
-def _no_sizes(mesh: Mesh) -> str:
-    # A run chooses its devices, so it cannot use a mesh of given devices.
-    used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
-    return (
-        "mesh is a jax.sharding.Mesh, but a run makes its own mesh, of given sizes: "
-        f'mesh="{",".join(used) or "dp=1"}"'
-    )
-
-
-class _Defaults(Generic[AnyConfig]):
+class _Defaults:
     """A configuration whose defaults are chosen one by one; `lines` has the reasons."""
 
-    def __init__(self, config: AnyConfig, explicit: Set[str]):
+    def __init__(self, config: TrainConfig, explicit: Set[str], devices: DeviceInfo | None):
         self.config = config
         self.explicit = explicit
+        self.devices = devices
         self.lines: list[str] = []
+        self.choose_folder()
+        self.decided = as_configured(self.config, explicit)
+        self.config = self.decided.config
+        self.resumed = self.decided.resumed
+        self.has_model = self.decided.init.path is not None
 
     def choose(self, name: str, value: object, reason: str = "") -> None:
         """Sets a setting, unless the user set any of it, or the task replaces it."""
@@ -198,35 +228,65 @@ class _Defaults(Generic[AnyConfig]):
             text = " ".join(value) if isinstance(value, tuple) else value
             self.lines.append(f"{name} = {text}: {reason}")
 
-    def choose_folder(self, source: Path) -> None:
-        # The default folder belongs to a run with random weights.
-        # The function realpath tolerates a link to itself.
-        path = Path(os.path.realpath(source))
-        if path.parent.name in ("snapshots", "checkpoints"):
-            path = path.parents[1]
-        folder = Path("runs") / f"{path.name}-tuned"
-        self.choose(RUN_DIR, folder, f"for runs that begin with {source}")
+    def choose_folder(self) -> None:
+        # The default folder belongs to a run of jaxtp's decoder with random weights.
+        build = self.config.origin.build
+        source = self.config.run.init_from or self.config.origin.from_hf
+        if self.config.is_foreign:
+            name = re.sub(r"\W+", "-", str(build).rpartition(":")[2]).strip("-").lower() or "model"
+            self.choose(RUN_DIR, Path("runs") / name, "for the model of your own")
+        elif source is not None:
+            # The function realpath tolerates a link to itself.
+            path = Path(os.path.realpath(source))
+            if path.parent.name in ("snapshots", "checkpoints"):
+                path = path.parents[1]
+            folder = Path("runs") / f"{path.name}-tuned"
+            self.choose(RUN_DIR, folder, f"for runs that begin with {source}")
 
-    def choose_for_own_model(self, build: str, devices: DeviceInfo | None) -> None:
-        name = re.sub(r"\W+", "-", build.rpartition(":")[2]).strip("-").lower() or "model"
-        self.choose(RUN_DIR, Path("runs") / name, "for the model of your own")
-        axes = {axis for axis in AXES if f"mesh.{axis}" in self.explicit}
-        if axes == set(AXES):
+    @property
+    def fixed(self) -> dict[str, int]:
+        """The explicit sizes of the mesh; -1 means any size."""
+        sizes = self.config.mesh.sizes
+        return {axis: sizes[axis] for axis in AXES if f"mesh.{axis}" in self.explicit}
+
+    @property
+    def as_before(self) -> str:
+        """The reason for a resumed run's value."""
+        return f"as the run in {self.config.run.dir} has it"
+
+    def choose_for_own_model(self) -> None:
+        """Chooses the mesh of a user's model, whose sizes are unknown."""
+        fixed = self.fixed
+        if len(fixed) == len(AXES):
             return
-        resumed = newest_info(self.config.run.dir)
-        sizes = mesh_shape(**{axis: self.config.mesh.sizes[axis] for axis in axes})
+        sizes = mesh_shape(**fixed)
         reason = "other axes are 1"
-        if not axes and resumed is not None:
-            sizes = mesh_shape(**resumed["mesh"])
-            reason = f"as the run in {self.config.run.dir} has it"
-        elif not axes:
-            devices = devices or probe_devices(sizes)
+        if not fixed and self.resumed is not None:
+            sizes = mesh_shape(**self.resumed["mesh"])
+            reason = self.as_before
+        elif not fixed:
+            devices = self.devices or probe_devices(sizes)
             reason = _ONE_IS_ENOUGH
             if devices.kind != VIRTUAL_KIND:
                 sizes = mesh_shape(fsdp=devices.count)
                 reason = f"all {devices.kind}"
-        self.override("mesh", self.config.mesh.of_sizes(sizes))
-        self.lines.append(f"mesh = {describe_mesh(sizes)}: {reason}")
+        self.override("mesh", self.config.mesh.of_sizes(sizes), reason)
+
+    def choose_for_decoder(self) -> None:
+        """Chooses the settings of a run of jaxtp's decoder."""
+        if not self.has_model:
+            self.choose_vocabulary()
+        for name, value, reason in self.decided.init.defaults(self.config, self.resumed):
+            self.choose(name, value, reason)
+        has_bias = any(block.selection_bias for block in self.config.model.block_kinds())
+        if self.has_model and has_bias:
+            self.choose("train.selection_bias_rate", 0.0, "a trained model's experts are balanced")
+        self.choose_mesh()
+        self.choose_steps()
+        if self.has_model and self.resumed is None:
+            steps = self.config.train.steps
+            reason = f"{WARMUP:.0%} of {steps} steps, rounded; a trained model needs no more"
+            self.choose("optimizer.warmup_steps", round(WARMUP * steps), reason)
 
     def choose_vocabulary(self) -> None:
         # Enlarges the vocabulary of a new model to fit its data; unreadable data is reported later.
@@ -239,48 +299,42 @@ class _Defaults(Generic[AnyConfig]):
         if largest is not None and sizes[largest] > self.config.model.vocab_size:
             self.choose("model.vocab_size", sizes[largest], f"the vocabulary of {largest}")
 
-    def choose_mesh(
-        self, has_model: bool, resumed: Info | None, devices: DeviceInfo | None
-    ) -> None:
+    def choose_mesh(self) -> None:
         # Also chooses the compute dtype, on which the memory of a step depends, and the batch size,
         # which the mesh has to divide.
-        axes = {axis for axis in AXES if f"mesh.{axis}" in self.explicit}
+        fixed = self.fixed
+        begins_with_model = self.has_model and self.resumed is None
         any_batch = (
-            has_model
-            and resumed is None
+            begins_with_model
             and BATCH_SIZE not in self.explicit
             and self.config.data.batches is None
         )
-        free_mesh = len(axes) < len(AXES) or any_batch
+        free_mesh = len(fixed) < len(AXES) or any_batch
         if not free_mesh and COMPUTE in self.explicit:
             return
-        sizes = self.config.mesh.sizes
-        explicit_or_one = mesh_shape(**{axis: sizes[axis] for axis in axes})
-        smallest = {axis: max(size, 1) for axis, size in explicit_or_one.items()}
+        smallest = {axis: max(size, 1) for axis, size in mesh_shape(**fixed).items()}
         smallest_run = with_divisible_batch(self.config, smallest) if any_batch else self.config
         if any(problems(smallest_run, smallest)):
             # `open_mesh` then blames only the explicit sizes.
-            if has_model:
-                self.override("mesh", self.config.mesh.of_sizes(explicit_or_one))
+            if self.has_model:
+                self.override("mesh", self.config.mesh.of_sizes(mesh_shape(**fixed)))
             # Before JAX's backend starts
-            if devices is None:
+            if self.devices is None:
                 return
-        mesh = dict(sizes)
-        if has_model:
-            defaults = {} if resumed is None else resumed["mesh"]
-            mesh = mesh_shape(**defaults) | {axis: sizes[axis] for axis in axes}
-        devices = devices or probe_devices(mesh)
-        self.choose_compute(has_model, resumed, devices)
+        mesh = self.config.mesh.sizes
+        if self.has_model:
+            before = {} if self.resumed is None else self.resumed["mesh"]
+            mesh = mesh_shape(**before) | fixed
+        devices = self.devices or probe_devices(mesh)
+        self.choose_compute(devices)
         if not free_mesh:
             return
         available = f"of {devices.count} {devices.kind}"
-        batch = None
-        reason = available
-        if has_model and resumed is not None:
-            reason = f"as the run in {self.config.run.dir} has it"
-        use_all = has_model and resumed is None and -1 not in mesh.values()
+        batch = self.config.data.global_batch_size
+        reason = self.as_before if self.has_model and self.resumed else available
+        use_all = begins_with_model and -1 not in mesh.values()
         if use_all or not fits(self.config, mesh, devices):
-            best = best_mesh(self.config, axes, devices, any_batch=any_batch)
+            best = best_mesh(self.config, fixed, devices, any_batch=any_batch)
             if best is None:
                 return
             mesh, batch, missing = best
@@ -289,34 +343,74 @@ class _Defaults(Generic[AnyConfig]):
                 reason = f"{available}, the mesh that lacks the least memory, {size_text(missing)}"
             elif devices.count == 1:
                 reason = _ONE_IS_ENOUGH if devices.kind == VIRTUAL_KIND else "the only device"
-        chosen = self.config.mesh.of_sizes(
-            {axis: size for axis, size in mesh.items() if axis not in axes}
-        )
+        chosen = self.config.mesh.of_sizes(mesh | fixed)
         if chosen != self.config.mesh:
-            self.override("mesh", chosen)
-            self.lines.append(f"mesh = {describe_mesh(chosen.sizes)}: {reason}")
-        if batch is not None and batch != self.config.data.global_batch_size:
+            self.override("mesh", chosen, reason)
+        if batch != self.config.data.global_batch_size:
             self.override(BATCH_SIZE, batch, "the next size that the mesh divides")
 
-    def choose_compute(self, has_model: bool, resumed: Info | None, devices: DeviceInfo) -> None:
-        if resumed is not None:
-            dtype = resumed["config"]["model"]["precision"]["compute"]
-            reason = f"as the run in {self.config.run.dir} has it"
+    def choose_compute(self, devices: DeviceInfo) -> None:
+        if self.resumed is not None:
+            dtype = self.resumed["config"]["model"]["precision"]["compute"]
+            reason = self.as_before
         elif devices.bfloat16:
             dtype = "bfloat16"
             reason = f"products are faster in it than in float32, on {devices.kind}"
         else:
             return
-        if has_model or dtype != self.config.model.precision.compute:
+        if self.has_model or dtype != self.config.model.precision.compute:
             self.choose(COMPUTE, dtype, reason)
 
-    def choose_steps(self, source: InitSource) -> None:
+    def choose_steps(self) -> None:
         # Computes steps from epochs; needs the sequence length and the batch size.
         if self.config.train.epochs is None or self.config.data.batches is not None:
             return
-        rows = sum(map(len, load_tokens(self.config, source).train_rows))
-        self.config, reason = with_steps(self.config, rows, progress(self.config))
+        rows = sum(map(len, load_tokens(self.config, self.decided.init).train_rows))
+        self.config, reason = with_steps(self.config, rows, self.decided.before)
         self.lines.append(f"train.steps = {self.config.train.steps}: {reason}")
+
+
+def with_steps(
+    config: TrainConfig, rows: int | None, before: tuple[int, int]
+) -> tuple[TrainConfig, str]:
+    """Replaces epochs, if any, by steps, and returns the reason for their number.
+
+    A resumed run counts remaining samples, whatever its batch size was.
+
+    Args:
+      rows: the number of rows in an epoch, if known.
+      before: steps and rows so far.
+
+    Raises:
+      ConfigError: both are set, there would be too many steps, or the number of rows is unknown.
+    """
+    epochs = config.train.epochs
+    steps = config.train.steps
+    if epochs is None:
+        return config, ""
+    if steps != LoopConfig().steps:
+        raise ConfigError(
+            f"train.steps={steps} and train.epochs={epochs:,.15g} exclude each other: leave one of "
+            "them out"
+        )
+    if rows is None:
+        raise ConfigError(
+            f"train.epochs={epochs:,.15g}: the batches have an unknown number of rows; set "
+            "train.steps"
+        )
+    batch = config.data.global_batch_size
+    finished, read = before
+    # Rounds, because in floating point 1.1 is a little more than 11/10.
+    left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)
+    if finished + left >= 2**31:
+        raise ConfigError(f"train.epochs={epochs:,.15g}: a run has fewer than {2**31:,} steps")
+    reason = f"{epochs:,.15g} epochs of {rows:,} sequences"
+    # The finished steps may have had another batch size.
+    if finished:
+        reason += f"; steps done: {finished:,}; left: {left:,}, of {batch:,} sequences each"
+    else:
+        reason += f", {batch:,} in a step"
+    return replace_nested(config, {"train.steps": finished + left, "train.epochs": None}), reason
 
 
 def probe_devices(mesh: Sizes) -> DeviceInfo:
@@ -335,15 +429,16 @@ def probe_devices(mesh: Sizes) -> DeviceInfo:
         # Further virtual devices exist for other meshes; a default mesh would be slower with them.
         count = min(requested, count)
         per_process = count
-    # TPUs, and NVIDIA GPUs from compute capability 8.0 on, are fast in bfloat16. CPUs emulate it.
-    major, _, _ = str(getattr(first, "compute_capability", "")).partition(".")
+    platform = architecture_of(first)
+    _, _, capability = platform.partition(" ")
     return DeviceInfo(
         count=count,
         per_process=per_process,
-        bfloat16=not is_cpu and not (major.isdecimal() and int(major) < 8),
+        # TPUs, and NVIDIA GPUs from compute capability 8.0 on, are fast in it. CPUs emulate it.
+        bfloat16=not is_cpu and float(capability or 8) >= 8,
         kind=VIRTUAL_KIND if is_cpu else first.device_kind,
         memory=bytes_limit(jax.local_devices()[0]),
-        platform=architecture_of(first),
+        platform=platform,
     )
 
 
@@ -395,28 +490,28 @@ def with_divisible_batch(config: TrainConfig, mesh: Sizes) -> TrainConfig:
 
 
 def best_mesh(
-    config: TrainConfig, axes: Set[str], devices: DeviceInfo, *, any_batch: bool
+    config: TrainConfig, fixed: Sizes, devices: DeviceInfo, *, any_batch: bool
 ) -> tuple[dict[str, int], int, float] | None:
     """Returns the best mesh of as many devices as possible, its batch size and `missing_bytes`.
 
     It is None if the run can use no mesh.
 
     Args:
-      axes: axes whose configured size is fixed; -1 means any size.
+      fixed: sizes that stay; -1 means any size.
       any_batch: the batch may be larger than configured.
     """
     from jaxtp.train.memory import costs_of_step, stored_arrays
 
     # cp only on request
-    free_axes = [axis for axis in AXES if axis not in CONTEXT or axis in axes]
-    fixed = {axis: size for axis, size in config.mesh.sizes.items() if axis in axes and size != -1}
+    free_axes = [axis for axis in AXES if axis not in CONTEXT or axis in fixed]
     arrays = () if devices.memory is None else stored_arrays(config)
-    use_all = devices.per_process < devices.count or len(fixed) < len(axes)
+    use_all = devices.per_process < devices.count or -1 in fixed.values()
     for count in (devices.count,) if use_all else range(devices.count, 0, -1):
         candidates = []
         for mesh in fitting_meshes(count, free_axes):
+            differs = any(size not in (-1, mesh[axis]) for axis, size in fixed.items())
             # Tensor parallelism stays inside a process.
-            if not fixed.items() <= mesh.items() or devices.per_process % mesh[TP]:
+            if differs or devices.per_process % mesh[TP]:
                 continue
             run = with_divisible_batch(config, mesh) if any_batch else config
             if _can_use(run, mesh, devices):

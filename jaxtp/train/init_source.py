@@ -7,7 +7,7 @@
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from flax import nnx
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 NAME_MODEL = "name its folder by --model.from-hf FOLDER or --run.init-from RUN"
 
-AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 Default = tuple[str, object, str]
 """The dotted name of a setting, its value, and a reason, which is printed unless it is empty."""
 
@@ -46,7 +45,7 @@ class InitSource:
 
     def check(self, config: TrainConfig) -> None:
         """Raises ConfigError if the source does not fit the run."""
-        if config.model.lora.rank:
+        if self.path is None and config.model.lora.rank:
             raise ConfigError(
                 f"model.lora.rank={config.model.lora.rank} adds adapters to a trained model; "
                 f"{NAME_MODEL}"
@@ -104,11 +103,14 @@ class OwnModelRun(InitSource):
         return InitialState(state, description=f"weights from {folder}")
 
 
-def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyConfig, InitSource]:
+def resolve(
+    config: TrainConfig, explicit: Set[str], resumed: Info | None
+) -> tuple[TrainConfig, InitSource]:
     """Returns the configuration with the sizes of model and adapters, and the source of weights.
 
     Args:
       explicit: dotted names of the settings that the user gave, even if they are defaults.
+      resumed: the info of the run's newest checkpoint.
 
     Raises:
       HFError, CheckpointError: the model, run or adapters are unreadable.
@@ -131,7 +133,7 @@ def resolve(config: AnyConfig, explicit: Set[str] = frozenset()) -> tuple[AnyCon
     if run is not None or folder is not None:
         from jaxtp.train.pretrained import resolve_pretrained
 
-        return resolve_pretrained(config, explicit)
+        return resolve_pretrained(config, explicit, resumed)
     if adapters is not None:
         raise ConfigError(
             f"model.lora.from={adapters} are adapters of a trained model; {NAME_MODEL}"

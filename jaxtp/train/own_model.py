@@ -20,7 +20,7 @@ from jaxtp.config.schema import ConfigError, expand
 from jaxtp.hf.runs import RecordedModel, load_adapted, load_merged, own_or_decoder
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig, OriginConfig
+from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.own_decoder import Builder, builder
 from jaxtp.plans.module_wrappers import find_modules
@@ -29,10 +29,10 @@ from jaxtp.plans.plan import Plan, format_style
 from jaxtp.plans.run_styles import role_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.loss import call
-from jaxtp.train.state import Blueprint, MakeModel, plan_state
+from jaxtp.train.state import MakeModel, plan_state
 from jaxtp.train.task import Shapes, Task
 
-_MAX_SHOWN = 4  # Maximum number of parameters in a message
+_MAX_SHOWN = 4  # Maximum number of variables in a message
 
 
 @overload
@@ -136,34 +136,17 @@ def _load_own(
 
     # Plans the model like the state of a run, so that it has the run's random keys.
     blueprint = plan_state(recorded.config, optax.identity(), mesh, create)
-    _require_fit(checkpoint, recorded.origin, blueprint)
-    weights, _ = load_weights(checkpoint.folder, blueprint.abstract["model"], mesh)
-    return blueprint.model_of(weights)
-
-
-def _require_fit(checkpoint: StoredCheckpoint, origin: OriginConfig, blueprint: Blueprint) -> None:
-    built = abstract_logical(blueprint.abstract["model"], blueprint.mesh)
-    stored = {
-        name.removeprefix("model."): array
-        for name, array in checkpoint.arrays.items()
-        if name.startswith("model.")
-    }
-    problems = []
-    for name in sorted(built.keys() | stored.keys()):
-        if name not in stored:
-            problems.append(f"the checkpoint has no {name}")
-        elif name not in built:
-            problems.append(f"the model has no {name}")
-        elif stored[name].shape != built[name].shape:
-            problems.append(
-                f"{name} is {stored[name].shape} in the checkpoint, and {built[name].shape} in "
-                "the model"
-            )
-    if problems:
+    abstract = blueprint.abstract["model"]
+    # The load checks the variables that the model has.
+    built = {f"model.{name}" for name in abstract_logical(abstract, mesh)}
+    missing = sorted(name for name in checkpoint.arrays.keys() - built if name.startswith("model."))
+    if missing:
         raise CheckpointError(
-            f"{checkpoint.folder} was trained with {origin.build}, and build makes another model: "
-            f"{'; '.join(first_lines(problems, _MAX_SHOWN))}"
+            f"{checkpoint.folder} was trained with {recorded.origin.build}, and build makes "
+            f"another model, without {'; '.join(first_lines(missing, _MAX_SHOWN))}"
         )
+    weights, _ = load_weights(checkpoint.folder, abstract, mesh)
+    return blueprint.model_of(weights)
 
 
 def split_model(

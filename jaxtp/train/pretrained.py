@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from jaxtp.checkpoint.io_errors import CheckpointError
-from jaxtp.checkpoint.storage import Info, newest_checkpoint, newest_info, read_info
+from jaxtp.checkpoint.storage import Info, newest_checkpoint, read_info
 from jaxtp.config.files import sha256
 from jaxtp.config.schema import ConfigError, differences, replace_nested
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
@@ -20,7 +20,6 @@ from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
 from jaxtp.hf.runs import (
-    RecordedModel,
     check_base,
     copy_hf_files,
     hf_files_of,
@@ -34,7 +33,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.init_source import AnyConfig, Default, InitialState, InitSource
+from jaxtp.train.init_source import Default, InitialState, InitSource
 from jaxtp.train.resume import Restored
 from jaxtp.train.state import Blueprint
 
@@ -56,8 +55,7 @@ class Pretrained(InitSource):
     path: Path
     # Folder of the tokenizer and config.json, if there is one
     files: Path | None
-    # None if it is the run's model
-    model: ModelConfig | None = None
+    model: ModelConfig
     adapters: PeftFolder | None = None
     """Initial adapters; None if there are none, or if the resumed run already has them."""
 
@@ -73,9 +71,6 @@ class Pretrained(InitSource):
             return {}
         attributes = read_attributes(self.files)
         return {**text_attributes(attributes), "model_type": attributes.get("model_type")}
-
-    def check(self, config: TrainConfig) -> None:
-        """Accepts any run."""
 
     def length_warning(self, config: TrainConfig) -> str | None:
         """Warns if sequences are longer than the maximum in config.json."""
@@ -143,7 +138,7 @@ class Pretrained(InitSource):
 
     def changes(self, config: TrainConfig) -> list[str]:
         """Returns the model settings that differ from the source's."""
-        before = architecture(self.model or config.model)
+        before = architecture(self.model)
         now = architecture(config.model)
         return differences(before | {"lora": now["lora"]}, now, "model.")
 
@@ -153,7 +148,7 @@ class Pretrained(InitSource):
         Raises `HFError` if they are unreadable, or belong to another model.
         """
         family = self.attributes.get("model_type")
-        return open_peft(Path(str(config.model.lora.from_peft)), self.model or config.model, family)
+        return open_peft(Path(str(config.model.lora.from_peft)), self.model, family)
 
     def create_state(
         self, config: TrainConfig, blueprint: Blueprint, restored: Restored | None = None
@@ -196,7 +191,6 @@ class Pretrained(InitSource):
 class RunSource(Pretrained):
     """Another run's newest checkpoint."""
 
-    model: ModelConfig
     checkpoint: Path
     info: Info
 
@@ -285,7 +279,9 @@ class HFSource(Pretrained):
             )
 
 
-def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig, Pretrained]:
+def resolve_pretrained(
+    config: TrainConfig, explicit: Set[str], resumed: Info | None
+) -> tuple[TrainConfig, Pretrained]:
     """Does the work of `init_source.resolve` for a run that names a trained model."""
     run = config.run.init_from
     folder = config.origin.from_hf
@@ -300,16 +296,18 @@ def resolve_pretrained(config: AnyConfig, explicit: Set[str]) -> tuple[AnyConfig
         )
     else:
         assert folder is not None
-        # A resumed run has the weights and the sizes, so the folder may be gone.
-        if folder.exists() or lora.rank or not _is_resumed(config):
-            config = _with_sizes(config, folder, read_config(folder, config.origin.ignore_config))
-        source = HFSource(path=folder, files=folder)
+        if folder.exists() or lora.rank or resumed is None:
+            model = read_config(folder, config.origin.ignore_config)
+        else:
+            # A resumed run has the weights and the sizes, so the folder may be gone.
+            model = own_or_decoder(config.run.dir, resumed).config
+        config = _with_sizes(config, folder, model)
+        source = HFSource(path=folder, files=folder, model=config.model)
     if lora.from_peft is None:
         return config, source
     # A run that was initialised with these adapters no longer needs their folder.
-    resumed = _resumed_model(config)
     if resumed is not None:
-        old = resumed.config.lora
+        old = own_or_decoder(config.run.dir, resumed).config.lora
         if old.rank and old.from_peft == lora.from_peft:
             return _with_adapters(config, old, explicit), source
     adapters = source.open_adapters(config)
@@ -325,23 +323,11 @@ def _arrangement(model: ModelConfig) -> list[tuple[str, list[int]]]:
     return [(path, list(numbers)) for path, numbers, _ in model.kinds()]
 
 
-def _resumed_model(config: TrainConfig) -> RecordedModel | None:
-    info = newest_info(config.run.dir)
-    if info is None:
-        return None
-    return own_or_decoder(config.run.dir, info)
-
-
-def _is_resumed(config: TrainConfig) -> bool:
-    resumed = _resumed_model(config)
-    return resumed is not None and resumed[:2] == (config.model, config.origin)
-
-
 def _sizes(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in architecture(model).items() if name != "lora"}
 
 
-def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfig:
+def _with_sizes(config: TrainConfig, folder: Path, model: ModelConfig) -> TrainConfig:
     stored = _sizes(model)
     default = _sizes(ModelConfig())
     problems = [
@@ -362,7 +348,7 @@ def _with_sizes(config: AnyConfig, folder: Path, model: ModelConfig) -> AnyConfi
     return replace_nested(config, {f"model.{name}": getattr(model, name) for name in stored})
 
 
-def _with_adapters(config: AnyConfig, stored: LoraConfig, explicit: Set[str]) -> AnyConfig:
+def _with_adapters(config: TrainConfig, stored: LoraConfig, explicit: Set[str]) -> TrainConfig:
     lora = config.model.lora
     problems = []
     for name in ("rank", "alpha", "rslora", "targets"):

@@ -5,22 +5,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jax
 from jax.sharding import Mesh
 
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Batches, Position, SampleBatches, token_batches
-from jaxtp.data.columns import layout_of
 from jaxtp.data.corpus import load_corpus
-from jaxtp.data.loader import Batch, on_mesh, split
+from jaxtp.data.loader import Batch, on_mesh
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitialState, InitSource
 from jaxtp.train.loss import attribute, objective_of
 from jaxtp.train.task import Loss, Task
-from jaxtp.train.validation import check_vocabulary
 
 if TYPE_CHECKING:
     from jaxtp.data.scores import Record
@@ -60,11 +57,6 @@ class RunData:
         """Rows in an epoch, if known."""
         return self.train.num_rows if self.tokens is None else sum(map(len, self.tokens.train_rows))
 
-    @property
-    def global_batch_size(self) -> int:
-        """Rows in a batch."""
-        return self.train.global_batch_size
-
     def describe_validation(self, name: str | None) -> str:
         """Describes a user's validation data, for the summary."""
         if self.validation is None:
@@ -88,10 +80,6 @@ class RunData:
         if self.validation is not None:
             self.validation.with_weights = reads_weights
 
-    def abstract(self, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns a training batch of abstract arrays."""
-        return split(self.train.shapes, mesh)
-
     def batches(
         self, mesh: Mesh, position: Position, count: int
     ) -> Iterator[tuple[Batch, Position]]:
@@ -111,10 +99,18 @@ def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = Non
     """Opens jaxtp's token data and plans its rows; raises a `UserError` for a mistake."""
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
-    if not config.is_foreign:
-        check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
+    needed = corpus.tokenizer.vocab_size
+    size = config.model.vocab_size
+    if size < needed and not config.is_foreign:
+        raise ConfigError(
+            f"the ids of {corpus.description} go up to {needed - 1}, and model.vocab_size={size} "
+            f"has fewer; a new model needs at least --model.vocab-size {needed}; a run's size is "
+            "in --config RUN/config.yaml"
+        )
     source.check_tokenizer(corpus.tokenizer)
-    settings = _row_settings(config)
+    settings = RowSettings(
+        data.sequence_length, config.model.vocab_size, data.packing, data.long_documents
+    )
     scores = None
     if data.scores is not None:
         from jaxtp.data.scores import open_scores
@@ -123,13 +119,6 @@ def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = Non
         scores.again = _score_command(config, loss, scores.record)
         scores.check(settings)
     return Data(corpus, settings, config.run.seed, scores)
-
-
-def _row_settings(config: TrainConfig) -> RowSettings:
-    data = config.data
-    return RowSettings(
-        data.sequence_length, config.model.vocab_size, data.packing, data.long_documents
-    )
 
 
 def _score_command(config: TrainConfig, loss: Loss | None, record: "Record | None" = None) -> str:
@@ -158,11 +147,18 @@ def _score_command(config: TrainConfig, loss: Loss | None, record: "Record | Non
     return shlex.join(map(str, words + flags))
 
 
-def _check_reference(config: TrainConfig, data: Data, loss: Loss | None) -> None:
+def _check_scores(config: TrainConfig, data: Data, loss: Loss | None) -> None:
     # A loss with a reference needs log-probabilities of the labels, or a model with adapters.
+    scores = data.scores
+    required: float | None = attribute(loss, "scores_temperature", None)
+    if scores is not None and required not in (None, scores.record.temperature):
+        raise ConfigError(
+            f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, "
+            f"and the loss needs scores at {required:g}; score again, or change the loss: "
+            f"{scores.again}"
+        )
     if not attribute(loss, "reads_reference", False):
         return
-    scores = data.scores
     if scores is not None and scores.record.top_k is not None:
         raise ConfigError(
             f"data.scores={scores.folder} has the {scores.record.top_k} most probable tokens at "
@@ -197,18 +193,6 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
         )
 
 
-def check_temperature(data: Data, loss: Loss | None) -> None:
-    """Raises ConfigError if the loss needs scores at another temperature."""
-    scores = data.scores
-    required: float | None = attribute(loss, "scores_temperature", None)
-    if scores is not None and required not in (None, scores.record.temperature):
-        raise ConfigError(
-            f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, "
-            f"and the loss needs scores at {required:g}; score again, or change the loss: "
-            f"{scores.again}"
-        )
-
-
 def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     """Opens a run's batches; raises a `UserError` for a mistake."""
     size = config.data.global_batch_size
@@ -226,8 +210,7 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
             raise ConfigError(
                 f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO"
             )
-        check_temperature(tokens, task.loss)
-        _check_reference(config, tokens, task.loss)
+        _check_scores(config, tokens, task.loss)
         samples = tokens.validation(config.eval.batches, size)
         held_out = None if samples is None else token_batches(samples, size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
@@ -240,47 +223,9 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
     return RunData(train, validation, micro_batches)
 
 
-def batches_in_rows(batches: Batches) -> dict[str, jax.ShapeDtypeStruct] | None:
-    """Returns the shapes of a dataset's items, if each item could be a batch of rows, or None."""
-    if not isinstance(batches, SampleBatches):
-        return None
-    items = {name: array.update(shape=array.shape[1:]) for name, array in batches.shapes.items()}
-    lengths = {item.shape[:1] for item in items.values()}
-    return items if len(lengths) == 1 and () not in lengths else None
-
-
-def describe_batches_in_rows(batches: Batches) -> str:
-    """Returns advice on a dataset whose items are batches."""
-    shapes = batches.shapes.items()
-    columns = ", ".join(f"{name} {array.dtype}{list(array.shape[1:])}" for name, array in shapes)
+def reading_rows(batches: SampleBatches) -> str:
+    """Returns advice on a dataset, which may be of batches."""
     how = "leave out its batch(), or end it with .to_iter_dataset()"
     if not batches.name.startswith("grain "):
         how = "give its rows, or a function that yields the batches: batches=lambda: iter(BATCHES)"
-    return (
-        f"{batches.name}: a dataset is read by rows, and each item of this one is a batch "
-        f"({columns}); {how}"
-    )
-
-
-def changed_columns(data: RunData) -> str | None:
-    """Describes how the columns of validation and training batches differ; None if they do not."""
-    if data.validation is None:
-        return None
-    training = layout_of(data.train.shapes)
-    validation = layout_of(data.validation.shapes)
-    if training == validation:
-        return None
-    changes = [f"without {name!r}" for name in training if name not in validation]
-    changes += [f"with {name!r}" for name in validation if name not in training]
-    for name in validation:
-        if name in training and training[name] != validation[name]:
-            was_shape, was_dtype = training[name]
-            shape, dtype = validation[name]
-            changes.append(
-                f"with {name!r} {dtype}{list(shape)} in a row, instead of "
-                f"{was_dtype}{list(was_shape)}"
-            )
-    return (
-        f"validation batches ({data.validation.name}) are {', '.join(changes)}, unlike "
-        "training batches"
-    )
+    return f"{batches.name} is read by rows; if its items are batches, {how}"

@@ -3,7 +3,6 @@
 import math
 import platform
 import shlex
-import shutil
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,10 +34,9 @@ from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, total_bytes
-from jaxtp.train.validation import attention_blocks, chosen_kernels, multiplies_all, share_of
+from jaxtp.train.validation import attention_blocks, chosen_kernels, share_of
 
 _MAX_KINDS_OF_HEADS = 4  # Maximum number of kinds of heads that the summary lists
-_AROUND_METRICS = 60  # Characters of a bar without its text: the step, the bar and the time left
 
 
 class Report(Display):
@@ -47,29 +45,21 @@ class Report(Display):
     If the output is a pipe whose reader exits, the run saves and stops, as after SIGTERM.
     """
 
-    def __init__(self) -> None:
-        self.own_metrics: tuple[str, ...] = ()
-        """Names of the metrics of a user's loss, which a step's line shows."""
+    def __init__(self, own_metrics: Sequence[str] = ()):
+        # Names of the metrics of a user's loss, which a step's line shows
+        self._own_metrics = own_metrics
         unread = partial(signal.raise_signal, signal.SIGTERM)
         super().__init__("step {done}/{total}", quiet=jax.process_index() != 0, unread=unread)
 
     def step(self, step: int, values: Mapping[str, float], rate: str) -> None:
         """Updates the progress bar."""
-        begin = _losses(values)
-        end = f"  {rate}"
-        room = shutil.get_terminal_size().columns - _AROUND_METRICS - len(begin) - len(end)
-        self.move(step, f"{begin}{_fitting(self._own(values, short=True), room)}{end}")
+        # A narrow terminal cuts the end.
+        self.move(step, f"{_losses(values)}  {rate}{self._own(values)}")
 
-    def _own(self, values: Mapping[str, float], *, short: bool = False) -> list[str]:
-        # Formats the metrics of a user's loss. `short` drops prefixes (rewards/margins), unless two
-        # metrics would then have the same name.
-        short_names = [name.rpartition("/")[2] for name in self.own_metrics]
-        texts = []
-        for name, short_name in zip(self.own_metrics, short_names, strict=True):
-            label = short_name if short and short_names.count(short_name) == 1 else name
-            if name in values:
-                texts.append(f"  {label} {values[name]:.4g}")
-        return texts
+    def _own(self, values: Mapping[str, float]) -> str:
+        # Formats the metrics of a user's loss.
+        names = [name for name in self._own_metrics if name in values]
+        return "".join(f"  {name} {values[name]:.4g}" for name in names)
 
     def log(
         self, record: dict[str, float | int], total: int, unit: str, *, is_first: bool = False
@@ -83,7 +73,7 @@ class Report(Display):
             seconds = (total - record["step"]) * record["step_seconds"]
             left = f"  {_duration(seconds)} left"
         rate = record[f"{unit}_per_second"]
-        losses = "".join([_losses(record), *self._own(record)])
+        losses = f"{_losses(record)}{self._own(record)}"
         self.line(f"step {record['step']}/{total}  {losses}  {rate:,.0f} {unit}/s{left}")
 
 
@@ -296,7 +286,7 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
         return
     method, why = grouped.pick_method(model.grouped, platform)
     yield f"{method} products of experts ({why})"
-    if platform != "cpu" and multiplies_all(model, platform):
+    if platform != "cpu" and grouped.is_dense(method, platform):
         yield (
             f"WARNING: it multiplies every row by every expert, with {experts} times the work and "
             "the memory of the rows"
@@ -451,16 +441,6 @@ def _describe_trained(blueprint: Blueprint) -> str:
         f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in "
         f"{model.precision.param}{kernels}"
     )
-
-
-def _fitting(texts: Sequence[str], room: int) -> str:
-    """Joins the first texts that fit into `room` characters."""
-    joined = ""
-    for text in texts:
-        if len(joined) + len(text) > room:
-            break
-        joined += text
-    return joined
 
 
 def _losses(values: Mapping[str, float]) -> str:

@@ -1,9 +1,10 @@
 """Starts a run: `make_run` makes the initial state on the devices, and the programs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,49 +15,61 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Wrapped
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.storage import Info, newest_with_info
+from jaxtp.checkpoint.storage import Info
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.batches import Batches, Position, SampleBatches
-from jaxtp.data.columns import WEIGHTS, BatchError
+from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
-from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
-from jaxtp.train.init_source import AnyConfig, InitSource, resolve
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.defaults import Decided, as_configured, with_steps
 from jaxtp.train.loss import Objective, Traits, attribute, example_batch, objective_of
-from jaxtp.train.memory_check import StepMemory, require_memory, verification_bytes
+from jaxtp.train.memory_check import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
 from jaxtp.train.run_data import (
     RunData,
-    batches_in_rows,
-    changed_columns,
     check_scored_model,
-    describe_batches_in_rows,
     open_data,
+    reading_rows,
 )
 from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import make_eval_step, make_train_step
-from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts, with_references
-from jaxtp.train.validation import batch_violations, check_decoder, open_mesh, refuse
+from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts
+from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse, violations_on
 
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
 _NOTHING_LOST = "interrupted before the first step; nothing is lost, and the same command {}"
 
 
-@dataclass
-class Run:
-    """A run that is ready to step."""
+@dataclass(kw_only=True)
+class _Setup:
+    """A run that fits its mesh and memory, before anything is allocated or written."""
 
     config: TrainConfig
     task: Task
-    objective: Objective
     data: RunData
     blueprint: Blueprint
+    # Lines on the loss and the plan
+    lines: list[str]
+    # Lines of the summary, by name
+    notes: Mapping[str, object]
+    # Names of the metrics of a user's loss
+    own_metrics: tuple[str, ...]
+    # FLOPs of a row, for `mfu`; NaN on CPUs
+    row_flops: float
+
+
+@dataclass(kw_only=True)
+class Run(_Setup):
+    """A run that is ready to step."""
+
+    objective: Objective
     # The step on leaves of the state, not compiled yet
     train_step: Wrapped
     eval_step: Wrapped
@@ -74,8 +87,6 @@ class Run:
     base: dict[str, str] | None
     # The last verified step, if the checkpoint records one
     verified: int | None
-    # FLOPs of a row, for `mfu`; NaN on CPUs
-    row_flops: float
     # Mean loss since the last record, which may precede the checkpoint
     mean_loss: MeanLoss
 
@@ -89,19 +100,13 @@ class Run:
         self.leaves = jax.tree.leaves(state)
 
 
-def make_run(
-    config: TrainConfig,
-    exit_stack: ExitStack,
-    startup_log: Sequence[str] = (),
-    task: Task = Task(),
-) -> Run:
-    """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
+def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Run:
+    """Starts a run, or resumes it from the newest undamaged checkpoint in its folder.
 
     Args:
       exit_stack: closes the mesh context, the lock of the run's folder, the console, the signal
         handlers and the checkpoints.
-      startup_log: lines on the configuration.
-      task: parts that replace the settings in `config`.
+      task: parts that replace settings.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `PlanError`, `CorpusError`,
@@ -110,9 +115,8 @@ def make_run(
     """
     timing = Timing()
     with raise_everywhere():
-        setup = _check(config, task)
+        setup = _check(decided, task)
     config = setup.config
-    task = setup.task
     data = setup.data
     blueprint = setup.blueprint
     lines = [*setup.lines, *_startup_checks(config, blueprint, data)]
@@ -120,15 +124,22 @@ def make_run(
     exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
-    report = exit_stack.enter_context(Report())
-    report.own_metrics = setup.own_metrics
-    at_start = _NOTHING_LOST.format("resumes" if setup.before[0] else "starts again")
+    report = exit_stack.enter_context(Report(setup.own_metrics))
+    at_start = _NOTHING_LOST.format("resumes" if decided.before[0] else "starts again")
     interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
-    for line in (*lines, *map("default {}".format, startup_log)):
+    for line in (*lines, *map("default {}".format, decided.notes)):
         report.line(line)
-    report.line(summary(config, data, blueprint, _notes(setup), setup.before))
+    report.line(summary(config, data, blueprint, setup.notes, decided.before))
 
-    checkpoints = exit_stack.enter_context(_open_checkpoints(config))
+    keeping = config.checkpoint
+    checkpoints = exit_stack.enter_context(
+        Checkpoints(
+            config.run.dir / run_folder.CHECKPOINTS,
+            keep=keeping.keep,
+            keep_every=keeping.keep_every,
+            keep_best=keeping.keep_best,
+        )
+    )
     restored = None
     if checkpoints.steps():
         from jaxtp.train.resume import restore
@@ -137,7 +148,7 @@ def make_run(
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
     if restored is None:
         report.line(f"making the initial state: {parameter_count(blueprint):,} parameters")
-    initial = setup.source.create_state(config, blueprint, restored)
+    initial = decided.init.create_state(config, blueprint, restored)
     if restored is None:
         check_scored_model(data.tokens, initial, blueprint.mesh)
     if initial.description:
@@ -150,6 +161,7 @@ def make_run(
         if not config.model.lora.rank:
             stored = info["config"]["run"]["init_from"]
             config = replace_nested(config, {"run.init_from": stored and Path(stored)})
+            setup.config = config
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
     with raise_everywhere():
         if step < config.train.steps:
@@ -158,15 +170,12 @@ def make_run(
     with_checksums = config.train.verify_every > 0
     timing.end_startup()
     return Run(
-        config=config,
-        task=task,
-        objective=objective_of(task.loss, config),
-        data=data,
-        blueprint=blueprint,
+        **vars(setup),
+        objective=objective_of(setup.task.loss, config),
         train_step=make_train_step(
-            config, blueprint, with_checksums=with_checksums, on_leaves=True, task=task
+            config, blueprint, with_checksums=with_checksums, on_leaves=True, task=setup.task
         ),
-        eval_step=make_eval_step(config, blueprint, task.loss),
+        eval_step=make_eval_step(config, blueprint, setup.task.loss),
         checkpoints=checkpoints,
         report=report,
         interrupt=interrupt,
@@ -176,32 +185,13 @@ def make_run(
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
         base=initial.base,
         verified=info.get(run_folder.VERIFIED),
-        row_flops=setup.row_flops,
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """A run that fits its mesh and memory, before anything is allocated or written."""
-
-    config: TrainConfig
-    task: Task
-    source: InitSource
-    data: RunData
-    blueprint: Blueprint
-    # Lines on the loss and the plan, for the summary
-    lines: list[str]
-    # Steps and rows so far
-    before: tuple[int, int]
-    memory: StepMemory | None
-    row_flops: float
-    # Names of the metrics of a user's loss
-    own_metrics: tuple[str, ...]
-
-
-def _check(config: TrainConfig, task: Task) -> _Setup:
-    config, source = resolve(with_references(config, task))
+def _check(decided: Decided, task: Task) -> _Setup:
+    config = decided.config
+    source = decided.init
     source.check(config)
     mesh = open_mesh(config)
     enable_compilation_cache(mesh.devices.flat[0].platform)
@@ -214,10 +204,9 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
         check_decoder(config, mesh)
     data = open_data(config, source, task)
     config = with_batches(config, data, mesh)
-    before = progress(config)
-    config, _ = with_steps(config, data.num_rows, before)
+    config, _ = with_steps(config, data.num_rows, decided.before)
     traits = check_loss_on(config, task, data.train)
-    notes = _check_validation(config, task, data)
+    _check_validation(config, task, data)
     if config.model.dropout and not traits.is_random:
         raise ConfigError(
             f"model.dropout={config.model.dropout:g} has no effect: "
@@ -225,68 +214,55 @@ def _check(config: TrainConfig, task: Task) -> _Setup:
             "dropout_keys to the model; use --model.dropout 0"
         )
     data.pad_short_batches(traits.reads_weights)
-    if traits.warning is not None:
-        notes.append(traits.warning)
     blueprint, lines = plan(config, mesh, task, data.train.shapes)
+    if traits.warning is not None:
+        lines = [traits.warning, *lines]
+    notes = {
+        "memory": require_memory(config, blueprint, task.loss, data.train.shapes),
+        "length": source.length_warning(config),
+    }
+    if config.train.verify_every:
+        notes["verify"] = (
+            f"every {config.train.verify_every:,} steps: an extra step, and in each process "
+            f"{size_text(verification_bytes(blueprint), binary=True)} of host memory, for "
+            "the state before the step"
+        )
+    row_flops = math.nan
+    if platform_of(mesh.devices.flat[0]) != "cpu":
+        from jaxtp.train import performance
+
+        row_flops = performance.row_flops(config, blueprint, task, data.train.shapes)
     return _Setup(
         config=config,
         task=task,
-        source=source,
         data=data,
         blueprint=blueprint,
-        lines=[*notes, *lines],
-        before=before,
-        memory=require_memory(config, blueprint, task.loss, data.train.shapes),
-        row_flops=_row_flops(config, blueprint, task, data),
+        lines=lines,
+        notes=notes,
+        row_flops=row_flops,
         own_metrics=traits.metrics,
     )
 
 
 def check_loss_on(config: TrainConfig, task: Task, batches: Batches) -> Traits:
-    """Calls `check_loss` on batches.
-
-    Raises BatchError if the loss takes the items of a dataset, and not batches of them.
-    """
+    """Calls `check_loss` on batches."""
     try:
         return check_loss(config, task, batches.shapes)
     except ConfigError as error:
-        if _takes_items(config, task, batches):
-            raise BatchError(describe_batches_in_rows(batches)) from error
+        if task.batches is not None and isinstance(batches, SampleBatches):
+            raise BatchError(f"{error}; {reading_rows(batches)}") from error
         raise
 
 
-def _takes_items(config: TrainConfig, task: Task, batches: Batches) -> bool:
-    items = batches_in_rows(batches)
-    if items is None:
-        return False
+def _check_validation(config: TrainConfig, task: Task, data: RunData) -> None:
+    # The loss has to take the columns of training and validation batches.
+    validation = data.validation
+    if validation is None or layout_of(validation.shapes) == layout_of(data.train.shapes):
+        return
     try:
-        check_loss(config, task, items)
-    except ConfigError:
-        return False
-    return True
-
-
-def _check_validation(config: TrainConfig, task: Task, data: RunData) -> list[str]:
-    # Returns lines if the columns of validation and training batches differ. The loss has to take
-    # both.
-    changed = changed_columns(data)
-    if data.validation is None or changed is None:
-        return []
-    try:
-        check_loss_on(config, task, data.validation)
-    except ConfigError as error:
-        raise BatchError(f"{changed}, and the loss does not take them: {error}") from error
-    except BatchError as error:
-        raise BatchError(f"validation batches: {error}") from error
-    return [f"note    {changed}"]
-
-
-def _row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, data: RunData) -> float:
-    if platform_of(blueprint.mesh.devices.flat[0]) == "cpu":
-        return math.nan
-    from jaxtp.train.performance import row_flops
-
-    return row_flops(config, blueprint, task, data.train.shapes)
+        check_loss_on(config, task, validation)
+    except (BatchError, ConfigError) as error:
+        raise BatchError(f"validation batches ({validation.name}): {error}") from error
 
 
 def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) -> list[str]:
@@ -320,50 +296,12 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
     return lines
 
 
-def _open_checkpoints(config: TrainConfig) -> Checkpoints:
-    settings = config.checkpoint
-    return Checkpoints(
-        config.run.dir / run_folder.CHECKPOINTS,
-        keep=settings.keep,
-        keep_every=settings.keep_every,
-        keep_best=settings.keep_best,
-    )
-
-
-def _notes(setup: _Setup) -> dict[str, object]:
-    verify = None
-    interval = setup.config.train.verify_every
-    if interval:
-        verify = (
-            f"every {interval:,} steps: an extra step, and in each process "
-            f"{size_text(verification_bytes(setup.blueprint), binary=True)} of host memory, for "
-            "the state before the step"
-        )
-    return {
-        "memory": setup.memory,
-        "length": setup.source.length_warning(setup.config),
-        "verify": verify,
-    }
-
-
-def progress(config: TrainConfig) -> tuple[int, int]:
-    """Returns the run's steps and sequences so far.
-
-    Raises `CheckpointError` if the newest checkpoint is unreadable.
-    """
-    newest = newest_with_info(config.run.dir / run_folder.CHECKPOINTS)
-    if newest is None:
-        return 0, 0
-    folder, info = newest
-    return int(folder.name), info.get("next_sample", 0)
-
-
 def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:
     """Returns the configuration with the batch size of a user's batches.
 
     Raises ConfigError if this size does not fit the settings or the mesh.
     """
-    size = data.global_batch_size
+    size = data.train.global_batch_size
     if config.data.global_batch_size not in (size, DataConfig().global_batch_size):
         raise ConfigError(
             f"data.global_batch_size={config.data.global_batch_size}, but the batches have {size} "
@@ -371,51 +309,10 @@ def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) 
         )
     config = replace_nested(config, {"data.global_batch_size": size})
     have_own_rows = config.data.batches is not None and not isinstance(data.train, SampleBatches)
-    refuse(batch_violations(config, mesh_sizes(mesh), have_own_rows=have_own_rows))
+    sizes = mesh_sizes(mesh)
+    find = partial(batch_problems, have_own_rows=have_own_rows)
+    refuse(violations_on(config, sizes, math.prod(sizes.values()), find))
     return config
-
-
-def with_steps(
-    config: AnyConfig, rows: int | None, progress: tuple[int, int]
-) -> tuple[AnyConfig, str]:
-    """Replaces epochs, if any, by steps, and returns the reason for their number.
-
-    A resumed run counts remaining samples, whatever its batch size was.
-
-    Args:
-      rows: the number of rows in an epoch, if known.
-      progress: steps and rows so far.
-
-    Raises:
-      ConfigError: both are set, there would be too many steps, or the number of rows is unknown.
-    """
-    epochs = config.train.epochs
-    steps = config.train.steps
-    if epochs is None:
-        return config, ""
-    if steps != LoopConfig().steps:
-        raise ConfigError(
-            f"train.steps={steps} and train.epochs={epochs:,.15g} exclude each other: leave one of "
-            "them out"
-        )
-    if rows is None:
-        raise ConfigError(
-            f"train.epochs={epochs:,.15g}: the batches have an unknown number of rows; set "
-            "train.steps"
-        )
-    batch = config.data.global_batch_size
-    finished, read = progress
-    # Rounds, because in floating point 1.1 is a little more than 11/10.
-    left = max(math.ceil(round((epochs * rows - read) / batch, 6)), 0)
-    if finished + left >= 2**31:
-        raise ConfigError(f"train.epochs={epochs:,.15g}: a run has fewer than {2**31:,} steps")
-    reason = f"{epochs:,.15g} epochs of {rows:,} sequences"
-    # The finished steps may have had another batch size.
-    if finished:
-        reason += f"; steps done: {finished:,}; left: {left:,}, of {batch:,} sequences each"
-    else:
-        reason += f", {batch:,} in a step"
-    return replace_nested(config, {"train.steps": finished + left, "train.epochs": None}), reason
 
 
 def plan(
@@ -479,18 +376,19 @@ def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.Sha
     """
     from jaxtp.train.user_step import ONE_DEVICE
 
-    config, source = resolve(config)
+    decided = as_configured(config)
+    config = decided.config
     task = load_task(
         replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
     )
     config = with_parts(config, task)
-    task = replace(task, validation=None, loss=task.loss or objective_of(None, config))
+    task = replace(task, loss=task.loss or objective_of(None, config))
     shapes = _example_shapes(config, task)
     if shapes is not None:
         if check_loss(config, task, shapes).reads_weights:
             shapes[WEIGHTS] = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
         return config, task, shapes
-    data = open_data(config, source, task)
+    data = open_data(config, decided.init, task)
     config = with_batches(config, data, ONE_DEVICE)
     data.pad_short_batches(check_loss_on(config, task, data.train).reads_weights)
     return config, task, data.train.shapes

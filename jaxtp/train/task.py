@@ -126,10 +126,10 @@ _REFERENCES = {
 _WEIGHTS_OF_LOSS = {"z_loss", "balance_loss", "router_z_loss", "selection_bias_rate"}
 _REPLACED: dict[str, tuple[str, set[str]]] = {
     "optimizer": ("optimizer", {"build"}),
-    "batches": ("data", {"batches", "validation_batches", "global_batch_size"}),
-    "loss": ("train", {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS),
+    "data": ("batches", {"batches", "validation_batches", "global_batch_size"}),
+    "train": ("loss", {field.name for field in fields(LoopConfig)} - _WEIGHTS_OF_LOSS),
 }
-"""For each part, the section whose settings it replaces, and the settings that keep an effect."""
+"""For each section, the part that replaces its settings, and the settings that keep an effect."""
 
 
 def with_references(
@@ -242,10 +242,6 @@ def with_parts(config: TrainConfig, task: Task) -> TrainConfig:
 def check(config: TrainConfig, task: Task) -> None:
     """Raises ConfigError if a part has the wrong type, or a setting has no effect with it."""
     own = task.has_own_model
-    if own and not callable(task.model):
-        raise ConfigError(
-            f"model must be a function that returns an nnx.Module, not {describe_value(task.model)}"
-        )
     if task.loss is not None:
         _check_function("loss", task.loss, ("model", "batch", "key"))
     for callback in task.callbacks:
@@ -307,7 +303,7 @@ def _unused(config: TrainConfig, task: Task) -> Iterator[str]:
         reason = "the model is your own; its function takes model.arguments"
         for setting in _changed(config, "model", used):
             yield f"{setting}: {reason}"
-    for part, (section, used) in _REPLACED.items():
+    for section, (part, used) in _REPLACED.items():
         if getattr(task, part) is not None and part not in task.settings():
             reason = f"the {part} {'are' if part == 'batches' else 'is'} your own"
             for setting in _changed(config, section, used):
@@ -325,10 +321,10 @@ def _changed(config: TrainConfig, section: str, used: Set[str]) -> Iterator[str]
 def is_replaced(config: TrainConfig, name: str) -> bool:
     """Returns whether a part that the configuration names replaces a setting."""
     section, _, key = name.partition(".")
-    for part, (replaced_section, used) in _REPLACED.items():
-        if section == replaced_section and key not in used:
-            return bool(value_of(config, _REFERENCES[part]))
-    return False
+    if section not in _REPLACED:
+        return False
+    part, used = _REPLACED[section]
+    return key not in used and value_of(config, _REFERENCES[part]) is not None
 
 
 def transformation(

@@ -30,7 +30,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Position
 from jaxtp.data.columns import BatchError, EndOfDataError
-from jaxtp.data.loader import Batch
+from jaxtp.data.loader import Batch, split
 from jaxtp.distributed.agreement import (
     is_multiprocess,
     raise_everywhere,
@@ -43,7 +43,7 @@ from jaxtp.distributed.environment import is_launched
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import run_folder
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.defaults import settings_of_run
+from jaxtp.train.defaults import Decided, decide_task
 from jaxtp.train.loss import Objective, Terms, logged_numbers, require_sums
 from jaxtp.train.metrics import MEAN_LOSS, Trackers
 from jaxtp.train.run_report import next_steps
@@ -136,7 +136,7 @@ class Trainer:
             settings = {**(settings or {}), **values}
         self._task = task
         self._settings = settings
-        self._startup_log: Sequence[str] = ()
+        self._decided: Decided | None = None
         self._exit_stack = ExitStack()
         self._has_ended = False
         self._run: Run
@@ -165,25 +165,25 @@ class Trainer:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
-    def of(cls, config: TrainConfig, startup_log: Sequence[str]) -> "Trainer":
-        """Returns a trainer for resolved settings; `startup_log` says how they were chosen."""
-        trainer = cls(settings=config)
-        trainer._startup_log = startup_log
+    def of(cls, decided: Decided) -> "Trainer":
+        """Returns a trainer for decided settings."""
+        trainer = cls(settings=decided.config)
+        trainer._decided = decided
         return trainer
 
     def __enter__(self) -> Self:
-        settings = self._settings
-        if not isinstance(settings, TrainConfig):
+        decided = self._decided
+        if decided is None:
             if is_launched() and not is_multiprocess():
                 from jaxtp.distributed.joining import join_processes
 
                 join_processes()
             with raise_everywhere(watch):
-                settings, self._startup_log = settings_of_run(settings, self._task)
-        self.config: TrainConfig = settings
+                decided = decide_task(self._settings, self._task)
+        self.config: TrainConfig = decided.config
         """All settings of the run."""
         with ExitStack() as exit_stack, self._reporting():
-            run = make_run(settings, exit_stack, self._startup_log, self._task)
+            run = make_run(decided, exit_stack, self._task)
             self._start(run, exit_stack)
             self._exit_stack = exit_stack.pop_all()
         return self
@@ -507,7 +507,7 @@ class Trainer:
             self._report.line("compiling the training step")
             block.enter_context(self._phase("compiling the training step", "compile"))
             started = time.perf_counter()
-            batch = run.data.abstract(self.mesh)
+            batch = split(run.data.train.shapes, self.mesh)
             try:
                 lowered = run.train_step.lower(run.leaves, batch, **self._stopping.flags())
                 options = compiler_options(self.config, self._platform)
@@ -594,7 +594,7 @@ class Trainer:
         run = self._run
         total = self.config.train.steps
         unit = run.data.unit
-        per_step = run.data.global_batch_size * run.data.units_per_row
+        per_step = run.data.train.global_batch_size * run.data.units_per_row
         rate = per_step / self._timing.step_seconds
         self._report.step(step, values, f"{rate:,.0f} {unit}/s")
         if step in (1, total) or step % self.config.train.log_every == 0:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 import jax.numpy as jnp
@@ -77,16 +76,15 @@ def open_mesh(config: TrainConfig) -> Mesh:
     """
     sizes = config.mesh.sizes
     check_sizes(sizes)
-    decoder = not config.is_foreign
-    if decoder and -1 not in sizes.values():
+    if not config.is_foreign and -1 not in sizes.values():
         check(config, sizes)
         request_virtual_devices(math.prod(sizes.values()))
         refuse(violations_on(config, sizes, most_devices()))
     mesh = build_mesh(sizes)
-    if decoder:
-        check_decoder(config, mesh)
-    else:
+    if config.is_foreign:
         check(config, mesh_sizes(mesh))
+    else:
+        check_decoder(config, mesh)
     return mesh
 
 
@@ -105,16 +103,6 @@ def refuse(violations: Iterable[str]) -> None:
     lines = [f"\n  {violation}" for violation in violations]
     if lines:
         raise ConfigError(f"these settings do not fit each other:{''.join(lines)}")
-
-
-def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
-    """Raises ConfigError if the data has token ids that the model lacks."""
-    if model.vocab_size < needed:
-        raise ConfigError(
-            f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} "
-            f"has fewer; a new model needs at least --model.vocab-size {needed}; a run's size is "
-            "in --config RUN/config.yaml"
-        )
 
 
 def check_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> None:
@@ -147,12 +135,6 @@ def chosen_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> dict[Kern
     return {kernel.name: why for kernel, why in choices}
 
 
-def multiplies_all(model: ModelConfig, platform: str) -> bool:
-    """Returns whether the platform multiplies every row by every expert."""
-    method, _ = grouped.pick_method(model.grouped, platform)
-    return model.most_experts > 0 and grouped.is_dense(method, platform)
-
-
 def run_uses(config: TrainConfig, mesh: Sizes, platform: str | None) -> list[Use]:
     """Returns the use of attention by each kind of block."""
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
@@ -170,44 +152,6 @@ def share_of(config: TrainConfig, mesh: Sizes) -> LocalShape:
     return LocalShape(
         sizes=mesh, rows=1, length=config.data.sequence_length, context=config.mesh.context
     )
-
-
-def violations_on(config: TrainConfig, mesh: Sizes, devices: int | None = None) -> Iterator[str]:
-    """Yields each conflict of settings and mesh, with the nearest values that work.
-
-    Ignores `config.mesh`.
-
-    Args:
-      devices: the number of available devices, if known.
-    """
-    return _explained(problems, config, mesh, devices)
-
-
-def batch_violations(config: TrainConfig, mesh: Sizes, *, have_own_rows: bool) -> Iterator[str]:
-    """Yields `batch_problems`, with the nearest values that work on at most as many devices."""
-    find = partial(batch_problems, have_own_rows=have_own_rows)
-    return _explained(find, config, mesh, math.prod(mesh.values()))
-
-
-def _explained(
-    find: Callable[[TrainConfig, Sizes], Iterable[Problem]],
-    config: TrainConfig,
-    mesh: Sizes,
-    devices: int | None,
-) -> Iterator[str]:
-    def problems_after(changes: Mapping[str, int]) -> Iterator[Problem]:
-        sizes = {axis: changes.get(f"mesh.{axis}", mesh[axis]) for axis in AXES}
-        settings = {name: changes[name] for name in changes if not name.startswith("mesh.")}
-        yield from find(replace_nested(config, settings), sizes)
-        needed = math.prod(sizes.values())
-        if devices is not None and needed > devices:
-            yield Problem(
-                f"the mesh {describe_mesh(sizes)} needs {needed} devices, and there are {devices}",
-                among={f"mesh.{axis}": size for axis, size in sizes.items()},
-            )
-
-    is_new = config.origin.from_hf is None and config.run.init_from is None
-    return explained(problems_after, fixed=not is_new)
 
 
 def problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
@@ -230,6 +174,36 @@ def problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
         )
     unused = without_effect(config, _switches(config))
     yield from map(Problem, (*_moment_problems(config), *unused, *_float16_problems(config)))
+
+
+def violations_on(
+    config: TrainConfig,
+    mesh: Sizes,
+    devices: int | None = None,
+    find: Callable[[TrainConfig, Sizes], Iterable[Problem]] = problems,
+) -> Iterator[str]:
+    """Yields each conflict of settings and mesh, with the nearest values that work.
+
+    Ignores `config.mesh`.
+
+    Args:
+      devices: the number of available devices, if known.
+      find: returns the conflicts.
+    """
+
+    def problems_after(changes: Mapping[str, int]) -> Iterator[Problem]:
+        sizes = {axis: changes.get(f"mesh.{axis}", mesh[axis]) for axis in AXES}
+        settings = {name: changes[name] for name in changes if not name.startswith("mesh.")}
+        yield from find(replace_nested(config, settings), sizes)
+        needed = math.prod(sizes.values())
+        if devices is not None and needed > devices:
+            yield Problem(
+                f"the mesh {describe_mesh(sizes)} needs {needed} devices, and there are {devices}",
+                among={f"mesh.{axis}": size for axis, size in sizes.items()},
+            )
+
+    is_new = config.origin.from_hf is None and config.run.init_from is None
+    return explained(problems_after, fixed=not is_new)
 
 
 def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from jaxtp.train import defaults, pretrained
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig, training_of
-from jaxtp.train.defaults import DeviceInfo, missing_bytes, resolve_defaults
+from jaxtp.train.defaults import Decider, DeviceInfo, decide, missing_bytes
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.validation import open_mesh, violations_on
 
@@ -50,11 +49,10 @@ def ask(tmp_path, model):
     def resolved(*flags, place=gpus(8), begins=(f"--model.from-hf={model}",)):
         if not flags:  # parsing takes longer than all the rest
             origin = OriginConfig(from_hf=model if begins else None)
-            return resolve_defaults(
-                TrainConfig(run=RunConfig(dir=tmp_path / "run"), origin=origin), {"run.dir"}, place
-            )
+            config = TrainConfig(run=RunConfig(dir=tmp_path / "run"), origin=origin)
+            return Decider(place)(config, {"run.dir"})
         argv = [f"--run.dir={tmp_path}/run", *begins, *flags]
-        return TRAIN.load(argv, partial(resolve_defaults, devices=place))
+        return TRAIN.load(argv, Decider(place))
 
     return resolved
 
@@ -87,7 +85,7 @@ def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, 
     file = Path(__file__).parents[2] / f"configs/{recipe}.yaml"
     alone = from_yaml(TrainConfig, file)
     flags = [f"--config={file}", f"--model.from-hf={tmp_path}"]
-    config, notes = TRAIN.load(flags, partial(resolve_defaults, devices=gpus(8)))
+    config, notes = TRAIN.load(flags, Decider(gpus(8)))
     assert notes == []
     assert training_of(config) == replace(alone, origin=OriginConfig(from_hf=tmp_path))
 
@@ -100,7 +98,7 @@ def test_a_default_mesh_lacks_the_least_memory(tmp_path, memory):
     write_json(tmp_path / "config.json", PUBLISHED["models"]["llama31_70b"])
     flags = [f"--model.from-hf={tmp_path}", "--model.lora.rank=16", "--data.sequence-length=2048"]
     devices = replace(gpus(8), kind="h100", platform="cuda", memory=memory)
-    config, _ = TRAIN.load(flags, partial(resolve_defaults, devices=devices))
+    config, _ = TRAIN.load(flags, Decider(devices))
     able = [
         sizes
         for sizes in fitting_meshes(8)
@@ -219,9 +217,8 @@ def test_a_chosen_mesh_fits_the_model_the_devices_and_what_is_given(
     )
     config = TrainConfig(model=model, mesh=MeshConfig(**fixed))
     place = DeviceInfo(devices, devices, bfloat16=True, kind="GPUs")
-    fitted, _ = resolve_defaults(
-        config, {f"mesh.{axis}" for axis in fixed} | {"data.global_batch_size"}, place
-    )
+    explicit = {f"mesh.{axis}" for axis in fixed} | {"data.global_batch_size"}
+    fitted = decide(config, explicit, place).config
     sizes = vars(fitted.mesh)
     assert fixed.items() <= sizes.items()
     if not fixed or fitted.mesh != config.mesh:
@@ -243,8 +240,8 @@ def test_a_run_that_begins_with_a_model_has_a_folder_of_its_own(tmp_path):
     for where, run in folders.items():
         (tmp_path / where).parent.mkdir(parents=True)
         config = TrainConfig(origin=OriginConfig(from_hf=smol_lm(tmp_path / where)))
-        assert resolve_defaults(config, set(), gpus(8))[0].run.dir == Path(run)
-        assert resolve_defaults(config, {"run.dir"}, gpus(8))[0].run.dir == TrainConfig().run.dir
+        assert decide(config, set(), gpus(8)).config.run.dir == Path(run)
+        assert decide(config, {"run.dir"}, gpus(8)).config.run.dir == TrainConfig().run.dir
 
 
 BEFORE = {
@@ -286,7 +283,7 @@ def test_a_run_of_adapters_goes_on_in_the_dtypes_that_it_has(monkeypatch, ask, r
         "lora": {"rank": 8, **recorded},
     }
     before = BEFORE | {"config": BEFORE["config"] | {"model": model}}
-    monkeypatch.setattr(defaults, "newest_info", lambda run: before)
+    monkeypatch.setattr(defaults, "newest_with_info", lambda run: (Path("10"), before))
     config, _ = ask("--model.lora.rank=8")
     assert config.model.precision.param == "bfloat16"
     assert config.model.lora.dtype == recorded.get("dtype", "bfloat16")
@@ -312,7 +309,7 @@ def test_a_run_that_begins_with_a_run_needs_another_folder_and_the_same_tokens(t
 
 
 def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer_of_another_kind(model):
-    source = pretrained.HFSource(path=model, files=model)
+    source = pretrained.HFSource(path=model, files=model, model=ModelConfig())
     source.check_tokenizer(TokenizerInfo("bytes", None, 256, None))
     (model / "tokenizer.model").write_bytes(b"a")
     with pytest.raises(ConfigError, match=r"the data are bytes, and .* has its own tokenizer"):
@@ -344,7 +341,7 @@ def test_a_run_on_gpus_computes_in_bfloat16_unless_told_otherwise(ask):
 
 
 def test_a_run_of_ours_that_goes_on_computes_in_the_dtype_that_it_has(ask, monkeypatch):
-    monkeypatch.setattr(defaults, "newest_info", lambda run: BEFORE)
+    monkeypatch.setattr(defaults, "newest_with_info", lambda run: (Path("10"), BEFORE))
     config, notes = ask(*WHOLE_MESH, begins=())
     assert (config.model.precision.compute, notes) == ("float32", [])
     assert config.optimizer == TrainConfig().optimizer, "and nothing else of it"
@@ -354,8 +351,8 @@ def test_a_run_that_goes_on_keeps_what_it_has(ask, monkeypatch):
     begun, _ = ask(place=cpus(1))
     plain = to_plain(begun)
     plain["optimizer"] |= {"learning_rate": 5e-3, "warmup_steps": 20}
-    info = {"config": plain, "mesh": {"dp": 1, "fsdp": 2, "tp": 3}}
-    monkeypatch.setattr(defaults, "newest_info", lambda run: info)
+    info = BEFORE | {"config": plain, "mesh": {"dp": 1, "fsdp": 2, "tp": 3}}
+    monkeypatch.setattr(defaults, "newest_with_info", lambda run: (Path("10"), info))
     config, notes = ask("--train.steps=1000")
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-3, 20)
     assert config.model.precision.compute == "float32", "whatever the devices are now"
@@ -400,8 +397,8 @@ def test_spare_virtual_devices_do_not_count_unless_an_axis_takes_them(monkeypatc
 
 
 def test_an_axis_of_minus_one_takes_all_remaining_devices():
-    config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=4"], resolve_defaults)
+    config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=4"], Decider())
     assert mesh_sizes(open_mesh(training_of(config))) == mesh_shape(fsdp=4, tp=4)
-    config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=3"], resolve_defaults)
+    config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=3"], Decider())
     with pytest.raises(MeshError, match=r"16 devices cannot be divided by 3"):
         open_mesh(training_of(config))

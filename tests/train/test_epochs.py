@@ -1,7 +1,6 @@
 """The length of a run in epochs: which steps it comes to, and who sees them."""
 
 import math
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from jaxtp.config.schema import ConfigError, from_yaml, replace_nested
 from jaxtp.tools.estimate.__main__ import main as estimate
 from jaxtp.train.__main__ import COMMAND, main
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.defaults import DeviceInfo, resolve_defaults
+from jaxtp.train.defaults import Decider, DeviceInfo
 from jaxtp.train.init_source import InitSource
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.run_data import load_tokens
@@ -33,7 +32,7 @@ def text(tmp_path):
 
 
 def resolved(*flags):
-    return COMMAND.load(flags, partial(resolve_defaults, devices=CPU))
+    return COMMAND.load(flags, Decider(CPU))
 
 
 def rows_of(config):
@@ -71,7 +70,7 @@ def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
     rows = rows_of(config)
     data = load_tokens(config, InitSource())
     monkeypatch.setattr(
-        "jaxtp.train.setup.newest_with_info", lambda run: (Path("10"), {"next_sample": 160})
+        "jaxtp.train.defaults.newest_with_info", lambda run: (Path("10"), {"next_sample": 160})
     )
     flags = [*text, "--optimizer.warmup-steps=10", "--data.global-batch-size=8", "--train.epochs"]
     left = math.ceil((1000 * rows - 160) / 8)

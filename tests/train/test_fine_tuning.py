@@ -237,15 +237,12 @@ def test_what_only_adapters_have_is_refused_of_other_runs(
 
 @pytest.mark.journey
 def test_a_run_needs_the_folder_that_it_began_with_no_more(
-    tmp_path, command, whole_run, capsys, monkeypatch
+    tmp_path, command, whole_run, monkeypatch
 ):
     run = shutil.copytree(whole_run, tmp_path / "run")
     gone = whole_run.parent / "copied"
     assert main([f"--config={run}/config.yaml", f"--run.dir={run}", "--train.steps=4"]) == 0
-    assert main([*command, f"--model.from-hf={gone}", "--train.steps=5"]) == 2, (
-        "the sizes are unknown"
-    )
-    assert f"{gone}: no such folder" in capsys.readouterr().err
+    assert main([*command, f"--model.from-hf={gone}", "--train.steps=5"]) == 0
     assert convert(["export", str(run), str(tmp_path / "out")]) == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("aaa\n"))
     assert generate([f"--model={run}", "--chat", "--max-tokens", "2"]) == 0

@@ -1,7 +1,6 @@
 """Losses with settings: classes and functions with `train.loss_arguments`."""
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +18,7 @@ from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.tools.check.subject import random_batches
 from jaxtp.train.__main__ import COMMAND, main
 from jaxtp.train.config import DataConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.defaults import DeviceInfo, resolve_defaults
+from jaxtp.train.defaults import Decider, DeviceInfo
 from jaxtp.train.setup import check_loss, open_task
 from jaxtp.train.task import Task, load_task, with_parts, with_references
 
@@ -220,9 +219,7 @@ def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
     write_json(tmp_path / "config.json", SMOL_LM)
     parts = {"train.loss": "loss", "data.batches": "batches", "optimizer.build": "optimizer"}
     flags = [f"--{setting}={__file__}:{name}" for setting, name in parts.items()]
-    config, notes = COMMAND.load(
-        [f"--model.from-hf={tmp_path}", *flags], partial(resolve_defaults, devices=DEVICES)
-    )
+    config, notes = COMMAND.load([f"--model.from-hf={tmp_path}", *flags], Decider(DEVICES))
     assert config.data == replace(DataConfig(), batches=f"{__file__}:batches")
     assert config.optimizer == OptimizerConfig(build=f"{__file__}:optimizer")
     assert not any(note.startswith(("data.", "optimizer.")) for note in notes)

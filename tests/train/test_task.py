@@ -310,21 +310,20 @@ MISTAKES = {
     ),
     "a list of batches": (
         {"batches": IN_MEMORY, "loss": flattening},
-        r"list: .* item of this one is a batch \(x float32\[32, 16\], y int32\[32\]\); .* "
-        r"iter\(BATCHES\)",
+        r"list is read by rows; if its items are batches, .* iter\(BATCHES\)",
     ),
     "a batched pipeline": (
         {"batches": BATCHED.map(dict), "loss": flattening},
-        r"grain MapMapDataset: .* is a batch .*batch\(\), or end it with \.to_iter_dataset\(\)",
+        r"MapMapDataset is .*leave out its batch\(\), or end it with \.to_iter_dataset\(\)",
     ),
     "validation without a column": (
         {"validation": lambda step: {"x": batches(step)["x"]}},
-        "validation batches .* are without 'y', .*'y'",
+        r"validation batches \(.*\): .*'y'",
     ),
     "no ids": (OF_DECODER, "the loss needs 'inputs', and batches have x, y: rename your token"),
     "batches of ids": (
         OF_DECODER | {"batches": [TOKENS] * 3},
-        "each item of this one is a batch",
+        "if its items are batches, give its rows",
     ),
 }
 
@@ -378,10 +377,7 @@ def in_16_bits(model, batch, key):
 
 
 NOTES = {
-    "another column": (
-        {"validation": lambda step: batches(step) | {"z": np.ones(ROWS)}},
-        ["note", "with 'z'"],
-    ),
+    "another column": ({"validation": lambda step: batches(step) | {"z": np.ones(ROWS)}}, []),
     "rows": ({"batches": ROWS_IN_MEMORY}, []),
     "a sum in 16 bits": ({"loss": in_16_bits}, ["WARNING", "its sum in bfloat16, which"]),
 }

@@ -26,7 +26,7 @@ from jaxtp.tools.check.parity import Errors, Tolerance
 from jaxtp.tools.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, describe
 from jaxtp.tools.check.subject import Subject, open_subject
 from jaxtp.train.config import IGNORED_BY_STEP, TrainConfig
-from jaxtp.train.defaults import DeviceInfo, resolve_defaults
+from jaxtp.train.defaults import Decider, DeviceInfo
 
 PROGRAM = "jaxtp check"
 DESCRIPTION = """Checks that a mesh gives the numbers of one device, for a training configuration.
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(argv: Sequence[str]) -> int:
-    config, notes = COMMAND.load(argv, partial(resolve_defaults, devices=VIRTUAL))
+    config, notes = COMMAND.load(argv, Decider(VIRTUAL))
     coarsest = dtypes(config)[-1]
     flags = ("--model.precision", "--optimizer.first-moment")
     has_flag = any(word.replace("_", "-").startswith(flags) for word in argv)

@@ -124,7 +124,7 @@ def open_subject(
     if not (traits.changes or traits.is_random or small.data.global_batch_size % accumulation):
         cases = [replace(ONE_DEVICE, accumulation=accumulation), *cases]
     if data is not None:
-        rows = range(data.global_batch_size)
+        rows = range(data.train.global_batch_size)
         read = [columns for columns, _ in data.train.read(rows, Position(), UPDATES)]
         subject = Subject(task, _in_memory(read))
     return small, cases, subject

@@ -58,7 +58,7 @@ from jaxtp.tools.estimate.summary import (
     speed_range,
 )
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
-from jaxtp.train.defaults import RUN_DIR, DeviceInfo, default_settings, resolve_defaults
+from jaxtp.train.defaults import RUN_DIR, Decider, DeviceInfo, default_settings
 from jaxtp.train.setup import open_task
 from jaxtp.train.task import load_task
 from jaxtp.train.validation import check_kernels, violations_on
@@ -234,7 +234,7 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
     place = DeviceInfo(
         where.devices, per_process, True, hardware.name, where.room, hardware.architecture
     )
-    config, notes = resolve_defaults(options, explicit, place)
+    config, notes = Decider(place)(options, explicit)
     return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
 
 

@@ -24,7 +24,7 @@ from jaxtp.models.config import OriginConfig
 from jaxtp.tools.check.__main__ import VIRTUAL, CheckConfig, dtypes, main
 from jaxtp.tools.check.shrink import Case, default_cases, plan
 from jaxtp.train.config import MeshConfig
-from jaxtp.train.defaults import resolve_defaults
+from jaxtp.train.defaults import decide
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -275,7 +275,7 @@ def numbers(text):
 def fitted(model, *meshes):
     """What a command with nothing but `--model.from-hf` and `--mesh` checks."""
     config = CheckConfig(origin=OriginConfig(from_hf=model))
-    return plan(resolve_defaults(config, set(), VIRTUAL)[0], meshes)
+    return plan(decide(config, set(), VIRTUAL).config, meshes)
 
 
 def test_a_requested_mesh_replaces_that_of_the_configuration(tmp_path):

@@ -20,7 +20,7 @@ from jaxtp.tools.estimate.compiler import Compiled, DoesNotFitError, TargetError
 from jaxtp.tools.estimate.search import meshes_to_try
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.defaults import DeviceInfo, resolve_defaults
+from jaxtp.train.defaults import Decider, DeviceInfo
 
 ROOT = Path(__file__).parents[3]
 CPU = DeviceInfo(count=8, per_process=8, bfloat16=False, kind="virtual CPU devices")
@@ -167,7 +167,7 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
     written = yaml.safe_load(body)
     assert set(written["data"]) == {"sequence_length", "global_batch_size"}
     assert not {"run", "optimizer", "eval", "metrics"} & set(written)
-    config, notes = TRAIN.load([f"--config={file}"], partial(resolve_defaults, devices=CPU))
+    config, notes = TRAIN.load([f"--config={file}"], Decider(CPU))
     assert notes == []
     assert config.mesh.sizes == mesh_shape(dp=8)
     assert (config.model.remat, config.train.accumulation) == (best["remat"], best["accumulation"])
