@@ -239,8 +239,8 @@ def test_a_second_plan_and_a_missing_mesh_are_refused():
 NO_MESHES = {
     "model: not a mesh axis": {"model": 2},
     "-1 means all other devices": {"fsdp": -1},
-    r"fsdp=2\.0: the size of a mesh axis is a whole": {"fsdp": 2.0},
-    "tp='4': the size of a mesh axis is a whole": {"tp": "4"},
+    r"fsdp=2\.0: a mesh axis is a positive number": {"fsdp": 2.0},
+    "tp='4': a mesh axis is a positive number": {"tp": "4"},
     "tp=True": {"tp": True},
     r"takes a mesh, or its sizes .*, not 'fsdp=2'": "fsdp=2",
 }
