@@ -15,8 +15,8 @@ and `average_gradient`:
     load_weight, `used_by_all_tp`                   and all-reduce over tp
     load_weight, `tp_gather`       and all-gather   and reduce-scatter  (over neighbours along tp)
     average_gradient               nothing          all-gather over neighbours along tp
+    vary, vary_like, vary_alike    nothing          all-reduce over the axes that are added
     all_reduce                     all-reduce       nothing
-                                                    (where the sum meets a shard: all-reduce)
     reduce_scatter                 reduce-scatter   all-gather
     all_gather                     all-gather       reduce-scatter   (`to="invarying"`: nothing)
     all_to_all                     all-to-all       all-to-all
@@ -30,7 +30,9 @@ function returns its argument, as along axes of one device, where XLA for CPUs w
 
 Groups of axes: `BATCH` (dp, fsdp) divides the rows of a batch, `CONTEXT` (cp) each row, `TOKENS`
 (dp, fsdp, cp) both; `SEQUENCE` (cp, tp) divides a row between layers under sequence parallelism;
-`STORAGE` (fsdp, cp) divides a stored weight.
+`STORAGE` (fsdp, cp) divides a stored weight, and each device of `REPLICAS` (dp) has a copy of it.
+A result of `all_reduce` is the same on each device; where it meets an array that varies, JAX marks
+it by `vary`, so that its gradient is summed.
 
 `check_vma` stays on (the default): a missing reduction is then a type error at trace time, not a
 wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
@@ -378,8 +380,8 @@ class WeightLayout:
     """Dim that the storage, fsdp and cp, splits and that is gathered; None if it holds replicas."""
 
     gathered: bool = True
-    """False keeps the weight split over the storage, for layers that gather tokens; replicas alone
-    sum its gradient."""
+    """False keeps the weight split over the storage, for layers that gather tokens; its gradient is
+    only all-reduced, over `replicas`."""
 
     tp_gather: tuple[int, int] = (0, 1)
     """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv
@@ -396,7 +398,7 @@ class WeightLayout:
     attention's backward pass follows, and for row layers without tp."""
 
     def whole(self, shard: Array) -> Array:
-        """Gathers a shard over tp and fsdp."""
+        """Gathers a shard over its neighbours along tp (`tp_gather`), then over fsdp and cp."""
         dim, group = self.tp_gather
         shard = by_rows(shard)
         if group > 1:
@@ -448,8 +450,8 @@ def load_weight(shard: Array, dtypes: WeightDtypes, layout: WeightLayout) -> Arr
         return shard.astype(dtypes.compute).astype(dtypes.result)
 
     def gather(shard: Array) -> Array:
-        # Replicas first: their gradients are summed last, on the smaller result of the
-        # reduce-scatter.
+        # With this mark JAX leaves the gradient unsummed; `summed` sums it over the replicas last,
+        # on the smaller result of the reduce-scatter.
         varying = vary(shard.astype(dtypes.compute), *layout.replicas(shard))
         return layout.whole(varying).astype(dtypes.result)
 

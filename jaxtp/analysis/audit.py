@@ -306,13 +306,13 @@ def _state_shardings(compiled: Compiled, state: object) -> Any:
 
 
 def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
-    # The axes along which the first device and its neighbor hold the same part.
+    # The axes along which the first device and its neighbour hold the same part.
     indices = sharding.devices_indices_map(tuple(shape))
     first = mesh.devices.flat[0]
     for dim, (axis, size) in enumerate(mesh.shape.items()):
         if size > 1:
-            neighbor = mesh.devices.take(1, dim).flat[0]
-            if indices[neighbor] == indices[first]:
+            neighbour = mesh.devices.take([1], dim).flat[0]
+            if indices[neighbour] == indices[first]:
                 yield axis
 
 

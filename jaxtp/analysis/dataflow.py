@@ -347,12 +347,17 @@ def _merged(infos: Iterable[ArrayInfo]) -> ArrayInfo:
 def _broadcast_source(
     equation: JaxprEqn, infos: list[ArrayInfo]
 ) -> tuple[int, frozenset[int]] | None:
-    if equation.primitive.name == "broadcast_in_dim" and shape_of(equation.invars[0]):
+    name = equation.primitive.name
+    if name == "broadcast_in_dim" and shape_of(equation.invars[0]):
         aval: Any = equation.invars[0].aval
         dims = equation.params["broadcast_dimensions"]
         unbroadcast = array_bytes(aval), frozenset(range(aval.ndim))
         size, varying = infos[0].broadcast_from or unbroadcast
         return size, frozenset(dims[dim] for dim in varying if aval.shape[dim] > 1)
+    if name in ("convert_element_type", "mul", "add", "neg"):
+        arrays = [info for info, x in zip(infos, equation.invars, strict=True) if shape_of(x)]
+        if len(arrays) == 1:
+            return arrays[0].broadcast_from
     return None
 
 

@@ -276,7 +276,7 @@ def _resolve(computation: Computation, operand: Operand) -> tuple[Instruction, i
         return _resolve(computation, maker.operands[0])
     if maker.opcode == "get-tuple-element":
         return named(computation, maker.operands[0][0]), int(maker.attribute("index") or 0)
-    value = re.match(r"s(?:32|64)\[\] (-?\d+)\)", f"{maker.type} {maker.text}")
+    value = re.match(r"s(?:32|64)\[\]\S* (-?\d+)\)", f"{maker.type} {maker.text}")
     return maker, int(value[1]) if value else operand[1]
 
 

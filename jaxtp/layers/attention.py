@@ -123,9 +123,9 @@ class AttentionConfig(Settings):
     """A bias on the attention's output projection."""
 
     attention: Annotated[KernelChoice, COST] = "auto"
-    """Kernel of attention; auto takes the first that supports the run. On GPUs a run times cudnn
-    and fused if it can use both. Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed
-    documents or sinks. blockwise and xla run everywhere; xla stores all scores."""
+    """Kernel of attention; auto takes the first that supports the run: on Hopper cudnn, on other
+    NVIDIA GPUs fused. Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed documents or
+    sinks. blockwise and xla run everywhere; xla stores all scores."""
 
     @property
     def heads(self) -> PaddedHeads:

@@ -183,7 +183,9 @@ class ColumnParallelLinear(nnx.Module):
     def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         """Returns a device's columns, each `[B/(dp*fsdp), T/cp, F/tp]`.
 
-        `sequence` is the dim of `x` that tp splits outside of the layer, if any.
+        `sequence` is the dim of `x` that tp splits outside of the layer, if any: `x` is then
+        `[B/(dp*fsdp), T/(cp*tp), D]`, else `[B/(dp*fsdp), T/cp, D]`. Kernels are stored as
+        `[D/(fsdp*cp), F/tp]`.
         """
         kernels = self._load_kernels(weights)
         # `x @ A` of every adapter shares the gather of `x`, so A is one more kernel.
@@ -210,8 +212,8 @@ class ColumnParallelLinear(nnx.Module):
             kernel = self.precision.load_kernel(
                 self.matmul,
                 shard,
-                0,
-                STORAGE,
+                storage_dim=0,
+                input_axes=STORAGE,
                 early=self.early_reduction,
                 tp_gather=_tp_gather(shard, dim),
             )
@@ -310,7 +312,8 @@ class RowParallelLinear(nnx.Module):
         return run(x_BTF, weights)
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
-        # The input is [B/(dp*fsdp), T/cp, F/tp], the kernel [F/tp, D].
+        # The input is [B/(dp*fsdp), T/cp, F/tp]; the kernel is stored as [F/tp, D/(fsdp*cp)] and
+        # loaded as [F/tp, D].
         x = x.astype(self.precision.compute)
         load = self.precision.load
         inputs = [_as_operand(x, self.matmul, TP)]
@@ -318,7 +321,10 @@ class RowParallelLinear(nnx.Module):
         # (`WeightLayout.early`).
         early = axis_size(TP) == 1
         kernel = weights["kernel"]
-        kernels = [self.precision.load_kernel(self.matmul, kernel, 1, (TP,), early=early)]
+        loaded = self.precision.load_kernel(
+            self.matmul, kernel, storage_dim=1, input_axes=(TP,), early=early
+        )
+        kernels = [loaded]
         for at, lora in enumerate(self.loras):
             # A summand [B/(dp*fsdp), T/cp, rank]: the reduction sums it times B.
             inner = x @ load(weights[f"loras.{at}.a"], None)

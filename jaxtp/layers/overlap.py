@@ -10,10 +10,11 @@ Gradients are hand-written rings, because autodiff would save every part; `gathe
 them only on request (`keep`). Weight gradients are summed in float32 and rounded once. Rings are
 unidirectional: XLA runs one collective at a time, at the full bandwidth of a switch.
 
-In each turn of a ring a device sends an array to the next device, multiplies others meanwhile, and
-has the array of the previous device when the turn ends. A ring that scatters sends in each half of
-a turn. `_in_turn` is a barrier before the products, inside `_begin_send`, and after them. The loops
-over turns are unrolled, because XLA would copy what a loop sends.
+In each turn of a ring that gathers, a device sends its part to the next device, multiplies the same
+part meanwhile, and has the part of the previous device when the turn ends. A ring that scatters
+sends one half of a sum's features while it adds products to the other half. `_barrier` stands
+before the products, inside `_begin_send`, and after them. The loops over turns are unrolled,
+because XLA would copy what a loop sends.
 """
 
 import operator
@@ -112,7 +113,7 @@ def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], l
         parts.append(part)
         arriving, _, part, _ = _begin_gather_turn(turn, part)
         products = [product(part, w, x.dtype) for w in factors]
-        part, products = _in_turn(arriving, products)
+        part, products = _barrier(arriving, products)
         products_by_turn.append(products)
     ys = _in_order(products_by_turn)
     if len(ys) < len(kernels):
@@ -151,7 +152,7 @@ def _gather_backward(
             grad_w = _plus_kernel_gradient(grad_w, part, trained_grads, start)
     if trained and not keep:
         # One ring after the other, or XLA would join permutes of both.
-        x, grad_x = _in_turn(parts[0], grad_x)
+        x, grad_x = _barrier(parts[0], grad_x)
         grad_w = _kernel_gradient_ring(x, trained_grads)
     kernel_grads = []
     if grad_w is not None:
@@ -166,7 +167,7 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
     for turn in range(axis_size(TP)):
         arriving, grad_w, part, start = _begin_gather_turn(turn, part, grad_w)
         grad_w = _plus_kernel_gradient(grad_w, part, grads, start)
-        part, grad_w = _in_turn(arriving, grad_w)
+        part, grad_w = _barrier(arriving, grad_w)
     return grad_w
 
 
@@ -227,12 +228,12 @@ def _scatter_ring(
         if kept_parts:
             # In turn t this ring has the part that a gathering ring has in turn t mod tp.
             grad_w = _plus_kernel_gradient(grad_w, kept_parts[turn % tp], grads, start)
-        high_sum, part, low_sum, grad_w = _in_turn(arriving, part, low_sum, grad_w)
+        high_sum, part, low_sum, grad_w = _barrier(arriving, part, low_sum, grad_w)
 
         sending = low_sum if turn < tp else None
         arriving, high_sum, part, ws = _begin_send(sending, high_sum, part, high_factors)
         high_sum = _plus_products(high_sum, part, ws, dtype)
-        arrived, high_sum = _in_turn(arriving, high_sum)
+        arrived, high_sum = _barrier(arriving, high_sum)
         low_sum = arrived if turn < tp else low_sum
     return jnp.concatenate([low_sum, high_sum], -1), grad_w  # type: ignore[list-item]
 
@@ -249,7 +250,7 @@ def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], tuple[object, ...]]:
     # An input is saved if its kernel needs a gradient.
-    trained, kernels, needed = residuals
+    saved_inputs, kernels, needed = residuals
     size = grad.shape[SEQUENCE_DIM]
     sums: Any = None
     products_by_turn = []
@@ -257,15 +258,17 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
     for turn in range(axis_size(TP)):
         arriving, sums, part, start = _begin_gather_turn(turn, part, sums)
         products = [product(*input_gradient_operands(part, kernels[i]), part.dtype) for i in needed]
-        kernel_grads = [_kernel_gradient(_part(x, start, size), part) for x in trained.values()]
+        kernel_grads = [
+            _kernel_gradient(_part(x, start, size), part) for x in saved_inputs.values()
+        ]
         sums = _plus(sums, kernel_grads)
-        part, products, sums = _in_turn(arriving, products, sums)
+        part, products, sums = _barrier(arriving, products, sums)
         products_by_turn.append(products)
     input_grads = _in_order(products_by_turn)
     # An input is in 8 bits if its kernel is.
     return (
         _as_operands(input_grads, needed, kernels, grad.dtype),
-        _as_operands(sums, trained, kernels, grad.dtype),
+        _as_operands(sums, saved_inputs, kernels, grad.dtype),
     )
 
 
@@ -273,7 +276,7 @@ gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
-def _in_turn(*values: object) -> Any:
+def _barrier(*values: object) -> Any:
     """Separates the turns of a ring: XLA moves no operation from one turn to another.
 
     XLA would merge products of several turns that share an operand. The merged product waits for
@@ -284,7 +287,7 @@ def _in_turn(*values: object) -> Any:
 
 def _begin_send(sending: object, *operands: object) -> Any:
     """Sends an array to the next device; returns what arrives, and operands to multiply now."""
-    sending, *operands_now = _in_turn(sending, *operands)
+    sending, *operands_now = _barrier(sending, *operands)
     arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
     return arriving, *operands_now
 
@@ -313,6 +316,7 @@ def _in_order(results_by_turn: Sequence[Sequence[Array]]) -> list[Array]:
     for parts in zip(*results_by_turn, strict=True):
         size = parts[0].shape[SEQUENCE_DIM]
         y = jnp.concatenate(parts[::-1], SEQUENCE_DIM)
+        # Part d + 1, the first in reverse, is that of a turn -1.
         whole.append(jnp.roll(y, _part_start(-1, size), SEQUENCE_DIM))
     return whole
 

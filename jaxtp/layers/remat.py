@@ -105,7 +105,7 @@ def _save_all(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether a jaxpr primitive is `load_weight`'s gather, or of `SHARED`.
+    """Returns whether a jaxpr primitive is the gather of `load_weight` or of `SHARED`.
 
     Remat policies never save this gather.
     """

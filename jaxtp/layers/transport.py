@@ -112,6 +112,7 @@ class Transport:
                 x = enter_float8(x, sequence_dim)
             else:
                 x = enter_parallel(x, sequence_dim)
+        # Undoes the second swap of `enter_parallel`, so that XLA has neither.
         x = swap_sequence(x, sequence_dim)
         # Dequantised once; the products of all adapters read it.
         plain = x.astype(x.dtype)
@@ -147,9 +148,9 @@ def multiply(x: Operand, w: Operand, *output_axes: str) -> Array:
     x = x.astype(w.dtype)
     # Dequantises a kernel in 8 bits, whose dtype is the compute dtype.
     w = w.astype(w.dtype)
-    # The gradients have an order only where a reduction over the storage can start early, and not
-    # with tp, where XLA chooses it: there the product for the kernel hides the reduction of the
-    # gradient of `x`.
+    # Without tp the gradient of a kernel is computed first, so that its reduction over the storage
+    # starts early. With tp XLA orders the gradients: the product for the kernel hides the reduction
+    # of the gradient of `x`.
     if axis_size(TP) == 1 and axis_size(*STORAGE) > 1:
         return product_with_gradient(vary_like(x, w), vary_like(w, x), output_axes)
     if current_platform() != "cpu" or x.size < w.size:

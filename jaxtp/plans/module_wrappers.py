@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from flax import nnx
 
+from jaxtp.config.entry import UserError
 from jaxtp.config.hints import by_dotted_path, dotted
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -25,9 +26,23 @@ a module's path."""
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
     """Returns each module once by its dotted path, outermost first; the model has the empty path.
 
-    Raises a `UserError` if two modules have the same path.
+    Raises:
+      UserError: two modules have the same path, or a module seems to be inside of another module,
+        because a key has a dot.
     """
-    return by_dotted_path(sorted(nnx.iter_modules(model), key=lambda item: len(item[0])))
+    outermost_first = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    modules = by_dotted_path(outermost_first)
+    for keys, _ in outermost_first:
+        names = dotted(keys).split(".")
+        around = {dotted(keys[:depth]) for depth in range(len(keys) + 1)}
+        seem_around = {dotted(names[:depth]) for depth in range(len(names))}
+        for outer in sorted(seem_around - around):
+            if outer in modules and not isinstance(modules[outer], nnx.List | nnx.Dict):
+                raise UserError(
+                    f"the module at the keys {list(keys)} is not inside of {outer!r}, although its "
+                    "dotted path says so; rename the key that has a dot"
+                )
+    return modules
 
 
 def with_calls(model: Model, wrap: Method) -> Model:

@@ -180,7 +180,7 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: object, **kwar
     if not args and name in kwargs:
         args = (kwargs.pop(name),)
     dims = None
-    # The signature of an `nnx.Einsum` is that of its own equation.
+    # An equation in the call would replace the module's own, which `signature` reads.
     if args and not _has_arrays((args[1:], kwargs)) and "einsum_str" not in kwargs:
         dims = signature(module)
     if dims is None and isinstance(role.style, Colwise | Rowwise):

@@ -48,7 +48,7 @@ class Skipped(nnx.Variable[Any]):
 
 
 class TrainState(nnx.Module):
-    """Model, optimizer, and number of skipped steps in a row."""
+    """Model, optimizer, and number of non-finite steps in a row."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 """The programs of a run: training step and evaluation.
 
 A step computes the summed loss and its gradient by micro-batch (`loss_and_grads`), divides by the
-number of tokens, applies the Optax chain (`sharded_optimizer.py`: clipping, rule, decay and
-learning rate of `optimizer.py`), moves the selection biases of experts, and selects the old state
-if the step is not finite, or has no weight (`_skip_if_useless`).
+weight (the number of labels, unless a loss has its own), applies the Optax chain
+(`sharded_optimizer.py`: clipping, rule, decay and learning rate of `optimizer.py`), moves the
+selection biases of experts, and selects the old state if the step is not finite, or has no weight
+(`_skip_if_useless`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -129,8 +130,9 @@ def make_train_step(
     global L2 norm before clipping; `learning_rate`, if known; `param_norm` after the update;
     `skipped`, the number of non-finite steps in a row; norms such as `grad_norm/blocks.mlp.*` for
     each of `metrics.norm_groups`; the balance of experts; and the metrics of a user's loss. The
-    state is unchanged if `loss` or `grad_norm` is not finite, or if `loss_tokens` is 0. If only
-    `param_norm` is not finite, the update overflowed.
+    state but for `skipped` is unchanged if `loss` or `grad_norm` is not finite (a norm can also
+    overflow float32), if `loss_tokens` is 0, and after more than `train.max_skipped` non-finite
+    steps. If only `param_norm` is not finite, the update overflowed.
 
     Args:
       with_checksums: the output has `checksums`.

@@ -228,6 +228,7 @@ def test_a_path_names_one_thing():
             lambda layer: nnx.Dict({"b": nnx.Dict({"bias": layer.bias})}),
             "two things at 'parts.a.b.bias'",
         ),
+        (lambda layer: layer, r"\['parts', 'a.b'\] is not inside of 'parts.a'"),
     ):
         with pytest.raises(UserError, match=message):
             parallelize(partial(Keyed, inner), {})

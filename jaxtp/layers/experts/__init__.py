@@ -9,7 +9,8 @@ See Shazeer et al., arXiv 1701.06538. No token is dropped.
     layer.py      has the parameters, and does these steps in order
 
 All devices of a tp group have the same tokens after the gather of sequence parallelism, so a device
-selects the rows of its own experts. The reduction over tp, which a dense MLP has too, sums the
+selects the rows of its own experts; where tp does not divide the number of experts, it computes its
+part of the hidden features of every row. The reduction over tp, which a dense MLP has too, sums the
 results. Hence a mixture sends as much over tp as a dense MLP, plus two floats per choice, without
 all-to-all. Over the storage, fsdp and cp, it gathers its kernels, or its tokens if they take fewer
 bytes.

@@ -174,18 +174,18 @@ def sum_over_parts(
 
     def forward(operands: Operands, frozen: Weights, rows: Rows) -> tuple[Array, _Residuals]:
         part = rows.part(0, size)
-        y, backward = jax.vjp(lambda operands: run(operands, frozen, part), operands)
+        y, pullback = jax.vjp(lambda operands: run(operands, frozen, part), operands)
         y = _add_parts(y, partial(run, operands, frozen), size, rows)
-        return y, (backward, operands, frozen, rows)
+        return y, (pullback, operands, frozen, rows)
 
     def backward(residuals: _Residuals, grad: Array) -> tuple[Operands, None, None]:
-        first_backward, operands, frozen, rows = residuals
+        first_pullback, operands, frozen, rows = residuals
 
         def gradients(part: Rows) -> Operands:
-            _, backward = jax.vjp(lambda operands: run(operands, frozen, part), operands)
-            return backward(grad)[0]
+            _, pullback = jax.vjp(lambda operands: run(operands, frozen, part), operands)
+            return pullback(grad)[0]
 
-        return _add_parts(first_backward(grad)[0], gradients, size, rows), None, None
+        return _add_parts(first_pullback(grad)[0], gradients, size, rows), None, None
 
     summed = jax.custom_vjp(lambda *args: forward(*args)[0])
     summed.defvjp(forward, backward)

@@ -34,7 +34,7 @@ from jaxtp.layers.experts.placement import (
     StackedDims,
     on_first_device,
     place,
-    storage_dim,
+    storage_letter,
 )
 from jaxtp.layers.experts.router import Router
 from jaxtp.layers.kernels.grouped import grouped_matmul, pick_method
@@ -168,7 +168,7 @@ class MixtureOfExperts(PositionwiseBranch):
         if config.shared_experts_gate:
             choices.append(jax.nn.sigmoid(router.project(x, "shared_gate")))
         choice = enter_parallel(jnp.concatenate(choices, axis=-1), split_dim)
-        # Here and for `x` below, [b, T/cp, ...] becomes [T/cp, b, ...] if `split_dim` is 1.
+        # Here and for `x` below, [b, T/cp, ...] becomes [T/cp, b, ...] if tp splits the sequence.
         choice = swap_sequence(choice, split_dim)
         gates = choice[..., :k]
         experts = choice[..., k : 2 * k].astype(jnp.int32)
@@ -250,29 +250,29 @@ class MixtureOfExperts(PositionwiseBranch):
             adapter = {f"{name}_lora.a": f"{dims[:2]}r", f"{name}_lora.b": f"Er{dims[2]}"}
             arrays |= {name: dims, f"{name}_bias": dims[0] + dims[2], **adapter}
         tp = axis_size(TP)
-        stored = storage_dim(self.config, tp, axis_size(*STORAGE))
+        stored = storage_letter(self.config, tp, axis_size(*STORAGE))
         over_tp = self.config.over_tp(tp)
         load = partial(self.precision.load, gathered=gathered)
         loaded: Weights = {}
         for name, dims in arrays.items():
             if name in weights:
                 stored_dim = dims.index(stored) if stored in dims else None
-                is_whole = "F" not in dims and not over_tp
-                loaded[name] = load(weights[name], stored_dim, used_by_all_tp=is_whole)
+                on_all_tp = "F" not in dims and not over_tp
+                loaded[name] = load(weights[name], stored_dim, used_by_all_tp=on_all_tp)
         return loaded
 
     def _compute(self, operands: Operands, frozen: Weights, rows: Rows) -> Array:
         """Returns the summands of these rows, `[N, D]`, without the last bias."""
         weights = {**operands.weights, **frozen}
         method, _ = pick_method(self.config.grouped, current_platform())
-        multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
+        multiply_rows = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
 
         def project(x: Array, name: str) -> Array:
-            y = multiply(x, weights[name])
+            y = multiply_rows(x, weights[name])
             if f"{name}_lora.a" in weights:
-                inner = multiply(x, weights[f"{name}_lora.a"])
+                inner = multiply_rows(x, weights[f"{name}_lora.a"])
                 lora: Lora = getattr(self, f"{name}_lora")
-                y = lora.add(y, inner, weights[f"{name}_lora.b"], multiply)
+                y = lora.add(y, inner, weights[f"{name}_lora.b"], multiply_rows)
             return y
 
         inputs = rows.spread(operands.x)  # [rows, D]

@@ -99,7 +99,7 @@ class StackedDims:
         over_tp = config.over_tp(tp)
         axes = dict[str, tuple[str, ...]](E=(), D=(), F=())
         axes["E" if over_tp else "F"] += (TP,)
-        axes[storage_dim(config, tp, shards)] += STORAGE
+        axes[storage_letter(config, tp, shards)] += STORAGE
         features = ExactDim if over_tp else PaddedDim
         sizes = {
             "E": ExactDim((config.num_experts,)),
@@ -122,7 +122,7 @@ class StackedDims:
         return P(*(self.axes.get(dim) or None for dim in dims))
 
 
-def storage_dim(config: ExpertsConfig, tp: int, shards: int) -> str:
+def storage_letter(config: ExpertsConfig, tp: int, shards: int) -> str:
     """Returns the letter of the dim that the storage splits."""
     return "E" if config.stored_by_expert(tp, shards) else "D"
 
