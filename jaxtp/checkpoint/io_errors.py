@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import jax
 
@@ -104,12 +104,29 @@ def _read_every_byte(folder: Path) -> None:
     for path in files_below(folder):
         try:
             with open_regular(path) as file:
-                while file.read(_BLOCK):
-                    pass
+                _read_data(file)
         except OSError as error:
             # The error of a failed read does not name the file.
             error.filename = str(path)
             raise
+
+
+def _read_data(file: BinaryIO) -> None:
+    """Reads a file without its holes, which take no room on the disk and could have terabytes."""
+    position = 0
+    while True:
+        try:
+            position = file.seek(position, os.SEEK_DATA)
+        except OSError as error:
+            # There is no data after this position.
+            if error.errno == errno.ENXIO:
+                return
+            raise
+        end = file.seek(position, os.SEEK_HOLE)
+        file.seek(position)
+        # The block at the end is empty, even if the file is cut meanwhile.
+        while block := file.read(min(_BLOCK, end - position)):
+            position += len(block)
 
 
 def files_below(folder: Path) -> Iterator[Path]:

@@ -188,7 +188,10 @@ def require_readable(folder: Path) -> None:
         could fill the memory.
     """
     for path in files_below(folder):
-        status = path.stat()
+        try:
+            status = path.stat()
+        except MISSING:
+            continue
         name = path.relative_to(folder)
         if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{folder} is damaged ({name} is not a regular file)")
@@ -205,7 +208,12 @@ def require_openable(checkpoints: Path) -> None:
       CheckpointError: a file is a pipe, for which Orbax would wait forever, or a device.
     """
     for path in (*checkpoints.glob("*"), *checkpoints.glob("*/*")):
-        if path.is_fifo() or path.is_char_device() or path.is_block_device():
+        try:
+            mode = path.stat().st_mode
+        except OSError:
+            # A broken link, or another process deleted it.
+            continue
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise CheckpointError(f"{path} is not a regular file; delete it")
 
 
@@ -317,7 +325,8 @@ def steps_in(folder: Path) -> list[int]:
     with suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(folder):
             name = entry.name
-            if entry.is_dir() and name.isdecimal() and str(int(name)) == name:
+            # A `Path` takes a link to itself for a file; a `DirEntry` raises.
+            if name.isdecimal() and str(int(name)) == name and Path(entry).is_dir():
                 steps.append(int(name))
     return sorted(steps)
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -123,7 +122,7 @@ class Display:
 
         A narrow terminal gets a shorter bar, or a shorter text.
         """
-        columns = shutil.get_terminal_size((sys.maxsize, 0)).columns
+        columns = self._columns()
         width = min(_BAR_WIDTH, columns - len(f"{label} [] {text}{left}"))
         if width >= _MIN_BAR_WIDTH:
             filled = "#" * (width * position // self._total)
@@ -132,6 +131,15 @@ class Display:
         if len(text) > room:
             text = text[: max(0, room - len(_CUT))] + _CUT
         return f"{label} {text}{left}"
+
+    def _columns(self) -> int:
+        """Returns the width of the terminal, or a very large number if it is unknown."""
+        if self._stream is None:
+            return sys.maxsize
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or sys.maxsize
+        except (OSError, ValueError):
+            return sys.maxsize
 
     def _write(self, text: str) -> None:
         if self._stream is None:

@@ -16,7 +16,7 @@ from jaxtp.config.entry import UserError
 T = TypeVar("T")
 
 MAX_SUGGESTED = 1024
-_MAX_DIVISOR = 2**20  # more than the devices of a mesh, and the rows of a device
+_MAX_DIVISOR = 2**20  # at least the devices of a mesh, and the rows of a device
 OTHER_NAMES = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
     "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
@@ -67,24 +67,35 @@ class Group:
     logs: Path  # folder of the logs
     # Virtual CPU devices of each process; None divides the GPUs among the processes
     devices: int | None = None
+    gpus: Sequence[str] = field(default_factory=lambda: names_of_gpus(gpus_present()))
 
+    def __post_init__(self) -> None:
+        if self.devices is None and len(self.gpus) % self.count:
+            raise LaunchError(
+                f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among "
+                f"{process_counts(len(self.gpus))} processes"
+            )
+
+    @property
     def environments(self) -> list[dict[str, str]]:
-        """Returns environment variables that give each process its devices.
-
-        Raises a `LaunchError` if the processes cannot divide the GPUs.
-        """
+        """Environment variables that give each process its devices."""
         if self.devices is not None:
             return [{"JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}] * self.count
+        if not self.gpus:
+            return [{}] * self.count
+        shares = (gpu_share(self.gpus, self.count, index) for index in range(self.count))
+        return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+
+    def shrunk_to_visible_gpus(self) -> "Group | None":
+        """Returns the group to restart: smaller if GPUs have disappeared, None if no GPU is
+        left."""
+        if self.devices is not None or not self.gpus:
+            return self
         gpus = names_of_gpus(gpus_present())
         if not gpus:
-            return [{}] * self.count
-        if len(gpus) % self.count:
-            raise LaunchError(
-                f"--processes {self.count}: {len(gpus)} GPUs can be divided among "
-                f"{process_counts(len(gpus))} processes"
-            )
-        shares = (gpu_share(gpus, self.count, index) for index in range(self.count))
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
+            return None
+        count = next(count for count in range(self.count, 0, -1) if len(gpus) % count == 0)
+        return replace(self, count=count, gpus=gpus)
 
     def log(self, index: int) -> Path:
         """Returns a process's log file."""
@@ -109,7 +120,13 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
             _report(index, code, group.log(index))
             if attempt > restarts or is_stopped or code in (MISTAKE, WRONG):  # it would fail again
                 break
-            say(f"restarts all processes (restart {attempt} of {restarts})")
+            next_group = group.shrunk_to_visible_gpus()
+            if next_group is None:
+                say("no GPU is left: no restart")
+                break
+            count = "all" if next_group.count == group.count else f"only {next_group.count}"
+            say(f"restarts {count} processes (restart {attempt} of {restarts})")
+            group = next_group
     return 128 - code if code < 0 else code
 
 
@@ -183,7 +200,7 @@ def _start_all(group: Group) -> Iterator[subprocess.Popen[bytes]]:
         with listening("127.0.0.1") as server:
             address = format_address(*server.getsockname())
         cluster = {ADDRESS: address, COUNT: str(group.count), TOKEN: secrets.token_hex(32)}
-    for index, variables in enumerate(group.environments()):
+    for index, variables in enumerate(group.environments):
         if cluster:
             variables = {**variables, **cluster, PROCESS: str(index)}
         with open_directly(group.log(index), "ab") as log:

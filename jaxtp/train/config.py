@@ -366,7 +366,8 @@ class LaunchConfig(Settings):
     allocator: Annotated[Allocator, COST] = "default"
     """Allocator of GPU memory: default is JAX's (BFC), whose free memory can fragment; cuda_async
     is CUDA's pool, which does not fragment while steps peak below its share of the memory (0.85, or
-    XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+    XLA_PYTHON_CLIENT_MEM_FRACTION). With jax 0.11 or newer XLA_PYTHON_CLIENT_ALLOCATOR=platform
+    asks the driver for each array."""
 
     bind: str | None = None
     """Address at which process 0 and its JAX coordinator listen for the other processes. By default

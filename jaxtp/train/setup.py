@@ -249,7 +249,10 @@ def check_loss_on(config: TrainConfig, task: Task, batches: Batches) -> Traits:
     try:
         return check_loss(config, task, batches.shapes)
     except ConfigError as error:
-        if task.batches is not None and isinstance(batches, SampleBatches):
+        # Items can be batches only if all their arrays have as many rows.
+        lengths = {array.shape[1:2] for array in batches.shapes.values()}
+        may_have_batches = len(lengths) == 1 and () not in lengths
+        if task.batches is not None and isinstance(batches, SampleBatches) and may_have_batches:
             raise BatchError(f"{error}; {reading_rows(batches)}") from error
         raise
 

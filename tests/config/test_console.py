@@ -58,7 +58,6 @@ def test_a_narrow_terminal_shows_the_end_of_the_bar(columns, monkeypatch):
     stream = Failing()
     monkeypatch.setattr(stream, "fileno", lambda: 1)
     monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((columns, 24)))
-    monkeypatch.delenv("COLUMNS", raising=False)
     display = Display("step {done}/{total}", stream=stream)
     clock = iter([0.0, 0.0, 100.0])
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import pytest
@@ -171,17 +172,32 @@ def test_gloo_log_lines_are_hidden(tmp_path, capsys):
     assert error.endswith("process-1.log:\n  words of 1\n")
 
 
-def test_gpus_are_divided_evenly_or_an_error(monkeypatch, tmp_path):
-    monkeypatch.setattr(supervisor, "gpus_present", lambda: 8)
+def with_gpus(monkeypatch, *counts):
+    """Sets the number of GPUs that each look finds."""
+    monkeypatch.setattr(supervisor, "gpus_present", Mock(side_effect=counts))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_gpus_are_divided_evenly_or_an_error(monkeypatch, tmp_path):
+    with_gpus(monkeypatch, 8, 8, 8)
     for count in (3, 16):
         with pytest.raises(
             LaunchError, match=f"--processes {count}: 8 GPUs can be divided among 1, 2, 4 or 8"
         ):
-            group(tmp_path, count, "").environments()
+            group(tmp_path, count, "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    shares = [own["CUDA_VISIBLE_DEVICES"] for own in group(tmp_path, 2, "").environments()]
+    shares = [own["CUDA_VISIBLE_DEVICES"] for own in group(tmp_path, 2, "").environments]
     assert shares == ["4,5", "6,7"]
+
+
+def test_restart_uses_fewer_processes_if_gpus_disappear(monkeypatch, tmp_path, capsys):
+    with_gpus(monkeypatch, 8, 6, 8, 0)
+    code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"  # noqa: E501
+    assert supervise(group(tmp_path, 4, code), restarts=1) == 0
+    assert "restarts only 3 processes (restart 1 of 1)" in capsys.readouterr().err
+    assert (tmp_path / "logs/process-2.log").read_text().splitlines()[-1] == "4,5"
+    assert supervise(group(tmp_path, 2, "sys.exit(4)"), restarts=1) == 4
+    assert "no GPU is left: no restart" in capsys.readouterr().err
 
 
 def test_two_launches_cannot_share_a_log_folder(tmp_path):

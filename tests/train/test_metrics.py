@@ -353,7 +353,7 @@ def test_a_bar_shows_the_metrics_that_fit(monkeypatch, capsys):
     values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0}
     report = Report(tuple(values)[1:])
     report.has_bar = True
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(report, "_columns", lambda: 60)
     report.begin(0, 9)
     report.step(9, values, "7 rows/s")
     assert "loss 0.5000  7 rows/s  rewards/mar...  0:00:00 left" in capsys.readouterr().out
