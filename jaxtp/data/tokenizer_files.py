@@ -117,7 +117,13 @@ def chat_template(folder: Path) -> str | None:
         if isinstance(entry, dict) and entry.get("name") == "default":
             template = entry.get("template")
             break
-    return template if isinstance(template, str) else None
+    if not isinstance(template, str):
+        return None
+    if len(template) > MAX_TEMPLATE:
+        raise TokenizerError(
+            f"{folder / TOKENIZER_CONFIG}: a chat template of more than {MAX_TEMPLATE:,} characters"
+        )
+    return template
 
 
 def read_template(path: Path) -> str:

@@ -12,6 +12,7 @@ a block-diagonal B, which an import takes apart. A projection without an adapter
 """
 
 import math
+import os.path
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
@@ -32,9 +33,10 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
-from jaxtp.hf.config_json import choose_family
+from jaxtp.hf.config_json import check_adaptable, choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_IN_MEMORY, TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.load import load_tensors, print_notes
+from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
     HFError,
@@ -216,6 +218,7 @@ def save_peft(
       HFError: the model has no adapters, no family can represent it, or the folder is not writable.
     """
     check_options(options, SaveOptions)
+    _check_base(base)
     config = model.config
     layout = options.get("experts", "stacked")
     if not config.lora.rank:
@@ -388,6 +391,7 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
     """
     attributes = read_attributes(path, CONFIG, "PEFT's format")
     base = attributes.get("base_model_name_or_path")
+    _check_base(base)
     plain = replace(config, lora=LoraConfig())
     with prefix_errors(path):
         _check_attributes(attributes)
@@ -395,6 +399,12 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
     with prefix_errors(f"{path}, made for {truncate(base, 200)}" if base else path):
         folder = _match_model(path, tensors, attributes, plain, choose_family(plain, family))
     return replace(folder, notes=(*notes, *folder.notes))
+
+
+def _check_base(base: object) -> None:
+    if isinstance(base, str | Path) and os.path.isfile(Path(base) / MODEL_CONFIG):
+        with prefix_errors(Path(base)):
+            check_adaptable(read_attributes(Path(base)))
 
 
 def _check_attributes(attributes: Attributes) -> None:

@@ -391,6 +391,9 @@ def test_bash_completes(tmp_path):
     done = run_program("bash", "-c", "\n".join(asked), check=True)
     answers = [line.strip() for line in done.stdout.splitlines()]
     assert dict(zip(offered, answers, strict=True)) == offered
+    for shell in ("zsh", "fish"):
+        printed = run_program(sys.executable, SCRIPT, shell, check=True).stdout
+        assert "model.lora.rank" in printed
 
 
 def test_values_that_are_no_setting_of_a_section_are_refused_before_the_mesh(tmp_path):

@@ -32,6 +32,7 @@ from tables import read_json, write_json
 import jaxtp
 from jaxtp.hf.config_json import model_config
 from jaxtp.hf.model_folder import open_folder
+from jaxtp.hf.peft import open_peft
 from jaxtp.hf.runs import load_base
 from jaxtp.hf.safetensors import read_header
 from jaxtp.hf.save import atomic_folder, write_files
@@ -211,12 +212,21 @@ def test_a_kimi_is_written_as_what_it_is(tmp_path):
     assert read_json(tmp_path / "out/config.json") == attributes
 
 
-def test_adapters_need_pairs_next_to_each_other():
-    """PEFT's files do not tell the layout of the model."""
+def test_adapters_need_pairs_next_to_each_other(tmp_path):
+    """PEFT's files do not tell the layout of the model; a caller, or the adapters'
+    configuration, names its folder.
+    """
     base = FOLDER / "deepseek_v3_yarn"
     config = replace(jaxtp.read_config(base), lora=LoraConfig(rank=2))
-    with pytest.raises(jaxtp.HFError, match="rope_interleave = False"):
-        load_base(base, config, jaxtp.make_mesh())
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": str(base)})
+    actions = {
+        "a run": partial(load_base, base, config, jaxtp.make_mesh()),
+        "save_peft": partial(jaxtp.save_peft, random_model(config), tmp_path / "out", base=base),
+        "adapters": partial(open_peft, tmp_path, jaxtp.read_config(base)),
+    }
+    assert_all_refused(
+        {name: (action, ["rope_interleave = False"]) for name, action in actions.items()}
+    )
 
 
 SMALL = {

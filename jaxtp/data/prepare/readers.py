@@ -385,7 +385,12 @@ def _lines(content: BufferedReader, limit: int) -> Iterator[bytes]:
                 if not remainder or remainder.endswith(b"\n"):
                     break
             else:
-                raise too_large(limit)
+                size = _MAX_SKIPS * SKIP_BYTES
+                raise BadInputError(
+                    TOO_LARGE,
+                    f"the end of a line is more than {size:,} bytes behind --max-document-bytes; "
+                    "the rest of the file is left out",
+                )
 
 
 @contextmanager
@@ -403,6 +408,9 @@ def _open_stream(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
                 with zstd.ZstdFile(file, options=options) as unpacked:
                     yield unpacked, file
             except zstd.ZstdError as error:
+                if "memory" in str(error):
+                    message = f"unpacking takes too much memory: {error}"
+                    raise BadInputError(TOO_LARGE, message) from None
                 raise EOFError(str(error)) from None
         else:
             yield file, file

@@ -101,7 +101,7 @@ def _documents_of_split(
 
 
 def require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> None:
-    """Raises `InputError` if a dataset was not made with the model's tokenizer, which is there."""
+    """Raises `InputError` if a dataset was not made with the model's; `tokenizer` is its path."""
     expected = model.tokenizer.info
     actual = dataset.tokenizer
     if expected.sha256 != actual.sha256:
