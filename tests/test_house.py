@@ -193,7 +193,7 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 325_000,
+    "tokens of code": 315_000,
     "files": 250,
     "rooms": 14,
     "arrows between rooms": 72,
