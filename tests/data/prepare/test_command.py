@@ -142,7 +142,7 @@ def test_documents_of_which_a_tokenizer_makes_no_token_are_left_out():
     write("a.jsonl", ["a", "b"])
     write("b.jsonl", [{"prompt": "a", "chosen": "a", "rejected": text} for text in ("aa", "b")])
     for line in ("a.jsonl", "b.jsonl --preference --out e"):
-        assert "left out    1 x empty document" in output(f"{line} --tokenizer w")
+        assert "left out    1 x empty document" in output(f"{line} --tokenizer w --no-eos")
 
 
 def test_folders_with_other_files_are_left_alone():
