@@ -276,6 +276,8 @@ def copy_hf_files(source: Path, run: Path) -> None:
     if source.name == HF_FILES:
         names.append(ORIGIN)
     files = read_files(source, names)
+    if not files:
+        return
     if CONFIG in files and ORIGIN not in files:
         family = family_of(read_attributes(source), str(source / CONFIG))
         if is_part(family):
