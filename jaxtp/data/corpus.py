@@ -237,8 +237,6 @@ def _source(name: str, weight: float, part: Part, other: Part | None) -> Source:
         raise CorpusError(
             f"{part.description} has no documents to train on; prepare it with a smaller --held-out"
         )
-    if other is not None and validation is None:
-        raise CorpusError(f"data.validation={other.description} has no documents to evaluate on")
     return Source(name, weight, part.train, validation)
 
 

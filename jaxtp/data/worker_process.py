@@ -186,10 +186,7 @@ def load(content: bytes) -> "Tokenizer":
     """Returns a tokenizer without truncation, padding and dropout."""
     from tokenizers import Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_str(content.decode())
-    except LookupError as error:
-        raise ValueError(str(error)) from None
+    tokenizer = Tokenizer.from_str(content.decode())
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None) is not None:

@@ -167,10 +167,7 @@ class Programs:
     def compiled_decode(self, caches: KVCaches) -> jax.stages.Compiled:
         """Returns the compiled decode program; `caches` may be abstract."""
         zeros = np.zeros(self.shape.rows, np.int32)
-        history = None
-        if self.needs_history:
-            history = np.zeros((self.shape.rows, self.shape.slots), np.int32)
-        rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32), history)
+        rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32))
         return self._program("decode", self._decode, caches, rows, np.int32(1), np.bool_(False))
 
     def compiled_copy(self, caches: KVCaches) -> jax.stages.Compiled:

@@ -283,18 +283,17 @@ def _read_overrides(
     listed = attributes.get(_OVERRIDES)
     if _OVERRIDES not in family.layer_attributes or listed is None:
         return {}
-    wrong = HFError(
-        f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to "
-        f"{' and '.join(_OVERRIDDEN)}"
-    )
-    if not isinstance(listed, dict):
-        raise wrong
     layers = set(map(str, range(fields["num_layers"])))
+    if not isinstance(listed, dict) or not all(
+        layer in layers and isinstance(changes, dict) and changes.keys() <= _OVERRIDDEN.keys()
+        for layer, changes in listed.items()
+    ):
+        raise HFError(
+            f"{_OVERRIDES} = {quote(listed)}: should map numbers of layers to "
+            f"{' and '.join(_OVERRIDDEN)}"
+        )
     overrides: dict[int, Settings] = {}
     for layer, changes in listed.items():
-        is_valid = layer in layers and isinstance(changes, dict)
-        if not is_valid or not changes.keys() <= _OVERRIDDEN.keys():
-            raise wrong
         overrides[int(layer)] = {_OVERRIDDEN[name]: whole(name, changes[name]) for name in changes}
     return overrides
 
@@ -488,21 +487,19 @@ def _read_rotated(attributes: Attributes, family: Family, windows: Sequence[bool
             return _windows_by_index({}, family, count)
         period = whole(_NO_ROPE_PERIOD, attributes.get(_NO_ROPE_PERIOD, _DEFAULT_NO_ROPE_PERIOD))
         return _all_but_every(period, count)
+    theta = 1
+    if name == "layer_rope_theta":
+        theta = _read_rope(attributes, family, {}, windowed=False)["rope_theta"]
     if (
         not isinstance(listed, list)
         or len(listed) < count
         or not {int, float}.issuperset(map(type, listed))
+        or not {0, theta}.issuperset(listed)
     ):
         raise HFError(
-            f"{name} = {quote(listed)}: should be a number for each of {count} layers, 0 without a "
-            "rotation"
+            f"{name} = {quote(listed)}: should have {theta:g} for each of {count} layers, or 0 for "
+            "one without a rotation"
         )
-    theta = 1
-    if name == "layer_rope_theta":
-        theta = _read_rope(attributes, family, {}, windowed=False)["rope_theta"]
-    for value in listed:
-        if value not in (0, theta):
-            raise HFError(f"{name} holds {quote(value)}: only 0 and {theta:g} are supported")
     return list(map(bool, listed[:count]))
 
 

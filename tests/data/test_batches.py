@@ -297,6 +297,10 @@ def test_an_iterator_that_ends_early_says_how_much_it_had():
     for where in (Position(), position):
         with pytest.raises(EndOfDataError, match="ended after 5 batches"):
             read(again(), where, 9)
+    source = opened(again())
+    list(source.read(range(B), Position(), 1))
+    with pytest.raises(BatchError, match="can be read only once"):
+        list(source.read(range(B), Position(), 1))
 
 
 def test_arrays_that_a_source_fills_again_are_not_disturbed_by_reading_ahead():
@@ -352,6 +356,8 @@ def test_without_weights_a_short_batch_stops_training_and_an_evaluation_leaves_i
         assert len(read(source, once=True)[0]) == ROWS // B
     with pytest.raises(BatchError, match="a batch of 8 rows has only 5 rows"):
         read(Dataset(rows=5), once=True)
+    with pytest.raises(BatchError, match="has no end"):
+        opened(pipeline().repeat(), once=True)
 
 
 @pytest.mark.parametrize(
@@ -453,6 +459,7 @@ WRONG = {
         lambda step, rows: {"x": np.zeros(3)},
         "returned 3 rows, but was called with 8",
     ),
+    "a state of objects": (type("Own", (Stateful,), {"state_dict": set})(), "cannot be saved"),
     "datasets for streams": ([Dataset(), Dataset()], "dataset of samples"),
 }
 

@@ -120,6 +120,7 @@ def test_scores_that_do_not_fit_the_data_are_refused(dataset):
             open_data(replace(TrainConfig(), data=replace(config, **changes)), InitSource(), task)
 
     assert_refused("no such folder")
+    assert_refused(r"has no scores\.json", scores=Path("."))
     writer = write(dataset)
     assert_refused("unfinished scores, which the same jaxtp score command finishes")
     writer.finish()
@@ -221,6 +222,7 @@ def test_a_wrong_scores_json_is_refused(dataset):
         "packing": "no",
         "vocab_size": "x",
         "splits": {"../y": {}},
+        "sha256": {"other": "x"},
     }
     for key, value in wrong.items():
         write_json(file, {**record, key: value})

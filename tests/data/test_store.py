@@ -14,7 +14,7 @@ from corpora import jsonl, prepared, texts, write
 from structures import PLANTED, plant, watched
 from tables import read_json, write_json
 
-from jaxtp.data.manifest import MANIFEST, TokenizerInfo, read_manifest
+from jaxtp.data.manifest import MANIFEST, TokenizerInfo, read_manifest, totals
 from jaxtp.data.packing import Packed
 from jaxtp.data.store import DatasetError, open_dataset, verify
 
@@ -184,9 +184,10 @@ CONTRADICTIONS = {
     "format": (3, "format 3; this version of jaxtp reads formats 1 and 2"),
     "splits": (None, "damaged: splits"),
     "splits train tokens": (3, "tokens of train does not match its shards"),
-    "splits secret": ({}, "unknown split .secret|damaged: splits.secret"),
+    "splits secret": ({**totals([]), "shards": []}, "unknown split 'secret'"),
     "tokenizer kind": ("mine", "tokenizer.kind = 'mine'"),
     "tokenizer eos_id": (256, "token 256 is beyond vocab_size = 256"),
+    "tokenizer sha256": ("x", "tokenizer bytes with sha256 = x"),
     "tokenizer vocab_size": (True, "tokenizer.vocab_size = True: "),
     "prompts": (False, "a shard has the files"),
     "splits train shards 0 documents": (0, "a shard has 0 documents"),

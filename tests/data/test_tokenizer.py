@@ -21,6 +21,7 @@ from tokenizers import (
 from jaxtp.data import tokenizer as module
 from jaxtp.data import worker_process
 from jaxtp.data.manifest import TOKENIZER
+from jaxtp.data.store import verify
 from jaxtp.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -144,12 +145,14 @@ def test_a_tokenizer_that_is_not_byte_level_decodes_as_the_library_does():
 
 def test_a_text_without_a_token_is_an_error():
     library = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="?"))
-    with pytest.raises(TokenizerError, match=r"x: cannot encode a text: .*UNK"):
-        ours(library).encode_batch(["b"])
+    for kind in (HuggingFaceTokenizer, IsolatedTokenizer):
+        with pytest.raises(TokenizerError, match=r"x: cannot encode a text: .*UNK"):
+            kind(library.to_str().encode(), "x").encode_batch(["b"])
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[1]", b"\xff\xfe", CONTENT[:-20], b'{"model": {"type": "BPE"}}']
+    "content",
+    [b"", b"{}", b"[1]", b"\xff\xfe", CONTENT[:-20], Tokenizer(models.BPE()).to_str().encode()],
 )
 def test_files_that_are_no_tokenizer_are_refused(content):
     with pytest.raises(TokenizerError, match=r"x: not a tokenizer\.json|without a vocabulary"):
@@ -168,6 +171,7 @@ def test_the_tokenizer_of_a_dataset_is_the_one_that_made_it():
     (made.folder / TOKENIZER).unlink()
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: No such file"):
         load_tokenizer(made.folder)
+    assert list(verify(made)) == [f"d/{TOKENIZER}: No such file or directory"]
 
 
 def test_without_the_library_the_message_names_the_extra(monkeypatch):

@@ -77,12 +77,15 @@ class Answers:
       each: is called with each piece before it is given.
     """
 
-    def __init__(self, *answers, context=None, begin=lambda *_: None, each=lambda _: None):
+    def __init__(
+        self, *answers, context=None, finish="end", begin=lambda *_: None, each=lambda _: None
+    ):
         self.answers = list(answers)
         self.asked = []
         self.closed = 0
         self.limits = Limits(256, context, False)
         self.speed = Speed()
+        self.finish = finish
         self.begin = begin
         self.each = each
 
@@ -96,7 +99,7 @@ class Answers:
         try:
             for place, letter in enumerate(answer, 1):
                 ended = (
-                    Result(0, answer, (), (), "end", len(prompts[0]))
+                    Result(0, answer, (), (), self.finish, len(prompts[0]))
                     if place == len(answer)
                     else None
                 )
@@ -313,3 +316,5 @@ def test_a_text_beyond_the_context_is_not_answered(monkeypatch, capsys):
         "[d]"
     ]
     assert "not answered: " + beyond in capsys.readouterr().err
+    talk(monkeypatch, "a\n", generator=Answers("x", finish="context"))
+    assert "the answer is cut: the model's context is full" in capsys.readouterr().err

@@ -341,6 +341,8 @@ def test_a_bad_line_of_a_file_is_named(tmp_path):
         return raised_by(command.read_prompts, path, "prompt")
 
     assert_errors(read_table(__file__, "bad_lines"), error_of)
+    path.write_bytes(b"\xff")
+    assert "not UTF-8 (byte 0)" in raised_by(command.read_prompts, path, "prompt")
 
 
 def test_a_damaged_checkpoint_is_one_error(run, tmp_path, capsys):

@@ -22,7 +22,7 @@ from jaxtp.config.schema import to_plain
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.generate.__main__ import GenerateConfig, main
-from jaxtp.generate.loading import open_source
+from jaxtp.generate.loading import SourceError, _tokenizer_of_run, open_source
 from jaxtp.generate.request import Piece
 from jaxtp.tools.convert.__main__ import main as convert
 
@@ -100,6 +100,8 @@ def test_a_run_of_a_mixture_has_the_tokenizer_of_its_first_dataset(folder, tmp_p
         checkpoints.save(1, state, jaxtp.make_mesh(devices=jax.devices()[:1]), {"config": config})
     tokenizer = open_source(tmp_path / "run").tokenizer
     assert tokenizer.info.sha256 == open_source(folder).tokenizer.info.sha256
+    with pytest.raises(SourceError, match="does not record its tokenizer"):
+        _tokenizer_of_run(tmp_path, None, None, GenerateConfig())
 
 
 def test_build_is_refused_where_it_has_no_effect(folder, refusal):
@@ -254,18 +256,22 @@ def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, conv
 
 
 DAMAGED = [
-    ("tokenizer_config.json", "[]", "is a list, not an object"),
-    ("generation_config.json", "{", "is not JSON"),
-    ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id = </s>: should be ids"),
+    ("tokenizer_config.json", b"[]", "is a list, not an object"),
+    ("generation_config.json", b"{", "is not JSON"),
+    ("generation_config.json", b'{"eos_token_id": "</s>"}', "eos_token_id = </s>: should be ids"),
+    ("chat_template.jinja", b"\xff", "not UTF-8"),
 ]
 
 
 def test_damaged_files_are_named(folder):
     for name, content, message in DAMAGED:
-        (folder / name).write_text(content)
+        (folder / name).write_bytes(content)
         with pytest.raises(TokenizerError, match=message):
             open_source(folder)
         (folder / name).write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(SourceError, match="give one by --tokenizer"):
+        open_source(folder)
 
 
 TEMPLATES = {

@@ -76,5 +76,9 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
     run = SimpleNamespace(
         model=model, mesh=None, config=SimpleNamespace(data=data), paused=lambda what: nullcontext()
     )
+    sample = jaxtp.sample_text("a", every=1)
     with pytest.raises(GenerationError, match="name no tokenizer; give one by tokenizer="):
-        jaxtp.sample_text("a", every=1)(run, SimpleNamespace(index=1))
+        sample(run, SimpleNamespace(index=1))
+    run.model = None
+    with pytest.raises(GenerationError, match="the model is a NoneType"):
+        sample(run, SimpleNamespace(index=1))

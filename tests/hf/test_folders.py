@@ -72,7 +72,8 @@ def multimodal(path, form="older", change=lambda tensors: tensors):
         "vision_config": {"hidden_size": 4},
     }
     write_model(path, described, change(vision | text))
-    (path / "preprocessor_config.json").write_text('{"size": 4}')
+    for name in ("preprocessor_config.json", "tokenizer.json"):
+        (path / name).write_text('{"size": 4}')
     return path
 
 
@@ -88,8 +89,11 @@ def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     assert [name for name in before | after if before.get(name) != after.get(name)] == [
         FORMS[form][0] + "norm.weight"
     ]
-    for name in ("config.json", "preprocessor_config.json"):
+    for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
         assert read_json(tmp_path / "out" / name) == read_json(source / name)
+    changes = {"dtype": "bfloat16", "max_position_embeddings": 99}
+    jaxtp.save_hf(model, tmp_path / "b", like=source, dtype="bfloat16", attributes=changes)
+    assert read_json(tmp_path / "b/config.json")["text_config"].items() >= changes.items()
     jaxtp.save_hf(model, tmp_path / "text")
     assert read_json(tmp_path / "text/config.json")["model_type"] == "gemma3_text"
     assert not [name for name in stored_tensors(tmp_path / "text") if "vision" in name]
@@ -145,6 +149,7 @@ def test_a_shared_expert_of_width_zero_is_none(tmp_path):
 PREFIX = FORMS["older"][0]
 MIXED_UP = {
     "begin in two ways": {"add": {"model.language_model.norm.weight": (40,)}},
+    f"{PREFIX}norm.weight and model.norm.weight": {"add": {"model.norm.weight": (40,)}},
     "missing: model.norm.weight": {"drop": f"{PREFIX}norm.weight"},
     "unexpected: model.layers.0.more.weight": {"add": {f"{PREFIX}layers.0.more.weight": (3,)}},
     "unexpected: audio_tower.weight": {"add": {"audio_tower.weight": (3,)}},

@@ -5,6 +5,7 @@ folder opened.
 import json
 import struct
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message, plant
 from support import assert_refused, use_mesh
-from tables import read_table, write_json
+from tables import raised_by, read_table, write_json
 
 import jaxtp
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, special_tokens
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.model_folder import Folder, open_folder
-from jaxtp.hf.runs import copy_hf_files
+from jaxtp.hf.runs import copy_hf_files, load_adapted, run_model_config
 from jaxtp.hf.safetensors import HFError, read_header
 from jaxtp.tools.convert.__main__ import main
 
@@ -412,6 +413,14 @@ def test_weights_may_lie_on_another_disk(whole, tmp_path):
     with pytest.raises(HFError, match="outside of the folder"):
         copy_hf_files(whole, run)
     assert not list(run.iterdir())
+
+
+def test_a_checkpoint_that_does_not_name_its_model_or_base_is_refused():
+    run = Path("run")
+    own = {"config": {"model": {}}}
+    assert "does not name the base model" in raised_by(load_adapted, run, {}, None)
+    assert "does not record its model" in raised_by(run_model_config, run, {})
+    assert "needs no code" in raised_by(run_model_config, run, own, dict)
 
 
 BESIDE = {

@@ -11,6 +11,7 @@ import pytest
 from corpora import dataset, decoded, documents, output, refusal, run, texts, write, write_bpe
 from runs import contents, run_program
 from tables import assert_errors, read_table
+from tokenizers import Tokenizer, models
 
 from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.__main__ import main
@@ -70,7 +71,7 @@ def test_a_command_without_inputs_or_folder_is_refused(capsys):
 
 def test_the_summary_counts_documents_tokens_and_what_was_left_out():
     write("b.txt", "unlike the others")
-    out = output("a.jsonl b.txt --dedup --held-out 0.2 --shard-tokens 3000")
+    out = output("a.jsonl b.txt --dedup --held-out 0.2 --shard-tokens 3000 --json s.json")
     splits = open_dataset(Path("d")).splits
     assert "dataset     d, tokenizer bytes, vocabulary 256" in out
     for name in ("train", "validation"):
@@ -78,6 +79,7 @@ def test_the_summary_counts_documents_tokens_and_what_was_left_out():
         assert f"{name:<12}{found.num_documents} documents, {found.num_tokens:,} tokens in " in out
     assert f"left out    {60 - len(set(TEXTS))} x duplicate" in out
     assert splits["train"].num_documents + splits["validation"].num_documents == len(set(TEXTS)) + 1
+    assert json.loads(Path("s.json").read_text())["inputs"]["files"] == 2
 
 
 def test_a_finished_dataset_is_left_as_it_is():
@@ -133,6 +135,14 @@ def test_end_tokens_are_named_or_left_out():
 def test_inputs_without_a_document_are_refused():
     write("a.jsonl", ["", ""])
     assert "no document in 1 files; left out: 2 x empty document" in refusal("a.jsonl")
+
+
+def test_documents_of_which_a_tokenizer_makes_no_token_are_left_out():
+    write("w/tokenizer.json", Tokenizer(models.BPE({"a": 0}, [])).to_str())
+    write("a.jsonl", ["a", "b"])
+    write("b.jsonl", [{"prompt": "a", "chosen": "a", "rejected": text} for text in ("aa", "b")])
+    for line in ("a.jsonl", "b.jsonl --preference --out e"):
+        assert "left out    1 x empty document" in output(f"{line} --tokenizer w --no-eos")
 
 
 def test_folders_with_other_files_are_left_alone():
@@ -213,7 +223,7 @@ def test_a_file_of_many_bad_rows_is_not_read_whole_to_be_refused(monkeypatch):
 def test_a_damaged_unfinished_dataset_is_refused(name):
     write_bpe()
     write("b.jsonl", [*TEXTS, {"bad": 1}])
-    command = "b.jsonl --tokenizer t/tokenizer.json --dedup"
+    command = "b.jsonl --tokenizer t/tokenizer.json --dedup --shard-tokens 900"
     refusal(command)
     write(f"d/{name}", Path(f"d/{name}").read_bytes()[:-3])
     error = refusal(command)
