@@ -141,7 +141,7 @@ def diff(args: Diff) -> int:
 
 def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> str | None:
     """Returns the relative L2 norm of a difference, or a description; None if equal."""
-    shapes = [each.arrays[name].shape if name in each.arrays else "absent" for each in (a, b)]
+    shapes = [stored.arrays[name].shape if name in stored.arrays else "absent" for stored in (a, b)]
     if shapes[0] != shapes[1]:
         return f"{shapes[0]} and {shapes[1]}"
     checksum = a.info["checksums"].get(name)

@@ -143,7 +143,9 @@ def test_of_settings_that_are_as_fast_the_simplest_is_the_best():
 
 
 def test_what_cannot_run_is_refused_with_its_reason():
-    ((mesh, reason),) = found(meshes=[mesh_shape(fsdp=48), mesh_shape(tp=16)]).refused.items()
+    results = found(meshes=[mesh_shape(fsdp=48), mesh_shape(tp=16)])
+    ((mesh, reason),) = results.refused.items()
+    assert "padded with tp 16: " in words(results)[""]
     assert mesh == "dp 1 x fsdp 48 x cp 1 x tp 1", "16 devices pad 8 heads"
     assert "model.d_model=" in reason
     whole = replace_nested(CONFIG, {"mesh.allow_padding": False})
