@@ -402,10 +402,7 @@ def compute_itemsize(layer: Any) -> int:
 @singledispatch
 def branch_costs(branch: Branch, work: Workload, *, read: bool) -> Costs:
     """Yields the costs of a branch without arrays; `read`: the backward pass reads its result."""
-    raise TypeError(
-        f"{type(branch).__name__} has no formulas (branch_costs.register); traced_costs reads "
-        "its program"
-    )
+    raise NotImplementedError  # `has_formulas` is false
 
 
 def has_formulas(branch: Branch) -> bool:

@@ -39,10 +39,7 @@ def size_text(size: float, *, binary: bool = False) -> str:
 
 def is_terminal(stream: TextIO | None) -> bool:
     """Returns whether the stream is a terminal that a person may watch."""
-    try:
-        has_terminal = stream is not None and stream.isatty()
-    except ValueError:  # closed
-        return False
+    has_terminal = stream is not None and stream.isatty()
     return has_terminal and os.environ.keys().isdisjoint(_RANKS)
 
 

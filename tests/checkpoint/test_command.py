@@ -4,7 +4,9 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
+import jax
 import pytest
 from small_state import small_state
 from support import assert_refused
@@ -13,6 +15,7 @@ from tables import read_json
 import jaxtp
 from jaxtp.checkpoint import storage
 from jaxtp.checkpoint.__main__ import describe_difference, main
+from jaxtp.checkpoint.io_errors import DamagedError
 from jaxtp.checkpoint.manager import Checkpoints
 
 
@@ -80,6 +83,16 @@ def test_verify_finds_a_bit_that_was_turned_over(run, tmp_path, capsys):
     assert "Traceback" not in captured.err
 
 
+def test_verify_names_each_damaged_array(run, monkeypatch, capsys):
+    read = mock.Mock(side_effect=[DamagedError("unreadable"), {"step": jax.numpy.int32(9)}])
+    monkeypatch.setattr(storage, "read_arrays", read)
+    assert main(["verify", str(run)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("model.weight: unreadable\nstep: does not match its saved checksum\n")
+    monkeypatch.setattr(storage, "read_metadata", lambda folder: {})
+    assert_refused(main, ["verify", str(run)], "arrays are missing: model.weight, step", capsys)
+
+
 def test_diff_prints_the_largest_difference_of_each_array(run, capsys):
     first, second = (str(run / "checkpoints" / step) for step in "12")
     assert main(["diff", first, second]) == 1
@@ -92,3 +105,4 @@ def test_an_array_that_was_not_part_of_the_saved_state_is_compared_by_its_elemen
     sums = {name: sum_ for name, sum_ in first.info["checksums"].items() if name != "model.weight"}
     unknown = replace(first, info={**first.info, "checksums": sums})
     assert describe_difference(unknown, second, "model.weight") == "7.450e-02"
+    assert describe_difference(first, replace(second, arrays={}), "step") == "() and absent"

@@ -8,7 +8,13 @@ import jax
 import pytest
 
 from jaxtp.checkpoint import io_errors
-from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, read_or_explain, retry_io
+from jaxtp.checkpoint.io_errors import (
+    CheckpointError,
+    DamagedError,
+    files_below,
+    read_or_explain,
+    retry_io,
+)
 
 MAY_PASS = [
     *map(
@@ -62,6 +68,8 @@ def test_a_file_that_cannot_be_read_proves_no_damage_whatever_a_library_says(tmp
     with pytest.raises(CheckpointError, match=r"cannot be read \(\[Errno 5\].*part") as raised:
         read_or_explain(tmp_path, raises(*[error] * 9))
     assert not isinstance(raised.value, DamagedError)
+    with pytest.raises(FileNotFoundError):
+        list(files_below(tmp_path / "gone"))
 
 
 def test_a_second_attempt_counts(tmp_path):

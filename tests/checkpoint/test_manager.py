@@ -247,11 +247,13 @@ def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file, monkeypatch
 
 def test_after_a_damaged_checkpoint_its_step_is_saved_again(tmp_path):
     with save_steps(tmp_path / "checkpoints", 1, 2) as checkpoints:
-        (tmp_path / "checkpoints/2/info/metadata").unlink()
-        assert newest(checkpoints, lambda warning: None)[0] == 1
-        checkpoints.save(2, small_state(2), MESH, {"next_sample": 2})
-        checkpoints.wait()
-        assert newest(checkpoints)[0] == 2
+        for moved in ("2", "2_"):
+            (tmp_path / "checkpoints/2/info/metadata").unlink()
+            assert newest(checkpoints, lambda warning: None)[0] == 1
+            assert (tmp_path / "damaged" / moved).is_dir()
+            checkpoints.save(2, small_state(2), MESH, {"next_sample": 2})
+            checkpoints.wait()
+            assert newest(checkpoints)[0] == 2
 
 
 def test_a_damaged_checkpoint_that_cannot_be_moved_is_one_message(tmp_path):
@@ -317,10 +319,10 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
     """It would take the place of those that are finite, and no step can mend it."""
     with save_steps(tmp_path, 1, keep=1) as checkpoints:
         for step, wrong in enumerate((np.nan, np.inf, -np.inf), start=2):
-            state = nnx.State({"model": {"weight": variable([1.0, wrong], MESH)}})
+            state = nnx.State({"model": {n: variable([1.0, wrong], MESH) for n in ("weight", "x")}})
             with pytest.raises(
                 NonFiniteError,
-                match=f"step {step} is not saved: model.weight has 1 element that is",
+                match=f"step {step} is not saved: model.weight has 1 .*, as does 1 more array",
             ):
                 save_and_wait(checkpoints, step, state, MESH)
         assert checkpoints.steps() == [1]

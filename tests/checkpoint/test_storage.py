@@ -126,6 +126,8 @@ def test_an_info_that_describes_no_arrays_is_damaged(tmp_path):
         write_json(tmp_path / "info/metadata", seal(described | entries))
         with pytest.raises(DamagedError, match="its info describes no arrays"):
             storage.read_info(tmp_path)
+    with pytest.raises(DamagedError, match="differ from the saved names"):
+        storage.read_verified(tmp_path, {}, described | {"shapes": {}})
 
 
 def state_of(size, dtype):
@@ -226,3 +228,6 @@ def test_checkpoints_with_a_pipe_among_them_are_not_opened(tmp_path):
         ):
             Checkpoints(tmp_path)
         (tmp_path / name).unlink()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/run: Not a directory"):
+        Checkpoints(tmp_path / "file/run")

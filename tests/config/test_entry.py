@@ -15,7 +15,9 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
+from flax import nnx
 from runs import full_disk
 from support import journeys
 
@@ -24,6 +26,7 @@ from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.config import entry
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.files import write_json
+from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.generate.__main__ import main as generate
@@ -230,3 +233,17 @@ def test_a_notebook_shows_a_mistake_below_the_lines_of_the_user():
 def test_errors_whose_message_suffices_say_so_to_ipython():
     for error in (UserError, NumericsError, jaxtp.AuditError, NotStartedError):
         assert error("no more")._render_traceback_() == [f"{error.__name__}: no more"]
+
+
+def test_errors_of_flax_and_jax_in_a_users_code_say_what_to_change():
+    rngs = nnx.Rngs(0)
+    for remedy, call in (
+        ("make it an attribute of the model", lambda: rngs.params()),
+        ("nothing can be loaded; load it outside", jax.sharding.get_mesh),
+    ):
+        with pytest.raises(ConfigError, match=remedy), user_code("build"):
+            jax.eval_shape(call)
+
+
+def test_a_signal_without_a_name_has_its_number():
+    assert entry.signal_name(99) == "signal 99"

@@ -88,10 +88,6 @@ def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, 
         cases = _requested_cases(config, meshes)
     else:
         cases = default_cases(config, _resolved(sizes, 2))
-    if not cases:
-        raise ConfigError(
-            "this model fits no default mesh of several devices; choose one with --mesh"
-        )
     return shrink(config, cases), cases
 
 

@@ -169,6 +169,8 @@ REFUSED = {
     "export {source} {tmp}/out --adapters {tmp}": "no adapter_config.json",
     "export {run} {tmp}/out --family bert": "supported are llama, mistral",
     "export {run} {tmp}/out --family llama": "a llama cannot represent",
+    "export {run} {tmp}/out --base {source}": "has no adapters; leave --base out",
+    "export {run} {tmp}/out --family gemma3": "name a folder with its other tensors",
     "export {run} {tmp}/o --tokenizer-from {tmp}": "no tokenizer file",
 }
 

@@ -174,7 +174,7 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
 def test_the_written_file_says_what_is_missing_and_how_several_hosts_start_it(estimated, tmp_path):
     file = tmp_path / "best.yaml"
     given = ["--data.path=data/x", "--run.dir=runs/x", "--model.precision.compute=float32"]
-    estimated("--hardware=2xh100x2", "--mesh=dp=4", "--as-configured", *given, f"--write={file}")
+    estimated("--hardware=2xh100x2", "--mesh=tp=4", "--as-configured", *given, f"--write={file}")
     head, _, body = file.read_text().partition("\n\n")
     first, second, *_ = head.splitlines()
     assert "jaxtp launch" in first
@@ -182,6 +182,7 @@ def test_the_written_file_says_what_is_missing_and_how_several_hosts_start_it(es
     assert "data.path:" not in head
     values = yaml.safe_load(body)
     assert values["run"] == {"dir": "runs/x"}
+    assert values["mesh"]["tp_across_hosts"]
     assert values["data"]["path"] == "data/x"
     # A default here, and another one on GPUs.
     assert values["model"]["precision"] == {"compute": "float32"}
@@ -326,6 +327,7 @@ REFUSED = {
     f"{H100S} --mesh pp=8": "'pp' is not an axis; they are dp, fsdp, cp, tp",
     "--hardware h100x3 --mesh fsdp=3": "model.d_model=128 is not divisible by mesh.fsdp=3",
     f"{H100S} --json /proc/nothing/x.json": "--json /proc/nothing/x.json: No such file",
+    f"{H100S} --json -": "--json -: standard output is used for text; name a file",
     f"{H100S} --write /proc/nothing/x.yaml": "--write /proc/nothing/x.yaml: No such file",
     f"{H100S} --memory-fraction 2": "--memory-fraction 2: should be",
     f"--hardware mi300x{IN_CUDNN}": "it runs on cuda, not on rocm; use auto (blockwise or xla)",

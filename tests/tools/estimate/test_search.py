@@ -143,7 +143,9 @@ def test_of_settings_that_are_as_fast_the_simplest_is_the_best():
 
 
 def test_what_cannot_run_is_refused_with_its_reason():
-    ((mesh, reason),) = found(meshes=[mesh_shape(fsdp=48), mesh_shape(tp=16)]).refused.items()
+    results = found(meshes=[mesh_shape(fsdp=48), mesh_shape(tp=16)])
+    ((mesh, reason),) = results.refused.items()
+    assert "padded with tp 16: " in words(results)[""]
     assert mesh == "dp 1 x fsdp 48 x cp 1 x tp 1", "16 devices pad 8 heads"
     assert "model.d_model=" in reason
     whole = replace_nested(CONFIG, {"mesh.allow_padding": False})
@@ -162,6 +164,8 @@ def test_jax_takes_its_share_of_the_memory_or_what_others_leave():
         ("h100", 8, None): "takes 63.7 (75%, JAX's default); ",
         ("h100", 16, None): "takes 76.4 (90%, set by scripts/cluster/gpu.env); ",
         ("h100", 16, 0.75): "takes 63.7 (75%, --memory-fraction); ",
+        ("h100", 8, None, "cuda_async"): "(85%, of launch.allocator=cuda_async); ",
+        ("mi300x", 8, None): " GB/s to each of 7, ",
         ("h100", 8, 0.8): "takes 67.9 (80%, --memory-fraction); ",
         ("v5e", 8, None): "JAX takes 16.9; ",
     }.items():
@@ -173,6 +177,8 @@ def test_a_default_length_is_shown_as_one():
     said = heading(TrainConfig(model=MODEL), WHERE, facts())
     assert "16 sequences of 128 tokens = 2,048 (the default; --data.sequence-length N" in said
     assert "default" not in heading(CONFIG, WHERE, facts())
+    offloaded = replace_nested(CONFIG, {"model.remat": "offload"})
+    assert "without the time of offloaded" in heading(offloaded, WHERE, facts())
 
 
 def test_the_best_setting_is_explained():

@@ -263,6 +263,7 @@ REFUSED = {
     "": "--model DIR; give documents by --data DIR or --text FILE, or tasks by --tasks NAME",
     f"{GIVEN} --stride 65 --sequence-length 64": "tokens between windows would be skipped",
     f"{GIVEN} --split train": "--split train needs --data DIR",
+    "--model {model} --data {data} --field a": "--field a needs --text FILE",
     f"{GIVEN} --num-fewshot 2": "--num-fewshot needs --tasks NAME",
     f"{GIVEN} --tasks mmlu": "--text is for text, and tasks have their own",
     "--model {model} --tasks mmlu --mesh.cp 2": "--mesh.tp 2",

@@ -45,6 +45,7 @@ WITHOUT_AN_END = {
     "jit": jax.jit(nnx.relu),
     "remat": jax.remat(lambda x: jnp.sin(x) * x),
     "custom_vjp": own_gradient,
+    "barrier": jax.lax.optimization_barrier,
     "cond": lambda x: jax.lax.cond(jnp.arange(3).sum() > 2, jnp.sin, jnp.cos, x),
     "scan of the carry": lambda x: jax.lax.scan(lambda c, _: (c * 2, None), x, length=3)[0],
     "scan over rows": lambda x: jax.lax.scan(lambda c, row: (c, row + 1), 0, x)[1],
@@ -67,6 +68,9 @@ def scan_over_features(x):
 WITH_AN_END = {
     r"reduce_sum, which needs all 16 elements .* \(in the model itself\)": over_sum,
     "scan runs over": scan_over_features,
+    "along another dim": lambda x: jax.lax.cond(
+        jnp.arange(3).sum() > 2, jnp.sin, lambda x: x.swapaxes(2, 3), x.reshape(4, 6, 4, 4)
+    ).reshape(4, 6, 16),
     "goes into while": lambda x: jax.lax.while_loop(lambda c: c.sum() < 0, lambda c: c + 1, x),
     "goes into pure_callback": lambda x: jax.pure_callback(lambda a: a, x, x),
 }
@@ -144,13 +148,14 @@ def test_the_model_is_left_as_it_is():
 
 
 def test_an_abstract_model_is_traced_and_numbers_are_passed_as_they_are():
-    def run(m, x, times):
+    def run(m, inputs, times):
+        x = inputs["x"]
         for _ in range(times):
             x = m.down(m.up(x))
         return x
 
     abstract = nnx.eval_shape(seeded(net(run, **UP_AND_DOWN)))
-    call = ModelCall.of(abstract, (X, 3), None)
+    call = ModelCall.of(abstract, ({"x": X}, 3), None)
     assert len(find_dataflow(trace_model(call), (), mesh_shape(tp=4)).calls) == 6
 
 

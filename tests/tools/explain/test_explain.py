@@ -321,6 +321,7 @@ def test_the_command_explains_and_proposes(file, tmp_path, capsys):
     assert read_json(json_file)["mesh"]["tp"] == 2
     assert main([f"{file}:build", "--propose", "--input", "4x8", "--mesh=tp=2"]) == 0
     assert "Colwise()" in capsys.readouterr().out
+    assert_refused(main, [f"{file}:build"], "name the mesh, as in", capsys)
 
 
 REFUSED = {
@@ -336,6 +337,7 @@ REFUSED = {
     "{file}:build --input 4,8": "--input 4,8: should be a shape such as",
     "{file}:build --input 4x8:float33": "should be a shape such as",
     "{file}:build --plan {file}:PLAN --propose": "leave one of them out",
+    "{file}:build --compile": "give the shapes of its inputs",
     "{file}:build --mesh tp=0": "tp=0 is not a number of devices",
     "{file}:build --plan {file}:PLAN --mesh tp=3": "not divisible by tp=3",
 }

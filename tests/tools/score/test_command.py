@@ -213,7 +213,8 @@ def test_two_processes(data, tiny_model, tmp_path):
 
 
 REFUSED = {
-    "{data} {model}": "name a folder for the scores by --out DIR",
+    "--data.sequence-length none": "name a dataset of jaxtp prepare: jaxtp score DATASET; name the "
+    "model by --model DIR; name a folder for the scores by --out DIR; set --data.sequence-length",
     "{data} {model} {out} --top-k 301": "--top-k 301: ",
     "{data} {model} {out} --data.sequence-length 33 "
     "--mesh cp=2": "not divisible by mesh.cp=2; cp can be 1, 3",
