@@ -108,9 +108,9 @@ def _beside(start: Instruction, computation: Computation) -> Computation:
     reads_start = re.compile(rf"%?{re.escape(start.name)}[,)#]")
     for instruction in computation[computation.index(start) + 1 :]:
         if instruction.opcode.endswith("-done") and reads_start.match(instruction.text):
-            break
+            return beside
         beside.append(instruction)
-    return beside
+    return ()  # its done is in another iteration of the loop
 
 
 def _multiplies(instruction: Instruction, module: Module) -> bool:

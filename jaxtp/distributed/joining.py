@@ -395,6 +395,9 @@ def _serve_rendezvous(server: socket.socket, waiting: Wait, token: str) -> None:
 
     for link, hello in accept_links(server, token, time_left, rejected):
         process, count, host = map(hello.get, ("process", "count", "host"))
+        if type(process) is not int or type(count) is not int or type(host) is not str:
+            link.close()
+            continue
         host = truncate(host)
         drop_ended()
         problem = _conflict(process, count, host, waiting.count, hosts)
@@ -435,6 +438,11 @@ def _conflict(
         return (
             f"process {process} (on {host}) expects {count} processes, but process 0 expects "
             f"{expected_count}"
+        )
+    if not 0 <= process < count:
+        return (
+            f"process {process} (on {host}) has no valid id: {count} processes have the ids 0 "
+            f"to {count - 1}"
         )
     if process in hosts:
         return (

@@ -46,6 +46,8 @@ class _Recorder:
 
     def wrap(self, module: Model, prefix: str = "") -> Model:
         def called(path: str, _: str, method: Method, /, *args: object, **kwargs: object) -> Any:
+            if jax.sharding.get_abstract_mesh().manual_axes:
+                return method(*args, **kwargs)  # inside the `device_view` of another module
             name = ".".join(filter(None, (prefix, path))) or "the model"
             try:
                 output = method(*args, **kwargs)
