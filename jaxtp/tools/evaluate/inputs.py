@@ -69,6 +69,8 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
     dataset = open_dataset(folder)
     require_tokenizer(dataset, config.tokenizer or path, model)
     splits = {name: split for name, split in dataset.splits.items() if split.num_documents}
+    if not splits:
+        raise InputError(f"--data {folder}: a dataset without documents")
     name: str = config.split
     if name == "auto":
         name = VALIDATION if VALIDATION in splits else TRAIN
