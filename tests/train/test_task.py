@@ -627,6 +627,7 @@ UNUSABLE = [
         "takes (model, batch), and is called with (model, batch, key)",
     ),
     ("model.plan", f"{__file__}:ROWS", "a plan is a dict from patterns to styles, not 32"),
+    ("run.init_from", "run", "run.init_from=run is the run in run.dir itself"),
     ("data.batches", "hostile.py:negative", "should return >= 0"),
     ("data.batches", "hostile.py:huge", "cannot fit 'int'"),
 ]
