@@ -14,7 +14,7 @@ from jax import Array
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import Settings
 from jaxtp.layers.cache import NewTokens
-from jaxtp.layers.context import LocalShape, Sequences
+from jaxtp.layers.context import Sequences
 from jaxtp.layers.lora import Target
 
 KVCache = tuple[Array, ...]
@@ -90,10 +90,6 @@ class BranchConfig(Settings):
     def adapter_kernels(self) -> Iterator[tuple[Target, str]]:
         """Yields each projection that can have adapters, with its kernel's path in the block."""
         yield from ()
-
-    def zigzag(self, shape: LocalShape) -> bool:
-        """Returns whether only zigzag order gives devices equal work."""
-        return False
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """Yields the name, the size and the padded size of each dim that tp may pad."""

@@ -35,7 +35,6 @@ from jaxtp.collectives import (
     REDUCED,
     SHARED,
 )
-from jaxtp.config.entry import UserError
 from jaxtp.layers.kernels.delta_rule import CARRIED
 from jaxtp.mesh import STORAGE
 
@@ -65,29 +64,8 @@ _VIEWS = {
 _FROZEN = "custom_vjp_call"
 
 
-class RematError(UserError):
-    """A policy that this platform does not support."""
-
-
-def unsupported(name: RematPolicy) -> str | None:
-    """Returns why this platform does not support a policy, or None."""
-    if name != "offload":
-        return None
-    device = jax.devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if "pinned_host" in kinds:
-        return None
-    return (
-        f"needs pinned host memory, and {device.device_kind} devices address {', '.join(kinds)}; "
-        "use full"
-    )
-
-
 def policy(name: RematPolicy) -> Callable[..., Any]:
-    """Returns the `jax.checkpoint` policy of a name; raises `RematError` if it is unsupported."""
-    if problem := unsupported(name):
-        raise RematError(f"remat={name} {problem}")
-
+    """Returns the `jax.checkpoint` policy of a name."""
     if name == "offload":
         return _offload()
     if name == "none":

@@ -101,13 +101,14 @@ def swap_class(module: nnx.Module, role: Role) -> None:
 
 @functools.cache
 def _class_for(cls: type, role: Role) -> type:
-    wraps = {"__call__": functools.partial(_call, cls, role)}
+    wraps = {"__call__": functools.partial(_run, _call, cls, role)}
     if issubclass(cls, nnx.Embed):
-        wraps["attend"] = functools.partial(_attend, cls, role)
+        wraps["attend"] = functools.partial(_run, _attend, cls, role)
     return subclass(cls, wraps, _jaxtp_role=role)
 
 
-def _call(
+def _run(
+    on_mesh: Method,
     cls: type,
     role: Role,
     original: Method,
@@ -118,6 +119,10 @@ def _call(
 ) -> Any:
     if current_mesh() is None:
         return original(module, *args, **kwargs)
+    return on_mesh(cls, role, module, *args, **kwargs)
+
+
+def _call(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
     style = role.style
     context = role.context
     if isinstance(style, ContextParallel):
@@ -149,8 +154,6 @@ def _split_sequence(
         )
     check_divides(f"{cls.__name__} as ContextParallel", x.shape, PartitionSpec(None, CONTEXT))
     leading = leading_axes(x.shape, 2, 2, context=True)
-    if isinstance(x, Copies) or not leading:
-        return args, kwargs
     layout = as_tuple(style.input_layouts)[0] or Replicate()
     x = constrain(jnp.asarray(x), activation_spec(layout, x.ndim, leading))
     if args:
@@ -203,17 +206,7 @@ def _first_parameter(cls: type) -> inspect.Parameter:
     return list(parameters.values())[:2][-1]
 
 
-def _attend(
-    cls: type,
-    role: Role,
-    original: Method,
-    module: nnx.Embed,
-    /,
-    query: object,
-    **kwargs: object,
-) -> Any:
-    if current_mesh() is None:
-        return original(module, query, **kwargs)
+def _attend(cls: type, role: Role, module: nnx.Embed, /, query: object, **kwargs: object) -> Any:
     lookup = signature(module)
     if lookup is None or not _runs_on_shards(module, query, ATTEND, role):
         with _gathered_parameters(module, role):

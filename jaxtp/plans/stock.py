@@ -150,8 +150,6 @@ def _linear_general(module: nnx.LinearGeneral) -> Signature | None:
 
 
 def _einsum(module: nnx.Einsum) -> Signature | None:
-    if not module.einsum_str:
-        return None
     operands, result = module.einsum_str.replace(" ", "").split("->")
     data, kernel = operands.split(",")
     if "." in kernel or len(set(kernel)) != len(kernel):

@@ -82,6 +82,8 @@ class InitSource:
 class OwnModelRun(InitSource):
     """Another run of a user's model, whose variables have the same paths and shapes."""
 
+    path: Path
+
     def check(self, config: TrainConfig) -> None:
         """Refuses the run's own folder."""
         if self.path == config.run.dir:
@@ -94,7 +96,7 @@ class OwnModelRun(InitSource):
         self, config: TrainConfig, blueprint: Blueprint, restored: "Restored | None" = None
     ) -> InitialState:
         """Loads the model's variables from the newest checkpoint, unless the run is resumed."""
-        if restored is not None or self.path is None:
+        if restored is not None:
             return super().create_state(config, blueprint, restored)
         from jaxtp.checkpoint.manager import load_weights
 

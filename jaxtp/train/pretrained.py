@@ -270,9 +270,8 @@ class HFSource(Pretrained):
                     f"--tokenizer {file}"
                 )
             return
-        if tokenizer.sha256 is not None:
-            return
-        if any((self.path / name).exists() for name in _OTHER_TOKENIZERS):
+        has_other = any((self.path / name).exists() for name in _OTHER_TOKENIZERS)
+        if has_other and tokenizer.sha256 is None:
             raise ConfigError(
                 f"the data are bytes, and {self.path} has its own tokenizer, but no {TOKENIZER} "
                 "for jaxtp prepare; transformers writes one: AutoTokenizer.save_pretrained(folder)"

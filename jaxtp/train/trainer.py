@@ -514,10 +514,9 @@ class Trainer:
                 compiled: TrainStep = in_thread(
                     lambda: lowered.compile(compiler_options=options)
                 ).result()
-            except (UserError, jax.errors.JaxRuntimeError):
-                raise
             except Exception as error:
-                if run.objective.is_by_row and not users_lines(error):
+                is_of_jaxtp = run.objective.is_by_row and not users_lines(error)
+                if is_of_jaxtp or isinstance(error, UserError | jax.errors.JaxRuntimeError):
                     raise
                 raise user_code_error(
                     f"compiling the training step for {self._platform}", error

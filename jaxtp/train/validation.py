@@ -19,7 +19,6 @@ from jaxtp.config.hints import (
 )
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
-from jaxtp.layers import remat
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import (
@@ -72,7 +71,6 @@ def open_mesh(config: TrainConfig) -> Mesh:
     Raises:
       ConfigError: all violations with the nearest values that work, or an unsupported kernel.
       MeshError: impossible mesh.
-      RematError: unsupported remat policy.
     """
     sizes = config.mesh.sizes
     check_sizes(sizes)
@@ -89,12 +87,9 @@ def open_mesh(config: TrainConfig) -> Mesh:
 
 
 def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
-    """Raises ConfigError or RematError if a decoder does not fit the mesh or its devices."""
+    """Raises ConfigError if a decoder does not fit the mesh or its devices."""
     sizes = mesh_sizes(mesh)
     check(config, sizes)
-    policy = config.model.remat
-    if problem := remat.unsupported(policy):
-        raise remat.RematError(f"model.remat={policy} {problem}")
     check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
 
 

@@ -120,14 +120,15 @@ def test_an_unused_output_of_a_ring_has_no_gradient():
     assert not named(found)["in 1"].any()
 
 
-def test_the_gradient_of_a_weight_is_rounded_once():
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_gradient_of_a_weight_is_rounded_once(keep):
     """In bfloat16 256 + 1 is 256; three times 1 is not lost."""
     tp = 4
     x = jnp.ones((1, tp, 1), "bfloat16").at[0, 0].set(256)
 
     def total(kernel):
         ys = jax.shard_map(
-            lambda x, w: gather_matmul(False, x, (w,))[0],
+            lambda x, w: gather_matmul(keep, x, (w,))[0],
             in_specs=(SPLIT, SPLIT),
             out_specs=P(None, None, "tp"),
         )

@@ -44,3 +44,4 @@ def test_a_checkpoint_of_adapters_keeps_its_default_targets():
     old["lora"] = {**old["lora"], "targets": targets}
     assert [*upgrade_settings(old)["lora"]["targets"]] == [*TARGETS]
     assert upgrade_settings(plain) == plain
+    assert upgrade_settings({}) == {}

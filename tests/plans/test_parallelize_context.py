@@ -29,12 +29,13 @@ class Pooled(nnx.Module):
 
     def __init__(self, rngs):
         self.mix = nnx.Conv(D, D, (3,), rngs=rngs)
+        self.norm = nnx.LayerNorm(D, reduction_axes=(-2, -1), rngs=rngs)
         self.body = models.FeedForward(rngs, use_bias=True)
         self.hidden = nnx.Linear(D, 2 * D, rngs=rngs)
         self.head = nnx.Linear(2 * D, 5, rngs=rngs)
 
     def __call__(self, x):
-        return self.head(nnx.relu(self.hidden(self.body(self.mix(x)).mean(axis=1))))
+        return self.head(nnx.relu(self.hidden(self.body(self.norm(self.mix(x))).mean(axis=1))))
 
 
 SPLIT = {

@@ -93,6 +93,10 @@ REFUSED_OF_LLAMA = {
         {"layers.*.attention_norm": Colwise()},
         r"'layers.0.attention_norm' \(RMSNorm\) cannot be Colwise, which fits nnx.Linear, ",
     ),
+    "a lookup": (
+        {"tok_embeddings": SequenceParallel()},
+        "cannot be SequenceParallel, which fits nnx.LayerNorm",
+    ),
     "a class of styles": ({"output": Colwise}, r"'output': Colwise is a class; write Colwise\(\)"),
     "no pattern": ({3: Colwise()}, "3 is not a pattern"),
     "many stars": ({"**.*." * 40 + "x": Colwise()}, "matches no module"),
@@ -137,6 +141,11 @@ REFUSED_OF_OTHERS = {
         lambda: models.Grouped(nnx.Rngs(0)),
         {"depthwise": Colwise()},
         r"'depthwise' \(Conv\) cannot be Colwise: it is grouped \(feature_group_count=\d+\)",
+    ),
+    "masked convolution": (
+        lambda: models.Grouped(nnx.Rngs(0)),
+        {"masked": Colwise()},
+        "its kernel is masked",
     ),
     "a parameter of the model itself": (
         Root,
@@ -190,6 +199,11 @@ REFUSED_OF_OTHERS = {
         lambda: jaxtp.ColumnParallelLinear(D, F, rngs=nnx.Rngs(0)),
         {"": Colwise()},
         "it declares the specs of its parameters itself",
+    ),
+    "dims of our own layer": (
+        lambda: jaxtp.ColumnParallelLinear(D, 6, rngs=nnx.Rngs(0)),
+        {},
+        r"declares .*; 4 does not divide dim",
     ),
     "never called": (
         Table,
@@ -249,6 +263,8 @@ def test_a_mesh_is_needed():
     model = nnx.eval_shape(llama)
     with pytest.raises(jaxtp.MeshError, match="parallelize needs a mesh"):
         jaxtp.parallelize(model, {})
+    with pytest.raises(jaxtp.MeshError, match=r"takes a mesh, .* not \{'tp': 2\}"):
+        jaxtp.parallelize(model, {}, mesh={"tp": 2})
     other = jax.make_mesh(
         (2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -286,16 +302,22 @@ def test_what_makes_no_model(name):
 
 def test_calls_that_do_not_fit_are_refused():
     with use_mesh(*MESH):
-        for style in (
-            SequenceParallel(),
-            PrepareInput(Replicate(), Shard(1)),
-            PrepareOutput(None, Shard(1)),
+        undivided = r"Shard\(dim=1\): dim 1 .* is 6, not divisible by tp=4"
+        for style, message in (
+            (SequenceParallel(), undivided),
+            (PrepareInput(Replicate(), Shard(1)), undivided),
+            (PrepareOutput(None, Shard(1)), undivided),
+            (SequenceParallel(3), "an activation of 3 dims has no such dim"),
+            (SequenceParallel(-3), "dim 0 of an activation is the batch"),
         ):
             dropout = jaxtp.parallelize(nnx.Dropout(0.0, deterministic=True), {"": style})
-            with pytest.raises(
-                ValueError, match=r"Shard\(dim=1\): dim 1 .* is 6, not divisible by tp=4"
-            ):
+            with pytest.raises(ValueError, match=message):
                 dropout(jnp.ones((4, 6, D)))
+        with pytest.raises(TypeError, match="takes one array and no others"):
+            jaxtp.parallelize(linear(), {"": Colwise()})(jnp.ones(D), jnp.ones(D))
+        row = jaxtp.parallelize(linear(), {"": Rowwise(output_layouts=Shard(1))})
+        with pytest.raises(ValueError, match=r"Shard\(dim=1\) result is 6, not divisible by tp=4"):
+            jax.eval_shape(row.__call__, jnp.ones((4, 6, D)))
         prepared = jaxtp.parallelize(linear(), {"": PrepareInput(Shard(1), Replicate())})
         with pytest.raises(
             TypeError, match=r"called with 0 positional arguments; .* input_kwarg_layouts"

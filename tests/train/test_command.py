@@ -35,7 +35,8 @@ LOGGED = {
 @pytest.mark.heavy
 def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     command = quick_flags(tmp_path / "run", text, 1, 1, 2)
-    assert main([*command, "--train.steps=24", "--checkpoint.every=12"]) == 0
+    command += ["--train.steps=24", "--checkpoint.every=12", f"--json={tmp_path}/end.json"]
+    assert main(command) == 0
     out = capsys.readouterr().out
     assert "dp 1 x fsdp 1 x cp 1 x tp 2 = 2 virtual CPU devices" in out
     announced = [
@@ -53,6 +54,7 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     evaluated = records(run, "eval_loss")
     assert list(evaluated) == [0, 20, 24], "the first shows what the run improves on"
     assert evaluated[24] < evaluated[0] - 1
+    assert read_json(tmp_path / "end.json")["metrics"]["eval_loss"] == evaluated[24]
     row = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
     assert row.keys() >= LOGGED
     assert not {"mfu", "memory_bytes"} & row.keys(), "a CPU's peak is not known, nor its memory"

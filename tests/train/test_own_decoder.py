@@ -109,6 +109,21 @@ def test_an_array_that_no_checkpoint_would_have_is_refused():
         plan_state(settings, optax.sgd(0.1), make_mesh())
 
 
+def test_a_state_that_no_run_could_train_or_save_is_refused():
+    holding = lambda array: lambda rngs: nnx.Dict(table=nnx.Param(array))
+    for settings, build, message in (
+        (
+            replace(CONFIG, lora=jaxtp.LoraConfig(rank=2, targets=())),
+            None,
+            "targets=nothing: the model has no such projection",
+        ),
+        (CONFIG, holding(jnp.zeros(2, "complex64")), "table is complex64, .* real numbers"),
+        (CONFIG, holding(jnp.zeros(0)), "table has no elements"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_state(settings, optax.sgd(0.1), make_mesh(), build)
+
+
 def test_a_flax_layer_in_a_decoder_drops_others_in_each_step():
     model = new_decoder(CONFIG)
     model.norm = nnx.Sequential(model.norm, nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
@@ -271,7 +286,10 @@ def test_a_run_of_settings_records_them_and_is_loaded_by_their_class(tmp_path):
     assert written["build"] == f"{FILE}:GatedConfig"
     arguments = {name: size for name, size in SIZES.items() if name != "vocab_size"}
     assert written["arguments"] == arguments | {"second_weight": 0.5}
-    assert jaxtp.load_run(tmp_path / "run", build=example.GatedConfig).config.second_weight == 0.5
+    load = partial(jaxtp.load_run, tmp_path / "run", build=example.GatedConfig)
+    assert load().config.second_weight == 0.5
+    with pytest.raises(ConfigError, match="a plan splits a model of your own"):
+        load(plan={})
 
 
 def test_a_whole_configuration_takes_its_settings():

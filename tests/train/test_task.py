@@ -153,10 +153,10 @@ def test_the_compute_dtype_is_for_layers_without_a_dtype():
         body=nnx.Linear(4, 4, rngs=nnx.Rngs(0)),
         head=nnx.Linear(4, 4, dtype=jnp.float32, rngs=nnx.Rngs(0)),
     )
-    set_precision(model, jaxtp.Precision(compute="bfloat16"))
+    set_precision(model, jaxtp.Precision(compute="bfloat16", param="float16"))
     x = np.ones((2, 4), np.float32)
     dtypes = [model.body(x).dtype, model.head(x).dtype, model.body.kernel.dtype]
-    assert dtypes == [jnp.bfloat16, jnp.float32, jnp.float32]
+    assert dtypes == [jnp.bfloat16, jnp.float32, jnp.float16]
 
 
 TWO_PROCESSES = f"""
@@ -303,6 +303,13 @@ MISTAKES = {
     "cp": ({"mesh": "cp=2"}, "no plan names the module that takes them"),
     "the end": ({"batches": finite(), "steps": 5}, "ended after 3 batches"),
     "rows": ({"batches": lambda step, rows=4: batches(step)}, "rename it"),
+    "epochs": ({"steps": None, "settings": {"train.epochs": 2}}, "unknown number of rows"),
+    "no batches": ({"batches": None}, "needs batches"),
+    "a plan of a decoder": (OF_DECODER | {"plan": PLAN}, "a plan splits a model of your own"),
+    "validation alone": (
+        OF_DECODER | {"batches": None, "validation": batches},
+        "need batches to train on",
+    ),
     "a size": ({"settings": EIGHT}, "the batches have 32 rows"),
     "a dim": (
         {"mesh": "dp=5"},
@@ -620,6 +627,7 @@ UNUSABLE = [
         "takes (model, batch), and is called with (model, batch, key)",
     ),
     ("model.plan", f"{__file__}:ROWS", "a plan is a dict from patterns to styles, not 32"),
+    ("run.init_from", "run", "run.init_from=run is the run in run.dir itself"),
     ("data.batches", "hostile.py:negative", "should return >= 0"),
     ("data.batches", "hostile.py:huge", "cannot fit 'int'"),
 ]

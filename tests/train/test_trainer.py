@@ -11,12 +11,13 @@ import optax
 import pytest
 from runs import records
 from small_net import ROWS, Net, batches, checkpoints_in, loss, losses_of, train, trainer_of
+from tables import assert_errors, raised_by, read_table
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.loss import check_names
+from jaxtp.train.loss import call, check_names
 
 
 def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
@@ -133,6 +134,13 @@ def test_what_is_logged_is_a_number_with_a_name_of_its_own(tmp_path):
         {1: 1.0},
     ]
     assert not records(tmp_path, "fine"), "all of a call, or nothing"
+
+
+def test_a_loss_returns_numbers_with_names():
+    assert_errors(
+        read_table(__file__),
+        lambda row: raised_by(call, lambda *_: tuple(row["result"]), None, {}, None),
+    )
 
 
 @jax.custom_vjp
