@@ -3,7 +3,6 @@ log-probabilities.
 """
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
