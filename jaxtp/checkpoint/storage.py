@@ -60,7 +60,7 @@ class ArrayFacts(pydantic.BaseModel):
 
     checksums: dict[str, str]
     specs: dict[str, str] = {}
-    # Older checkpoints have no dtypes, and those of version 0.1 no shapes.
+    # Older checkpoints lack dtypes. Checkpoints of version 0.1 lack shapes as well.
     shapes: dict[str, list[int]] = {}
     dtypes: dict[str, str] = {}
 

@@ -205,7 +205,7 @@ class Place(NamedTuple):
 def _place(
     path: str, tensor: Tensor, parameters: Parameters, family: Family, block: BlockConfig
 ) -> Place:
-    """Returns the place of a parameter among those of its tensor, which have one output dim."""
+    """Returns where a parameter lies in its tensor, which joins several along the output dim."""
     stack, _ = split_path(path)
     stacked_dims = _count_stacked_dims(path, tensor)
     width = 0

@@ -316,7 +316,7 @@ def _in_order(results_by_turn: Sequence[Sequence[Array]]) -> list[Array]:
     for parts in zip(*results_by_turn, strict=True):
         size = parts[0].shape[SEQUENCE_DIM]
         y = jnp.concatenate(parts[::-1], SEQUENCE_DIM)
-        # Part d + 1, the first in reverse, is that of a turn -1.
+        # In reverse the first part is d + 1, which `_part_start` gives for turn -1.
         whole.append(jnp.roll(y, _part_start(-1, size), SEQUENCE_DIM))
     return whole
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -104,6 +104,13 @@ def default_settings(config: TrainConfig) -> set[str]:
     return names
 
 
+class Progress(NamedTuple):
+    """Steps that a run has finished, and rows that it has read."""
+
+    steps: int = 0
+    rows: int = 0
+
+
 @dataclass(frozen=True)
 class Decided:
     """A run whose settings are decided, before its data and a user's code are read."""
@@ -112,8 +119,7 @@ class Decided:
     init: InitSource
     # Info of the newest checkpoint, if the run is resumed
     resumed: Info | None
-    # Steps and rows so far
-    before: tuple[int, int]
+    before: Progress
     # Reasons for defaults
     notes: list[str] = field(default_factory=list)
 
@@ -160,11 +166,11 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     Raises as `decide`.
     """
     resumed = None
-    before = (0, 0)
+    before = Progress()
     newest = newest_with_info(config.run.dir / CHECKPOINTS)
     if newest is not None:
         folder, info = newest
-        before = (int(folder.name), info.get("next_sample", 0))
+        before = Progress(int(folder.name), info.get("next_sample", 0))
         resumed = info if is_of_run(info) else None
     config, init = resolve(config, explicit, resumed)
     return Decided(config, init, resumed, before)

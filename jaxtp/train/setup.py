@@ -125,7 +125,7 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
     report = exit_stack.enter_context(Report(setup.own_metrics))
-    at_start = _NOTHING_LOST.format("resumes" if decided.before[0] else "starts again")
+    at_start = _NOTHING_LOST.format("resumes" if decided.before.steps else "starts again")
     interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *map("default {}".format, decided.notes)):
         report.line(line)

@@ -653,7 +653,8 @@ class Trainer:
         run = self._run
         allowed = self.config.train.skips_allowed
         text = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
-        # If the state is not finite, every step fails. The next step has begun: this is its state.
+        # A state that is not finite makes every step fail. The next step has been dispatched, so
+        # `run.state` is its result.
         if skipped == 1:
             run.checkpoints.require_sound(Sums(finite_arrays(run.state)), self.mesh, text)
         if skipped > allowed:
