@@ -66,7 +66,7 @@ def compare(generator: jaxtp.Generator, repeats: int, length: int, layers: int) 
                 started = time.perf_counter()
                 generator.generate(given, settings)
                 seconds[name].append(time.perf_counter() - started)
-                read[name] = generator.speed.timing.prefill_tokens
+                read[name] = generator.speed.prefill_tokens
         for name, times in seconds.items():
             flops = 2 * layers * read[name] / 1e9
             print(

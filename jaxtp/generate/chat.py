@@ -173,11 +173,11 @@ class Chat:
 
     def _speed(self, num_tokens: int) -> str:
         """Returns the tokens of the last answer, and their speed after the first one."""
-        timing = self._generator.speed.timing
+        speed = self._generator.speed
         tokens = f"{num_tokens:,} token{'s' if num_tokens > 1 else ''}"
-        if not timing.decode_seconds:
+        if not speed.decode_seconds:
             return tokens
-        return f"{tokens}, {timing.decode_tokens / timing.decode_seconds:,.1f} tokens/s"
+        return f"{tokens}, {speed.decode_tokens / speed.decode_seconds:,.1f} tokens/s"
 
     def _note(self, text: str) -> None:
         if self._interactive:

@@ -7,11 +7,10 @@ only, each shared head whole; fsdp splits the batch, like dp.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,55 +80,10 @@ class DecodeModel(EmbeddingAndHead):
         return self.norm(x_BTD), tuple(updated)
 
 
-class StackedDecodeModel(DecodeModel):
-    """Decodes with a decoder's own arrays.
-
-    Scans over its stacks gather and cast one layer at a time.
-    """
-
-    def __init__(self, model: Decoder):
-        super().__init__(model, ())
-        self.decoder = model
-
-    def empty(self, num_rows: int, num_slots: int) -> Any:
-        """Returns an empty KV cache, stacked like the weights."""
-
-        def stack_caches(repeats: int, kinds: Sequence[DecoderBlock]) -> Any:
-            caches = [block.init_cache(num_rows, num_slots) for block in kinds]
-            return jax.tree.map(
-                lambda array: jnp.broadcast_to(array, (repeats, *array.shape)), caches
-            )
-
-        return [stack_caches(stack.repeats, kinds) for stack, kinds in self.decoder.stacked()]
-
-    def __call__(self, ids_BT: Array, caches: Any, new: NewTokens) -> tuple[Array, Any]:
-        """See `DecodeModel`."""
-        x_BTD = self.embed(ids_BT, positions_BT=new.positions)
-        updated = []
-        for (_, kinds), old in zip(self.decoder.stacked(), caches, strict=True):
-            graphs, weights = zip(*(nnx.split(block) for block in kinds), strict=True)
-
-            def turn(x_BTD: Array, layers: Any, graphs: Any = graphs) -> tuple[Array, Any]:
-                layer_caches = []
-                for graph, state, layer_cache in zip(graphs, *layers, strict=True):
-                    x_BTD, layer_cache = nnx.merge(graph, state).decode(x_BTD, layer_cache, new)
-                    layer_caches.append(layer_cache)
-                return x_BTD, layer_caches
-
-            x_BTD, grown = jax.lax.scan(turn, x_BTD, (weights, old))
-            updated.append(grown)
-        return self.norm(x_BTD), updated
-
-
 def decode_mesh(mesh: Mesh) -> Mesh:
-    """Returns the mesh with fsdp moved to dp."""
-    return join_axes(mesh, FSDP, DP)
-
-
-def join_axes(mesh: Mesh, axis: str, into: str) -> Mesh:
-    """Returns the mesh with an axis moved to the axis before it, in the same device order."""
+    """Returns the mesh with fsdp moved to dp, in the same device order."""
     sizes = mesh_sizes(mesh)
-    joined = {**sizes, into: sizes[into] * sizes[axis], axis: 1}
+    joined = {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
     return Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types)
 
 
@@ -197,7 +151,7 @@ def to_decode_model(model: Decoder, mesh: Mesh, *, donate: bool = False) -> Deco
 
     targets = jax.tree.map(target, abstract, is_leaf=is_variable)
     weights = decode_weights(
-        model, named_variables(targets), config.precision.compute, donate=donate
+        model, named_variables(targets), config.precision.compute, mesh, donate=donate
     )
     return nnx.merge(graph, replace_arrays(targets, dict(weights)))
 
@@ -206,7 +160,7 @@ def decode_weights(
     model: Decoder,
     targets: Mapping[str, Variable],
     dtype: DType,
-    mesh: Mesh | None = None,
+    mesh: Mesh,
     *,
     donate: bool = False,
 ) -> Iterator[tuple[str, Array]]:
@@ -218,7 +172,7 @@ def decode_weights(
       targets: the decode model's variables, abstract or real; the arrays of real ones are deleted
         just before.
       dtype: of merged kernels.
-      mesh: the decode model's, if it may have other devices or another tp than the model's.
+      mesh: the decode model's, which may have other devices or another tp than the model's.
       donate: deletes the model's arrays.
     """
     layers = {stack: numbers for stack, numbers, _ in model.config.kinds()}
@@ -235,7 +189,7 @@ def decode_weights(
         for array in old:
             if isinstance(array, Array):
                 array.delete()
-        array = variable[...] if mesh is None else _moved(variable, model_mesh(model), mesh)
+        array = _moved(variable, model_mesh(model), mesh)
         sharding = old[0].sharding
         shared = _shared(variable, mesh_sizes(sharding.mesh)[TP])
         num_layers = None if stack is None else len(names)

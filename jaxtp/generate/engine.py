@@ -17,9 +17,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 
 import jax
 import numpy as np
@@ -33,7 +33,6 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import (
-    DecodeModel,
     cache_bytes,
     decode_mesh,
     decode_weights,
@@ -50,6 +49,7 @@ from jaxtp.generate.request import (
     Result,
     encode_prompts,
     limits_of,
+    requests_of,
 )
 from jaxtp.generate.sampling import GenerationSettings, check_settings
 from jaxtp.layers.cache import KVCaches
@@ -100,18 +100,6 @@ Chunk = tuple[int, int, int]
 
 
 @dataclass
-class Timing:
-    """Tokens read and generated, and seconds."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    kept_tokens: int = 0
-    """Prompt tokens that were in the cache of their row, or copied from another row."""
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-
-
-@dataclass
 class Speed:
     """Tokens and seconds of a call."""
 
@@ -121,27 +109,31 @@ class Speed:
     """Bytes of the KV cache on each device."""
     compile_seconds: float = 0.0
     """Compilation, not included in the other times."""
-    timing: Timing = field(default_factory=Timing)
-    """Tokens read (prefill) and generated (decode); the first token of each text belongs to
-    prefill."""
+    prefill_tokens: int = 0
+    """Prompt tokens read."""
+    prefill_seconds: float = 0.0
+    kept_tokens: int = 0
+    """Prompt tokens that were in the cache of their row, or copied from another row."""
+    decode_tokens: int = 0
+    """Tokens generated; the first token of each text belongs to prefill."""
+    decode_seconds: float = 0.0
     cut_texts: int = 0
     """Number of texts that ended at the model's context."""
 
     def add(self, later: "Speed") -> None:
         """Adds a later call's tokens and seconds; the cache is the later one's."""
-        self.shape = later.shape or self.shape
-        self.cache_bytes = later.cache_bytes or self.cache_bytes
-        self.compile_seconds += later.compile_seconds
-        self.cut_texts += later.cut_texts
-        for name, value in vars(later.timing).items():
-            setattr(self.timing, name, getattr(self.timing, name) + value)
+        for name, value in vars(later).items():
+            earlier = getattr(self, name)
+            if name in ("shape", "cache_bytes"):
+                setattr(self, name, value or earlier)
+            else:
+                setattr(self, name, earlier + value)
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the command prints."""
-        timing = self.timing
-        cached = f"; {timing.kept_tokens:,} more were in the cache" if timing.kept_tokens else ""
-        yield f"prefill {_rate(timing.prefill_tokens, timing.prefill_seconds)}{cached}"
-        yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}"
+        cached = f"; {self.kept_tokens:,} more were in the cache" if self.kept_tokens else ""
+        yield f"prefill {_rate(self.prefill_tokens, self.prefill_seconds)}{cached}"
+        yield f"decode  {_rate(self.decode_tokens, self.decode_seconds)}"
         if self.shape is not None:
             tokens = f"{self.shape.rows} x {self.shape.slots:,} tokens"
             size = size_text(self.cache_bytes, binary=True)
@@ -200,7 +192,13 @@ class Generator:
         if batch_size < 1:
             raise GenerationError(f"batch_size={batch_size}: should be 1 or more")
         mesh = model_mesh(model)
-        if model.config.sequence_parallel and mesh_sizes(mesh)[TP] > 1:
+        sizes = mesh_sizes(mesh)
+        if sizes[CP] > 1:
+            raise GenerationError(
+                f"the model was built on a mesh with cp={sizes[CP]}, and a KV cache cannot be "
+                "split over cp; use cp=1 and more tp"
+            )
+        if model.config.sequence_parallel and sizes[TP] > 1:
             raise GenerationError(
                 "the model was built with sequence_parallel=True, and a single token cannot be "
                 "split over tp; build it with sequence_parallel=None"
@@ -214,7 +212,11 @@ class Generator:
                 "would not call: it runs the blocks one by one. Put the change into a Branch, or "
                 "into a method of another name"
             )
-        self._mesh, self._weight_bytes, self._model = self._place(model, mesh, donate)
+        self._mesh = decode_mesh(mesh)
+        self._weight_bytes = weight_bytes(model, sizes)
+        remedy = "use more devices by --mesh.tp"
+        _require_memory(self._mesh, self._weight_bytes, "the weights take", remedy)
+        self._model = to_decode_model(model, self._mesh, donate=donate)
         self.config = model.config
         self.tokenizer = tokenizer
         self.end_ids = tokenizer.info.end_ids if end_ids is None else end_ids
@@ -228,19 +230,6 @@ class Generator:
         self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
         self._cache: Cache | None = None
         self._is_streaming = False
-
-    def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
-        """Returns the programs' mesh, the bytes per device of the weights, and the model there."""
-        sizes = mesh_sizes(mesh)
-        if sizes[CP] > 1:
-            raise GenerationError(
-                f"the model was built on a mesh with cp={sizes[CP]}, and a KV cache cannot be "
-                "split over cp; use cp=1 and more tp"
-            )
-        mesh = decode_mesh(mesh)
-        size = weight_bytes(model, sizes)
-        _require_memory(mesh, size, "the weights take", "use more devices by --mesh.tp")
-        return mesh, size, to_decode_model(model, mesh, donate=donate)
 
     def update(self, model: Decoder) -> None:
         """Takes the weights of a model in training, from any mesh, with any adapters merged.
@@ -309,25 +298,13 @@ class Generator:
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
         prefix = getattr(self.tokenizer, "prefix", ())
         encoded = encode_prompts(prompts, self.tokenizer, prefix, self.limits)
-        new_request = partial(
-            Request,
-            tokenizer=self.tokenizer,
-            settings=settings,
-            end_ids=self.end_ids,
-            context=self.limits.context,
-        )
-        requests = [
-            new_request(index * settings.samples + sample, ids)
-            for (index, ids), sample in product(enumerate(encoded), range(settings.samples))
-            if ids is not None
-        ]
+        requests = requests_of(encoded, self.tokenizer, settings, self.end_ids, self.limits.context)
         self.speed = Speed()
         if not requests:
             return
         programs, cache = self._prepare(requests, settings, keep)
         compiled = programs.compile_seconds
-        scheduler = Scheduler(programs, cache, self._batch_parts, self._chunk, progress)
-        self.speed.timing = scheduler.timing
+        scheduler = Scheduler(programs, cache, self._batch_parts, self._chunk, progress, self.speed)
         self._is_streaming = True
         try:
             for piece in scheduler.serve(requests):
@@ -418,6 +395,7 @@ class Scheduler:
       num_parts: number of parts of the batch, dp * fsdp.
       max_chunk: maximum length of a packed sequence.
       progress: called with prompt tokens read so far and in total.
+      speed: counts the tokens and seconds.
     """
 
     def __init__(
@@ -427,8 +405,9 @@ class Scheduler:
         num_parts: int,
         max_chunk: int,
         progress: Callable[[int, int], None],
+        speed: Speed,
     ):
-        self.timing = Timing()
+        self._speed = speed
         self._programs = programs
         self._cache = cache
         self._cached = cache.tokens
@@ -467,7 +446,7 @@ class Scheduler:
                 self._shared[row] = source, num_shared
                 self._cached[row].clear()
             del self._cached[row][count:]
-            self.timing.kept_tokens += max(count, num_shared)
+            self._speed.kept_tokens += max(count, num_shared)
             self._requests[row] = request
             free.remove(row)
 
@@ -519,8 +498,8 @@ class Scheduler:
                 self._cached[row] += self._requests[row].tokens[start:stop]
             count = sum(map(_num_tokens, parts))
             num_read += count
-            self.timing.prefill_seconds += seconds
-            self.timing.prefill_tokens += count
+            self._speed.prefill_seconds += seconds
+            self._speed.prefill_tokens += count
             # May raise.
             self._progress(num_read, total)
             self._copy_shared()
@@ -541,8 +520,8 @@ class Scheduler:
             start = len(self._cached[row])
             if row // self._rows_per_part != part or row in self._shared:
                 continue
-            # A row with cached tokens must begin a sequence.
-            if room == 0 or (start and chunks):
+            # A row with cached tokens must begin a sequence, and a state reads one row in each.
+            if room == 0 or (chunks and (start or self._programs.has_states)):
                 break
             stop = min(start + room, request.num_prompt)
             chunks.append((row, start, stop))
@@ -561,9 +540,9 @@ class Scheduler:
             target = int(SECONDS_PER_CALL * len(lines) / max(seconds, 1e-9))
         # The first call of a program is slower.
         self._steps = min(max(1, target), 2 * self._steps, MAX_STEPS)
-        self.timing.decode_seconds += seconds
+        self._speed.decode_seconds += seconds
         pieces = self._append_tokens(sampled, rows)
-        self.timing.decode_tokens += len(pieces)
+        self._speed.decode_tokens += len(pieces)
         yield from pieces
 
     def _taken_caches(self) -> KVCaches:
@@ -611,18 +590,13 @@ class Scheduler:
         num_rows = len(self._cached)
         tokens, lengths, left = np.zeros((3, num_rows), np.int32)
         seeds = np.zeros(num_rows, np.uint32)
-        history = None
-        if self._programs.needs_history:
-            history = np.full((num_rows, self._programs.shape.slots), -1, np.int32)
         for row, request in self._requests.items():
             has_text = len(request.tokens) > request.num_prompt
             tokens[row] = request.tokens[-1]
             lengths[row] = len(request.tokens) - has_text
             left[row] = request.tokens_left
             seeds[row] = request.seed
-            if history is not None:
-                history[row, : len(request.tokens)] = request.tokens
-        return RowArrays(tokens, lengths, left, seeds, history)
+        return RowArrays(tokens, lengths, left, seeds)
 
     def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
         shape = (self._num_parts, self._length(max(map(_num_tokens, parts))))

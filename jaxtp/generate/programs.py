@@ -75,8 +75,6 @@ class RowArrays:
     left: Ints
     """Number of tokens still to be generated; 0 for an idle row."""
     seeds: Ints
-    history: Ints | None = None
-    """All tokens, `[rows, slots]`; -1 after the last. None without repetition penalty."""
 
 
 Sampled = tuple[Array, Array, Array]
@@ -87,12 +85,10 @@ computed yet. Rows whose text has ended have undefined values."""
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Decoding:
-    """The variables of the decoding loop; B is the number of rows, S of slots."""
+    """The variables of the decoding loop; B is the number of rows."""
 
     step: Array
     caches: KVCaches
-    history: Array | None
-    """As in `RowArrays`, `[B, S]`."""
     last: Array
     """The last sampled token of each row, `[B]`."""
     lengths: Array
@@ -123,7 +119,6 @@ class Programs:
     ):
         self.shape = shape
         self.compile_seconds = 0.0
-        self.needs_history = settings.repetition_penalty != 1
         self.has_states = has_states(model, mesh)
         self._mesh = mesh
         self._end_ids = np.array(sorted(end_ids), np.int32)
@@ -180,8 +175,7 @@ class Programs:
         new = NewTokens(packed.positions, packed.rows, packed.continued)
         x_PCD, caches = model(packed.ids, caches, new)
         logits_BV = constrain(model.logits_at(x_PCD, packed.last), batch_spec(None))
-        seen_BV = _seen(rows.history, model.config.vocab_size)
-        tokens_B, logprobs_B = self._sample(logits_BV, seen_BV, rows.seeds, rows.lengths)
+        tokens_B, logprobs_B = self._sample(logits_BV, rows.seeds, rows.lengths)
         return caches, (tokens_B[None], logprobs_B[None], jnp.int32(1))
 
     def _decode(
@@ -203,7 +197,6 @@ class Programs:
         start = _Decoding(
             step=jnp.int32(0),
             caches=caches,
-            history=rows.history,
             last=rows.tokens,
             lengths=rows.lengths,
             left=rows.left,
@@ -224,18 +217,11 @@ class Programs:
         new = NewTokens(constrain(positions_B1, batch_spec(None)))
         x_B1D, caches = model(state.last[:, None], state.caches, new)
         logits_BV = constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
-        seen_BV = _seen(state.history, model.config.vocab_size)
-        sampled_B, logprobs_B = self._sample(logits_BV, seen_BV, seeds_B, next_B)
+        sampled_B, logprobs_B = self._sample(logits_BV, seeds_B, next_B)
         is_end_B = jnp.any(sampled_B[:, None] == self._end_ids, axis=1)
-        history_BS = state.history
-        if history_BS is not None:
-            places = jnp.where(is_active_B, next_B, DROPPED)
-            rows = jnp.arange(self.shape.rows)
-            history_BS = history_BS.at[rows, places].set(sampled_B, mode="drop")
         return _Decoding(
             step=state.step + 1,
             caches=caches,
-            history=history_BS,
             last=sampled_B,
             lengths=state.lengths + is_active_B,
             left=jnp.where(is_end_B, 0, state.left - is_active_B),
@@ -283,14 +269,3 @@ class Programs:
         return ShapeDtypeStruct(
             np.shape(array), array.dtype, sharding=NamedSharding(self._mesh, P())
         )
-
-
-def _seen(history_BS: Ints | None, vocab_size: int) -> Array | None:
-    """Returns whether a row has each token, `[B, V]`."""
-    if history_BS is None:
-        return None
-    num_rows = len(history_BS)
-    ids_BS = jnp.where(history_BS < 0, vocab_size, history_BS)
-    none_BV = jnp.zeros((num_rows, vocab_size), bool)
-    seen_BV = none_BV.at[jnp.arange(num_rows)[:, None], ids_BS].set(True, mode="drop")
-    return constrain(seen_BV, batch_spec(None))

@@ -3,6 +3,7 @@
 import codecs
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 import numpy as np
@@ -131,7 +132,7 @@ class Result:
     ids: tuple[int, ...]
     """Tokens of the text and of the stop text, without the end token."""
     logprobs: tuple[float, ...]
-    """Log-probability of each token in nats, before penalty, temperature and filters."""
+    """Log-probability of each token in nats, before temperature and filters."""
     finish: Finish
     """Why the text ended: an end token, a stop text, `max_tokens`, or the model's context (prompt
     and text)."""
@@ -222,6 +223,21 @@ class Request:
                 self.index, self._text, ids, logprobs, self.finish, self.num_prompt, self.sample
             )
         return Piece(self.index, None if ended else token, text, result, self.sample)
+
+
+def requests_of(
+    prompts: Sequence[Ids | None],
+    tokenizer: Tokenizer,
+    settings: GenerationSettings,
+    end_ids: frozenset[int],
+    context: int | None,
+) -> list[Request]:
+    """Returns a request for each sample of each prompt that is not None."""
+    return [
+        Request(index * settings.samples + sample, ids, tokenizer, settings, end_ids, context)
+        for (index, ids), sample in product(enumerate(prompts), range(settings.samples))
+        if ids is not None
+    ]
 
 
 class Detokenizer:

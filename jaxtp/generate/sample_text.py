@@ -1,27 +1,43 @@
-"""`sample_text`: a callback of the trainer that prints texts of the model in training."""
+"""`sample_text`: a callback of the trainer that prints texts of the model in training.
+
+A token takes a forward pass over whole texts, on the mesh of the run. That needs neither a copy of
+the weights nor a cache, and for short texts not much time.
+"""
 
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxtp.config.entry import shown
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from jaxtp.generate.decode_model import DecodeModel, StackedDecodeModel, join_axes, model_mesh
-from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import open_tokenizer
-from jaxtp.generate.request import GenerationError, Result
-from jaxtp.generate.sampling import GenerationSettings, check_settings
-from jaxtp.layers.parameter import is_variable, spec_of
-from jaxtp.mesh import CP, FSDP, STORAGE, axes_of
+from jaxtp.generate.request import (
+    GenerationError,
+    Request,
+    Result,
+    encode_prompts,
+    limits_of,
+    requests_of,
+)
+from jaxtp.generate.sampling import GenerationSettings, check_settings, sample
+from jaxtp.layers.kernels.padding import round_up
+from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
+
+# Lengths of texts are multiples of this number of tokens on each device along cp
+_BLOCK = 64
 
 
 def sample_text(
@@ -32,9 +48,6 @@ def sample_text(
     tokenizer: str | Path | None = None,
 ) -> Callable[[Any, Any], None]:
     """Returns a callback that continues texts with the current parameters, and prints them.
-
-    It decodes with the training state's arrays, on the run's mesh, one layer at a time. So it needs
-    memory only for a layer and a KV cache, and is slower than `Generator`.
 
     Args:
       every: steps between texts.
@@ -47,29 +60,25 @@ def sample_text(
     check_settings(settings)
     if every < 1:
         raise ConfigError(f"every={every}: should be 1 or more")
-    generator: _InPlace | None = None
-    made_for: object = None
+    opened: Tokenizer | None = None
+    opened_for: object = None
 
     def callback(trainer: Any, step: Any) -> None:
-        nonlocal generator, made_for
+        nonlocal opened, opened_for
         if step.index % every:
             return
         # Virtual CPU devices can deadlock with several programs in flight.
         with trainer.paused("sample_text"):
             model = trainer.model
-            run = (trainer.mesh, trainer.config)
+            data = trainer.config.data
             if not isinstance(model, Decoder):
                 raise GenerationError(
                     f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}"
                 )
-            if generator is None or made_for != run:
-                if tokenizer is None:
-                    opened = _tokenizer_of(trainer.config.data)
-                else:
-                    opened = open_tokenizer(tokenizer)
-                generator = _InPlace(model, opened, batch_size=len(prompts) * settings.samples)
-                made_for = run
-            results = generator.sample(model, prompts, settings)
+            if opened is None or opened_for != data:
+                opened = _tokenizer_of(data) if tokenizer is None else open_tokenizer(tokenizer)
+                opened_for = data
+            results = _continue_texts(model, trainer.mesh, opened, prompts, settings)
         for result in results:
             text = json.dumps(prompts[result.index] + result.text, ensure_ascii=False)
             trainer.line(f"step {step.index}: {shown(text)}")
@@ -77,43 +86,66 @@ def sample_text(
     return callback
 
 
-class _InPlace(Generator):
-    """Decodes with the arrays of a training state, which it does not keep."""
+def _continue_texts(
+    model: Decoder,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    settings: GenerationSettings,
+) -> list[Result]:
+    info = tokenizer.info
+    limits = limits_of(model.config, None)
+    encoded = encode_prompts(prompts, tokenizer, info.prefix, limits)
+    requests = requests_of(encoded, tokenizer, settings, info.end_ids, limits.context)
+    sizes = mesh_sizes(mesh)
+    block = _BLOCK * sizes[CP]
+    longest = max(request.num_prompt for request in requests) + settings.max_tokens
+    length = min(round_up(longest, block), limits.context or sys.maxsize)
+    shape = (round_up(len(requests), batch_parts(sizes)), length)
+    num_ids = min(info.vocab_size, model.config.vocab_size)
+    choose = partial(_next_tokens, *nnx.split(model), settings=settings, num_ids=num_ids)
+    results: list[Result] = []
+    while len(results) < len(requests):
+        with jax.set_mesh(mesh):
+            tokens, logprobs = jax.device_get(choose(*_arrays_of(requests, shape)))
+        for row, request in enumerate(requests):
+            if request.finish is None:
+                piece = request.append(int(tokens[row]), float(logprobs[row]))
+                results += filter(None, [piece.result])
+    return sorted(results, key=lambda result: (result.index, result.sample))
 
-    def sample(
-        self, model: Decoder, prompts: Sequence[str], settings: GenerationSettings
-    ) -> list[Result]:
-        encoded = self.tokenizer.encode_batch(prompts)
-        ids = [[*self.tokenizer.info.prefix, *text_ids.tolist()] for text_ids in encoded]
-        placed = model if self._mesh == model_mesh(model) else _on_mesh(model, self._mesh)
-        self._model = StackedDecodeModel(placed)
-        for programs in self._programs.values():
-            programs.weights = nnx.state(self._model)
-        try:
-            return self.generate(ids, settings)
-        finally:
-            self._cache = None
-            del self._model
-            for programs in self._programs.values():
-                programs.weights = nnx.State({})
 
-    def _place(self, model: Decoder, mesh: Mesh, donate: bool) -> tuple[Mesh, int, DecodeModel]:
-        # A KV cache cannot be split over cp. Parameters are split over fsdp and cp alike, so no
-        # array moves.
-        return join_axes(mesh, CP, FSDP), 0, StackedDecodeModel(model)
+def _arrays_of(requests: Sequence[Request], shape: tuple[int, int]) -> Iterator[np.ndarray]:
+    """Yields the tokens of each row, `[B, T]`, their number, and the seed of the row."""
+    ids = np.zeros(shape, np.int32)
+    lengths = np.ones(len(ids), np.int32)
+    seeds = np.zeros(len(ids), np.uint32)
+    for row, request in enumerate(requests):
+        lengths[row] = len(request.tokens)
+        ids[row, : lengths[row]] = request.tokens
+        seeds[row] = request.seed
+    yield from (ids, lengths, seeds)
 
 
-def _on_mesh(model: Decoder, mesh: Mesh) -> Decoder:
-    # `mesh` has the same devices, and fsdp and cp as one axis, so most arrays are not copied.
-    def place(variable: nnx.Variable[Array]) -> nnx.Variable[Array]:
-        spec = spec_of(variable)
-        # fsdp and cp are one axis now, which cannot split a dim over only one of them.
-        if any(len({*axes_of(entry)} & {*STORAGE}) == 1 for entry in spec):
-            spec = PartitionSpec()
-        return variable.replace(jax.device_put(variable[...], NamedSharding(mesh, spec)))
-
-    graph, state = nnx.split(model)
-    return nnx.merge(graph, jax.tree.map(place, state, is_leaf=is_variable))
+@partial(jax.jit, static_argnums=0, static_argnames=("settings", "num_ids"))
+def _next_tokens(
+    graph: nnx.GraphDef[Decoder],
+    state: nnx.State,
+    ids_BT: Array,
+    lengths_B: Array,
+    seeds_B: Array,
+    *,
+    settings: GenerationSettings,
+    num_ids: int,
+) -> tuple[Array, Array]:
+    """Returns the token after each row's first `lengths_B` ones, and its log-probability."""
+    model = nnx.merge(graph, state)
+    model.eval()
+    logits_BTV = model(ids_BT)
+    # A masked sum: indexing along T, which cp splits, would gather all logits.
+    is_last_BT = jnp.arange(ids_BT.shape[1]) == lengths_B[:, None] - 1
+    logits_BV = jnp.sum(jnp.where(is_last_BT[..., None], logits_BTV, 0), axis=1)
+    return sample(logits_BV, seeds_B, lengths_B, settings=settings, num_ids=num_ids)
 
 
 def _tokenizer_of(data: Any) -> Tokenizer:

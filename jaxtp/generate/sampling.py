@@ -40,10 +40,6 @@ class GenerationSettings(Settings):
     """Seed of the first text; each further sample or prompt uses the next seed. A seed gives a
     prompt the same text in any batch."""
 
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
-    """Divides positive and multiplies negative logits of tokens that are in the prompt or text
-    (CTRL); 1 is off."""
-
     temperature: Annotated[float, Field(ge=0, le=1000)] = 0.0
     """Randomness of the choice: divides the logits; 0 always takes the most likely token."""
 
@@ -96,7 +92,6 @@ def settings_problems(
 
 def sample(
     logits_BV: Array,
-    seen_BV: Array | None,
     seeds_B: Array,
     positions_B: Array,
     *,
@@ -106,29 +101,26 @@ def sample(
     """Samples the next token of each row, on the row's device.
 
     Args:
-      seen_BV: tokens already in a row; None without repetition penalty.
       positions_B: number of tokens in each row, folded into its seed.
       num_ids: vocabulary size of the tokenizer; higher ids are padding and never sampled.
 
     Returns:
-      tokens `[B]` int32 and their log-probabilities `[B]` before penalty, temperature and filters,
-      both replicated.
+      tokens `[B]` int32 and their log-probabilities `[B]` before temperature and filters, both
+      replicated.
     """
     row = batch_spec()
-    rows = batch_spec(None)
     sample_rows = device_view(
         jax.vmap(partial(_sample_row, settings=settings, num_ids=num_ids)),
         "sample",
-        in_specs=(rows, None if seen_BV is None else rows, row, row),
+        in_specs=(batch_spec(None), row, row),
         out_specs=(row, row),
     )
-    tokens, logprobs = sample_rows(logits_BV, seen_BV, seeds_B, positions_B)
+    tokens, logprobs = sample_rows(logits_BV, seeds_B, positions_B)
     return constrain(tokens, P()), constrain(logprobs, P())
 
 
 def _sample_row(
     logits: Array,
-    used: Array | None,
     seed: Array,
     position: Array,
     *,
@@ -136,7 +128,7 @@ def _sample_row(
     num_ids: int,
 ) -> tuple[Array, Array]:
     logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
-    filtered = apply_filters(logits, used, settings)
+    filtered = apply_filters(logits, settings)
     if settings.temperature == 0:
         token = jnp.argmax(filtered)
     else:
@@ -144,10 +136,8 @@ def _sample_row(
     return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token]
 
 
-def apply_filters(logits: Array, used: Array | None, settings: GenerationSettings) -> Array:
+def apply_filters(logits: Array, settings: GenerationSettings) -> Array:
     """Returns the logits `[V]` to sample from; disabled filters cost nothing."""
-    if used is not None:
-        logits = penalise(logits, used, settings.repetition_penalty)
     if settings.temperature > 0:
         logits = (logits - jnp.max(logits)) / max(settings.temperature, _TINY)
     if settings.top_k:
@@ -157,11 +147,6 @@ def apply_filters(logits: Array, used: Array | None, settings: GenerationSetting
     if settings.min_p > 0:
         logits = keep_min_p(logits, settings.min_p)
     return logits
-
-
-def penalise(logits: Array, used: Array, penalty: float) -> Array:
-    """Makes used tokens less likely (Keskar et al., arXiv 1909.05858, section 4.1)."""
-    return jnp.where(used, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_top_k(logits: Array, k: int) -> Array:

@@ -16,7 +16,7 @@ from jaxtp.config.entry import UserError
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jaxtp.generate.chat import COMMANDS, Chat, ConversationEncoder
-from jaxtp.generate.engine import Speed, Timing
+from jaxtp.generate.engine import Speed
 from jaxtp.generate.programs import Shape
 from jaxtp.generate.request import GenerationError, Limits, Piece, Result
 
@@ -210,26 +210,24 @@ def test_commands_are_obeyed_and_not_answered(source, monkeypatch, capsys):
 
 
 NOTES = {
-    "(4 tokens, 7.5 tokens/s)": (Timing(decode_tokens=30, decode_seconds=4.0), "four"),
-    "(1 token)": (Timing(), "x"),
+    "(4 tokens, 7.5 tokens/s)": (Speed(decode_tokens=30, decode_seconds=4.0), "four"),
+    "(1 token)": (Speed(), "x"),
 }
 
 
 @pytest.mark.parametrize("note", NOTES)
 def test_a_terminal_shows_the_tokens_and_the_speed_of_an_answer(note, monkeypatch, capsys):
-    timing, answer = NOTES[note]
+    speed, answer = NOTES[note]
     for source in (Terminal, io.StringIO):
         generator = Answers(answer)
-        generator.speed.timing = timing
+        generator.speed = speed
         talk(monkeypatch, source("a\n"), generator=generator)
         assert (note in capsys.readouterr().err.splitlines()) == (source is Terminal)
 
 
 def test_the_speed_of_a_chat_is_of_all_answers(monkeypatch):
     def count(answers, _):
-        answers.speed = Speed(
-            Shape(1, 64), 5, 0.5, Timing(2, 1.0, 3, decode_tokens=4, decode_seconds=2.0)
-        )
+        answers.speed = Speed(Shape(1, 64), 5, 0.5, 2, 1.0, 3, decode_tokens=4, decode_seconds=2.0)
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("a\nb\n"))
     chat = Chat(Answers("x", "y", begin=count), encoder_of(PLAIN, ByteTokenizer()), SETTINGS)

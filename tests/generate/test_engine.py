@@ -39,7 +39,6 @@ SAMPLED = jaxtp.GenerationSettings(
     top_k=100,
     top_p=0.95,
     min_p=0.001,
-    repetition_penalty=1.2,
     seed=7,
 )
 SMALL = SmallDecoder(CONFIG)
@@ -91,9 +90,9 @@ def test_greedy_texts_are_the_argmax_of_plain_formulas(mesh):
     tokens = sum(result.prompt_tokens for result in results)
     decoded = sum(len(result.ids) - (result.finish == "length") for result in results)
     assert len({len(result.ids) for result in results}) > 2
-    timing = generator.speed.timing
-    assert (timing.prefill_tokens, timing.kept_tokens, timing.decode_tokens) == (tokens, 0, decoded)
-    assert min(timing.prefill_seconds, timing.decode_seconds, generator.speed.compile_seconds) > 0
+    speed = generator.speed
+    assert (speed.prefill_tokens, speed.kept_tokens, speed.decode_tokens) == (tokens, 0, decoded)
+    assert min(speed.prefill_seconds, speed.decode_seconds, generator.speed.compile_seconds) > 0
     with compilations() as compiled:
         assert generator.generate(prompts, SETTINGS) == results
     assert compiled == []
@@ -123,12 +122,12 @@ def test_samples_of_a_prompt_are_read_once(mesh):
     prompts = [LONG, LONG[:30] + "another end", PROMPTS[0]]
     generator = SMALL.generator(mesh, batch_size=8)
     found = generator.generate(prompts, change(SAMPLED, samples=2))
-    timing = generator.speed.timing
+    speed = generator.speed
     assert [(each.index, each.sample) for each in found] == [divmod(index, 2) for index in range(6)]
     lengths = [len(prompt) for prompt in prompts]
-    assert timing.prefill_tokens + timing.kept_tokens == 2 * sum(lengths)
+    assert speed.prefill_tokens + speed.kept_tokens == 2 * sum(lengths)
     if mesh is None:
-        assert timing.prefill_tokens == lengths[0] + lengths[1] + 2 * lengths[2]
+        assert speed.prefill_tokens == lengths[0] + lengths[1] + 2 * lengths[2]
     assert len({*ids_of(found)}) == 6
     for result in found:
         length = lengths[result.index]
@@ -160,11 +159,11 @@ def test_a_conversation_is_read_on_from_the_tokens_in_the_cache(monkeypatch):
         begun = [next(pieces).token for _ in range(4)]
         pieces.close()
         assert begun == list(one().generate([turn], SETTINGS)[0].ids[:4])
-        timing = generator.speed.timing
-        assert (timing.kept_tokens, timing.prefill_tokens) == (kept, len(turn) - kept)
+        speed = generator.speed
+        assert (speed.kept_tokens, speed.prefill_tokens) == (kept, len(turn) - kept)
     assert generator.speed.shape == Shape(rows=1, slots=2 * LENGTH)
     (result,) = generator.generate([longest], SETTINGS)
-    assert generator.speed.timing.kept_tokens == 0, "nothing is kept unless it is asked for"
+    assert generator.speed.kept_tokens == 0, "nothing is kept unless it is asked for"
     assert result.ids == one().generate([longest], SETTINGS)[0].ids
 
 
@@ -201,7 +200,7 @@ def test_an_interrupt_in_a_program_loses_the_cache_and_one_while_waiting_loses_n
             list(generator.stream([LONG], SETTINGS, keep=True))
     *_, last = generator.stream([LONG], SETTINGS, keep=True)
     assert last.result.ids == likeliest(LONG)
-    assert generator.speed.timing.prefill_tokens == read
+    assert generator.speed.prefill_tokens == read
 
 
 @pytest.mark.wide

@@ -40,31 +40,18 @@ def min_p(logits, p):
     return softmax(logits) >= p * softmax(logits).max()
 
 
-def penalised(logits, seen, penalty):
-    return [
-        (x / penalty if x > 0 else x * penalty) if s else x
-        for x, s in zip(logits, seen, strict=True)
-    ]
-
-
 @partial(jax.jit, static_argnames="p")
-def filtered(logits, seen, p, penalty):
-    """Returns the tokens that each filter keeps, and penalised logits."""
+def filtered(logits, p):
+    """Returns the tokens that each filter keeps."""
     kept = [sampling.keep_top_p(logits, p), sampling.keep_min_p(logits, p)]
-    return jnp.isfinite(jnp.stack(kept)), sampling.penalise(logits, seen, penalty)
+    return jnp.isfinite(jnp.stack(kept))
 
 
 @settings(deadline=None, max_examples=40)
-@given(
-    vectors,
-    st.lists(st.booleans(), min_size=V, max_size=V).map(np.array),
-    st.sampled_from([0.0103, 0.31, 0.77, 0.9991]),
-    st.sampled_from([0.5, 1.3, 2.0]),
-)
-def test_filters_are_their_definitions(logits, seen, p, penalty):
-    (by_top_p, by_min_p), changed = filtered(logits, seen, p, penalty)
+@given(vectors, st.sampled_from([0.0103, 0.31, 0.77, 0.9991]))
+def test_filters_are_their_definitions(logits, p):
+    by_top_p, by_min_p = filtered(logits, p)
     np.testing.assert_array_equal(by_min_p, min_p(logits, p))
-    np.testing.assert_allclose(changed, penalised(logits, seen, penalty), rtol=1e-6)
     sums = np.cumsum(np.sort(softmax(logits))[::-1])
     if np.min(np.abs(sums - p)) > 1e-5:  # else rounding decides
         np.testing.assert_array_equal(by_top_p, top_p(logits, p))
@@ -78,24 +65,22 @@ def test_top_k(logits, k):
     )
 
 
-def plainly(logits, seen, chosen):
+def plainly(logits, chosen):
     """The distribution that is left by what was chosen."""
-    logits = np.array(penalised(logits, seen, chosen.repetition_penalty)) / chosen.temperature
+    logits = logits / chosen.temperature
     for keep, value in ((top_k, chosen.top_k or V), (top_p, chosen.top_p), (min_p, chosen.min_p)):
         logits = np.where(keep(logits, value), logits, -np.inf)
     return softmax(logits)
 
 
 LOGITS = np.random.default_rng(3).normal(0, 0.8, V)
-SEEN = np.arange(V) % 3 == 0
 DRAWS = 4096
 CASES = {
     "cold": {"temperature": 0.4},
     "top-k": {"temperature": 1.0, "top_k": 4},
     "top-p": {"temperature": 1.0, "top_p": 0.6},
     "min-p": {"temperature": 1.0, "min_p": 0.2},
-    "penalty": {"temperature": 1.0, "repetition_penalty": 1.8},
-    "all": {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.7},
+    "all": {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
 }
 
 
@@ -108,9 +93,8 @@ def sampler(chosen, num_ids, mesh):
 def draw(chosen, seeds, positions, *, num_ids=V, mesh=None):
     rows = len(seeds)
     logits = np.tile(LOGITS, (rows, 1)).astype(np.float32)
-    seen = np.tile(SEEN, (rows, 1))
     places = np.asarray(seeds, np.uint32), np.asarray(positions, np.int32)
-    return [np.asarray(each) for each in sampler(chosen, num_ids, mesh)(logits, seen, *places)]
+    return [np.asarray(each) for each in sampler(chosen, num_ids, mesh)(logits, *places)]
 
 
 def chi_square_limit(freedom):
@@ -125,7 +109,7 @@ def chi_square_limit(freedom):
 def test_tokens_are_drawn_from_the_distribution_that_is_left(name):
     """Whether seeds differ, or positions."""
     chosen = GenerationSettings(**CASES[name])
-    expected = plainly(LOGITS, SEEN, chosen)
+    expected = plainly(LOGITS, chosen)
     many = np.arange(DRAWS)
     same = np.full(DRAWS, 5)
     for places in ((many, same), (same, many)):
@@ -147,9 +131,6 @@ def test_temperatures_and_shares_of_zero_or_nearly_zero_take_the_likeliest():
     likeliest = [int(np.argmax(LOGITS))] * 2
     for chosen in ({"temperature": 1e-300}, {"temperature": 1.0, "top_p": 1e-300}):
         assert draw(GenerationSettings(**chosen), [0, 1], [3, 4])[0].tolist() == likeliest
-    penalty = 5.0
-    found = draw(GenerationSettings(repetition_penalty=penalty), [0, 1], [3, 4])[0].tolist()
-    assert found == [int(np.argmax(penalised(LOGITS, SEEN, penalty)))] * 2
 
 
 def test_ids_without_a_meaning_are_never_chosen():

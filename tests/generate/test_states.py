@@ -72,8 +72,8 @@ def stream(generator, prompt, **settings):
 def assert_read(generator, prompt, kept):
     """Checks the text of a prompt, of which `kept` tokens should be in the cache."""
     assert stream(generator, prompt).ids == greedy(prompt)
-    timing = generator.speed.timing
-    assert (timing.kept_tokens, timing.prefill_tokens) == (kept, len(prompt) - kept)
+    speed = generator.speed
+    assert (speed.kept_tokens, speed.prefill_tokens) == (kept, len(prompt) - kept)
 
 
 @swept("mesh", [None, (1, 1, 3), (2, 1, 2)])
@@ -89,7 +89,7 @@ def test_texts_are_those_of_reading_everything_again(mesh):
             map(greedy, given)
         )
     parts = 1 if mesh is None else mesh[0] * mesh[1]
-    assert generator.speed.timing.prefill_tokens == parts * len(prompts[0])
+    assert generator.speed.prefill_tokens == parts * len(prompts[0])
 
 
 @pytest.mark.wide
@@ -187,7 +187,7 @@ def test_a_state_has_one_size_for_rows_of_any_length():
     assert long - short == 8 * 64 * 2 * (2 * 4 * 4)
     assert has_states(model, mesh)
     without = SmallDecoder(jaxtp.ModelConfig(num_layers=1))
-    assert not has_states(nnx.eval_shape(lambda: to_decode_model(without.build(), mesh)), mesh)
+    assert not has_states(to_decode_model(without.on(None), mesh), mesh)
 
 
 DELTA = GatedDeltaConfig(delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8)
@@ -224,21 +224,18 @@ class Rows:
         return int(self.rng.integers(DOCUMENTS)), 0
 
     def packed(self):
-        """Tokens of some rows, of which the first may continue."""
+        """Tokens of one row, which may continue."""
         positions = np.full((1, PACKED), DROPPED, np.int32)
         row_of = np.full((1, PACKED), -1, np.int32)
         continued = bool(self.rng.random() < 0.6)
-        places = {}
-        for index, row in enumerate(self.rng.permutation(ROWS)[: self.rng.integers(1, ROWS + 1)]):
-            document, start = self.read[row] if index == 0 and continued else self.begin()
-            wanted = int(self.rng.choice([1, 2, 3, 64, self.rng.integers(1, 90)]))
-            end = min(start + wanted, start + PACKED - len(places), LONGEST)
-            for position in range(start, end):
-                at = (0, len(places))
-                positions[at] = position
-                row_of[at] = row
-                places[at] = document, position
-                self.read[row] = document, end
+        row = int(self.rng.integers(ROWS))
+        document, start = self.read[row] if continued else self.begin()
+        wanted = int(self.rng.choice([1, 2, 3, 64, self.rng.integers(1, 90)]))
+        end = min(start + wanted, LONGEST)
+        places = {(0, index): (document, start + index) for index in range(end - start)}
+        positions[0, : len(places)] = range(start, end)
+        row_of[0, : len(places)] = row
+        self.read[row] = document, end
         return NewTokens(positions, row_of, continued), places
 
     def single(self):

@@ -47,7 +47,7 @@ from jaxtp.tools.evaluate.inputs import check_ids
 from jaxtp.tools.evaluate.measure import Scorer, row_length
 
 MAX_NEW_TOKENS = 256  # Default of a task's max_gen_toks, as in the harness's own models
-_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"}
 
 Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation as texts (None for a window of a text), and as tokens."""
@@ -277,7 +277,7 @@ def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationS
             f"{', '.join(sorted(_SAMPLING))}, do_sample, until and max_gen_toks"
         )
     if not do_sample:
-        values = {name: values[name] for name in values if name == "repetition_penalty"}
+        values = {}
     settings = {**values, "max_tokens": max_tokens, "stop": tuple(filter(None, stops))}
     return validate(GenerationSettings, settings, source="generation_kwargs"), stops
 
