@@ -240,40 +240,40 @@ def _varying_axes(x: Array) -> frozenset[str]:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def swap_sequence(x: V, sequence_dim: int | None) -> V:
-    """Swaps the first dim and `sequence_dim` of arrays if tp splits the sequence.
+def swap_sequence(x: V, split_dim: int | None) -> V:
+    """Swaps the first dim and `split_dim` of arrays if tp splits the sequence.
 
     A second call undoes the first, so layers call it before and after their products. XLA gathers
     and scatters along the first dim: around a product of `[B, T, D]` it would swap whole
     activations. With attention's `_rows_as_heads` copies took 6 instead of 63 ms of a step of Llama
     3 8B at tp 8.
     """
-    if sequence_dim is None or axis_size(TP) == 1:
+    if split_dim is None or axis_size(TP) == 1:
         return x
-    return jax.tree.map(lambda array: jnp.swapaxes(array, 0, sequence_dim), x)
+    return jax.tree.map(lambda array: jnp.swapaxes(array, 0, split_dim), x)
 
 
-def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
+def enter_parallel(x: Array, split_dim: int | None) -> Array:
     """Brings an activation to every device of a tp group.
 
-    With `sequence_dim`, `x` is this device's part and is all-gathered: `[B, T/tp, D] -> [B, T, D]`.
+    With `split_dim`, `x` is this device's part and is all-gathered: `[B, T/tp, D] -> [B, T, D]`.
     """
-    if sequence_dim is None or current_mesh() is None:
+    if split_dim is None or current_mesh() is None:
         return vary(checkpoint_name(x, GATHERED), TP)
-    gathered = all_gather(swap_sequence(x, sequence_dim), TP)
-    return swap_sequence(checkpoint_name(gathered, GATHERED), sequence_dim)
+    gathered = all_gather(swap_sequence(x, split_dim), TP)
+    return swap_sequence(checkpoint_name(gathered, GATHERED), split_dim)
 
 
-def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
+def leave_parallel(x: Array, split_dim: int | None) -> Array:
     """Sums this device's `x` over its tp group.
 
-    With `sequence_dim`, each device gets its part along that dim (reduce-scatter):
+    With `split_dim`, each device gets its part along that dim (reduce-scatter):
     `[B, T, D] -> [B, T/tp, D]`.
     """
-    if sequence_dim is None:
+    if split_dim is None:
         return checkpoint_name(all_reduce(x, TP), REDUCED)
-    reduced = reduce_scatter(swap_sequence(x, sequence_dim), TP)
-    return swap_sequence(checkpoint_name(reduced, REDUCED), sequence_dim)
+    reduced = reduce_scatter(swap_sequence(x, split_dim), TP)
+    return swap_sequence(checkpoint_name(reduced, REDUCED), split_dim)
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
@@ -355,7 +355,7 @@ class WeightDtypes(NamedTuple):
     # Of the sum of gradients over devices
     reduce: DTypeLike
     # Dtype of the gathered weight, in which gradients of its uses accumulate; `compute` or wider
-    result: DTypeLike
+    accumulate: DTypeLike
 
 
 def gradient_sum_axes(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str, ...]:
@@ -381,7 +381,7 @@ class WeightLayout:
 
     gathered: bool = True
     """False keeps the weight split over the storage, for layers that gather tokens; its gradient is
-    only all-reduced, over `replicas`."""
+    only all-reduced, over `axes_to_sum`."""
 
     tp_gather: tuple[int, int] = (0, 1)
     """(dim, group size): groups of neighbours along tp gather this dim, because tp exceeds the kv
@@ -392,7 +392,7 @@ class WeightLayout:
     the weight on other tokens (a norm under sequence parallelism) or for other features (an
     adapter)."""
 
-    early: bool = False
+    reduce_in_layer: bool = False
     """Keeps the reduction of the gradient in the backward pass of its layer. If XLA moves the
     reduction elsewhere, it copies the gradient. It did so for the columns of an MLP, after which
     attention's backward pass follows, and for row layers without tp."""
@@ -411,22 +411,22 @@ class WeightLayout:
     def summed(self, grad: Array, shard: Array, dtype: DTypeLike) -> Array:
         """Returns the gradient of `shard`, summed in `dtype`.
 
-        It is `whole` transposed, and a sum over `replicas`.
+        It is `whole` transposed, and a sum over `axes_to_sum`.
         """
         dim, group = self.tp_gather
         grad = grad.astype(dtype)
         if self.storage_dim is not None and self.gathered:
             grad = reduce_scatter(grad, *STORAGE, dim=self.storage_dim)
-            if self.early and axis_size(*STORAGE) > 1:
+            if self.reduce_in_layer and axis_size(*STORAGE) > 1:
                 grad = lax.optimization_barrier(grad)
         if group > 1:
             groups = _groups_over_tp(group)
             grad = lax.psum_scatter(
                 grad, TP, scatter_dimension=dim, axis_index_groups=groups, tiled=True
             )
-        return by_rows(all_reduce(grad, *self.replicas(shard))).astype(shard.dtype)
+        return by_rows(all_reduce(grad, *self.axes_to_sum(shard))).astype(shard.dtype)
 
-    def replicas(self, shard: Array) -> tuple[str, ...]:
+    def axes_to_sum(self, shard: Array) -> tuple[str, ...]:
         """Returns the axes to sum the gradient over: those that replicate the shard.
 
         Axes over which it varies already are left out.
@@ -447,13 +447,13 @@ def load_weight(shard: Array, dtypes: WeightDtypes, layout: WeightLayout) -> Arr
     not summed over axes over which the shard already varies (`layers.parameter.mark_unreduced`).
     """
     if current_mesh() is None:
-        return shard.astype(dtypes.compute).astype(dtypes.result)
+        return shard.astype(dtypes.compute).astype(dtypes.accumulate)
 
     def gather(shard: Array) -> Array:
         # With this mark JAX leaves the gradient unsummed; `summed` sums it over the replicas last,
         # on the smaller result of the reduce-scatter.
-        varying = vary(shard.astype(dtypes.compute), *layout.replicas(shard))
-        return layout.whole(varying).astype(dtypes.result)
+        varying = vary(shard.astype(dtypes.compute), *layout.axes_to_sum(shard))
+        return layout.whole(varying).astype(dtypes.accumulate)
 
     load = with_gradient(gather, lambda grad: layout.summed(grad, shard, dtypes.reduce))
     return load(shard)

@@ -7,6 +7,7 @@ domain) form a tensor-parallel group.
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -216,7 +217,10 @@ def platform_of(device: jax.Device | AbstractDevice) -> str:
     """Returns cpu, cuda, rocm or tpu; JAX reports "gpu" for both NVIDIA and AMD."""
     if device.platform != "gpu":
         return device.platform
-    return "rocm" if "amd" in device.device_kind.lower() else "cuda"
+    # An abstract device has no client. The kind of an AMD GPU may be `gfx942`.
+    version = getattr(getattr(device, "client", None), "platform_version", "")
+    description = f"{device.device_kind} {version}".lower()
+    return "rocm" if re.search("amd|gfx|rocm", description) else "cuda"
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

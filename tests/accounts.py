@@ -119,9 +119,6 @@ def kept(config, rows, length, tp=1):
     """Returns the residuals of one block, as abstract global arrays."""
     with use_mesh(tp=tp):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
-        for _, layer in nnx.iter_modules(abstract):
-            if hasattr(layer, "matmul"):
-                layer.matmul = config.precision.matmul  # as the decoder does
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
         block = jax.checkpoint(
             lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat)

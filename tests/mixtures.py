@@ -28,7 +28,7 @@ LORA = LoraConfig(rank=3, alpha=5.0)
 NOT_TIED = 1e-5
 """Minimum gap between the last chosen score and the next, relative to it, unless they are equal."""
 
-ROUTING = ("times_chosen", "scores", "squared_normaliser", "entropy", "computed")
+ROUTING = ("times_chosen", "probabilities", "squared_normaliser", "entropy", "computed")
 
 
 # The mathematics, without anything of the package.
@@ -136,7 +136,7 @@ def mixture(weights, x, counts, config, experts):
         y += shared_experts(x, weights, config)
     sums = {
         "times_chosen": jnp.asarray(chosen, x.dtype),
-        "scores": jnp.where(counts[:, None], of_all, 0.0),
+        "probabilities": jnp.where(counts[:, None], of_all, 0.0),
         "squared_normaliser": jnp.where(counts, normaliser**2, 0.0),
         "entropy": jnp.where(counts, -jnp.sum(of_all * jnp.log(of_all), axis=1), 0.0),
         "computed": jnp.asarray(chosen.sum(axis=1), x.dtype),
@@ -147,7 +147,7 @@ def mixture(weights, x, counts, config, experts):
 def probe(y, sums):
     """Returns a scalar that depends on all outputs and sums, each with its own weight."""
     random = np.random.default_rng(7)
-    outputs = (y, sums["scores"], sums["squared_normaliser"])
+    outputs = (y, sums["probabilities"], sums["squared_normaliser"])
     return sum(jnp.sum(x * random.standard_normal(x.shape).astype(np.float32)) for x in outputs)
 
 

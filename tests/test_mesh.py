@@ -22,6 +22,7 @@ from jaxtp.mesh import (
     is_number_configured,
     mesh_shape,
     mesh_sizes,
+    platform_of,
 )
 
 
@@ -30,6 +31,22 @@ class FakeGPU:
 
     platform = "gpu"
     device_kind = "NVIDIA H100"
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "platform"),
+    [
+        ("NVIDIA H100", "cuda 12090", "cuda"),
+        ("AMD Instinct MI300X", "rocm 60300", "rocm"),
+        ("gfx942", "", "rocm"),
+        ("Instinct MI250", "PJRT C API\nrocm 60300", "rocm"),
+    ],
+)
+def test_gpus_of_amd_are_no_gpus_of_nvidia(kind, version, platform):
+    device = FakeGPU()
+    device.device_kind = kind
+    device.client = SimpleNamespace(platform_version=version)
+    assert platform_of(device) == platform
 
 
 def gpus(count):

@@ -436,7 +436,7 @@ def column_costs(layer: ColumnParallelLinear, work: Workload, name: str) -> Cost
     split = work.is_split(layer.sequence_parallel)
     chunks = 1
     saved_input = moved
-    if layer.transport.joined:
+    if layer.transport.caller_communicates:
         saved_input = 0
     elif layer.transport.is_ring(work.tp, split=split):
         chunks = work.tp
@@ -479,14 +479,14 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
             ALL_REDUCE, (TP,), ROW, work, FLOAT32 * work.tokens, work.num_evals(again, 0)
         )
     if layer.bias is not None:
-        summed = split or layer.transport.joined
+        summed = split or layer.transport.caller_communicates
         yield weight(layer.bias, summed=summed, again=read and work.recomputes)
     chunks = 1
     size = work.tokens * layer.features * compute
     if layer.transport.is_ring(work.tp, split=split):
         chunks = work.tp
         yield ring(ROW, work, size, work.num_evals(recomputed, 1))
-    elif not layer.transport.joined:  # else the block sums all branches at once
+    elif not layer.transport.caller_communicates:  # else the block sums all branches at once
         yield from leave(ROW, work, size, split=split, again=recomputed)
     shape = work.tokens // chunks, local, layer.features
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)

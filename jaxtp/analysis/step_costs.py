@@ -257,7 +257,7 @@ def block_costs(block: DecoderBlock, work: Workload) -> Costs:
     saved_inputs = {"none": 1 if block.parallel else len(block.names), "offload": 0}
     yield Bytes("saved", size * saved_inputs.get(work.remat, 1))
     regathered = work.regathers
-    joined = [name for name, branch, *_ in block.branches() if branch.joined]
+    joined = [name for name, branch, *_ in block.branches() if branch.caller_communicates]
     if joined:
         hidden = work.tokens * config.d_model * compute
         split = work.is_split(config.sequence_parallel)

@@ -47,7 +47,7 @@ class Routing:
     """
 
     times_chosen: Array  # `[B, S, E]` float32: tokens that chose each expert
-    scores: Array  # `[B, S, E]` float32: scores over the sum of all scores
+    probabilities: Array  # `[B, S, E]` float32: scores over the sum of all scores
     # `[B, S]` float32: squared log of the sum of the logits' exponentials
     squared_normaliser: Array
     entropy: Array  # `[B, S]` float32: entropy of these normalised scores in nats
@@ -111,7 +111,7 @@ def balance(
             tokens = jnp.maximum(choices / k, 1)
             num_experts = routing.times_chosen.shape[-1]
             frequency = num_experts / (k * tokens[..., None]) * routing.times_chosen
-            products = frequency * routing.scores / tokens[..., None]
+            products = frequency * routing.probabilities / tokens[..., None]
             losses.append(jnp.sum(products, axis=-1))
             squared.append(routing.squared_normaliser / tokens)
             entropies.append(k * jnp.sum(routing.entropy))  # k per token, like `choices`

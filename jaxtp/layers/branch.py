@@ -29,9 +29,9 @@ class Branch(nnx.Module):
     layer gathers it.
     """
 
-    joined = False
-    """Whether its layers are constructed with `LayerContext.joined`: the block gathers its input
-    and reduces its output."""
+    caller_communicates = False
+    """Whether its layers have `LayerContext.caller_communicates`: the block gathers its input and
+    reduces its output."""
 
     over_cp: ClassVar[bool] = False
     """Whether the branch supports sequences split over cp, with positions on other devices

@@ -3,11 +3,11 @@
 New tokens come as rows (each sequence continues a row of the cache) or packed (tokens of several
 rows in one sequence). A layer writes them, then attends to the slots up to each query's position,
 which hides stale slots. A recurrent layer has no slots but a state for each row, which begins again
-at position 0.
+at position 0; it reads one row in a sequence of packed tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -64,27 +64,9 @@ class NewTokens:
         # Only these slots are written, so XLA updates a donated cache in place.
         return cache.at[rows, :, positions].set(new, mode="drop")
 
-    def by_row(self) -> "NewTokens":
-        """Returns these tokens as packed ones; those that are rows continue."""
-        if self.rows is not None:
-            return self
-        is_kept = self.positions < DROPPED
-        index = jnp.arange(len(self.positions))[:, None]
-        return replace(self, rows=jnp.where(is_kept, index, -1), continued=True)
-
-    def ends(self, num_rows: int) -> tuple[Array, Array, Array]:
-        """Returns whether each row has packed tokens, and its last token's sequence and index.
-
-        Each is `[R]`.
-        """
-        assert self.rows is not None
-        rows = self.rows.reshape(-1)  # [B * T]
-        is_in_row = rows == jnp.arange(num_rows)[:, None]  # [R, B * T]
-        tokens = jnp.where(is_in_row, jnp.arange(rows.size), -1)
-        last = jnp.max(tokens, axis=1)
-        has_tokens = last >= 0
-        sequence, index = jnp.divmod(last, self.rows.shape[1])
-        return has_tokens, sequence, index
+    def is_kept(self) -> Array:
+        """Returns which tokens are of a row, `[B, T]`."""
+        return self.positions < DROPPED if self.rows is None else self.rows >= 0
 
     def before(self, cache: Array) -> Array:
         """Returns the earlier tokens of each sequence's first row, `[b, S, K, H]`.
@@ -100,8 +82,17 @@ class NewTokens:
 
         It is `[b, ...]`.
         """
-        assert self.rows is not None
+        if self.rows is None:
+            return cache
         return jnp.take(cache, self.rows[:, 0], axis=0, mode="clip")
+
+    def replace(self, cache: Array, new: Array) -> Array:
+        """Returns the cache with `new`, `[b, ...]`, in place of the result of `first`."""
+        if self.rows is None:
+            return new
+        # A sequence without tokens replaces nothing; a negative index would count from the end.
+        row = jnp.where(self.rows[:, 0] < 0, len(cache), self.rows[:, 0])
+        return cache.at[row].set(new, mode="drop")
 
     def segments(self, num_slots: int) -> Array:
         """Returns the segments of packed tokens `[b, T]`, or with earlier tokens `[b, S + T]`."""

@@ -139,7 +139,7 @@ def tokens_in_float8(x: Array, *axes: str) -> Quantised:
     return with_gradient(quantise, lambda grad: grad.carrier)(x)
 
 
-def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
+def enter_float8(x: Quantised, split_dim: int | None) -> Quantised:
     """Like `enter_parallel`, of tokens in 8 bits: gathers the bits and the scales.
 
     The gradient is reduced in the compute dtype.
@@ -147,11 +147,11 @@ def enter_float8(x: Quantised, sequence_dim: int | None) -> Quantised:
     dtype = x.dtype
 
     def gather(x: Quantised) -> Quantised:
-        bits, scale = (enter_parallel(part, sequence_dim) for part in x.array)
+        bits, scale = (enter_parallel(part, split_dim) for part in x.array)
         return Quantised.of(Float8(bits, scale), dtype)
 
     def scatter(grad: Quantised) -> Quantised | None:
-        return Quantised.gradient(leave_parallel(grad.carrier, sequence_dim))
+        return Quantised.gradient(leave_parallel(grad.carrier, split_dim))
 
     return with_gradient(gather, scatter)(x)
 
@@ -172,7 +172,7 @@ def load_float8(
     def gather(shard: Array) -> Quantised:
         kernel = _gathered(Float8.of(shard, axes=axes), layout)
         array, carrier = Quantised.of(kernel, dtypes.compute)
-        return Quantised(array, vary(carrier, *layout.replicas(shard)))
+        return Quantised(array, vary(carrier, *layout.axes_to_sum(shard)))
 
     def scatter(grad: Quantised) -> Array:
         return layout.summed(grad.carrier, shard, dtypes.reduce)
@@ -184,10 +184,10 @@ def load_float8(
 def load_dequantised(shard: Float8, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
     """Gathers a frozen kernel in 8 bits and dequantises it; it has no gradient."""
     if current_mesh() is None:
-        return shard.astype(dtypes.compute).astype(dtypes.result)
+        return shard.astype(dtypes.compute).astype(dtypes.accumulate)
 
     def gather(shard: Float8) -> Array:
-        return _gathered(shard, layout).astype(dtypes.compute).astype(dtypes.result)
+        return _gathered(shard, layout).astype(dtypes.compute).astype(dtypes.accumulate)
 
     # Remat sees a frozen weight in this call, and saves no part of it.
     return with_gradient(gather, lambda _: None)(shard)

@@ -30,7 +30,7 @@ from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
-from jaxtp.layers.kernels.delta_rule import Scan, Tokens, chunk_states, delta_rule, delta_step
+from jaxtp.layers.kernels.delta_rule import Scan, Tokens, delta_rule, delta_step
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
@@ -103,7 +103,7 @@ class GatedDeltaNet(Branch):
                 f"delta_key_heads={config.delta_key_heads}"
             )
         self.config = config
-        self.joined = context.joined
+        self.caller_communicates = context.caller_communicates
         self.precision = context.precision
         dtype = self.precision.param
         heads = config.delta_heads
@@ -243,7 +243,7 @@ class GatedDeltaNet(Branch):
         return constrain(state, LAYER_SPEC), constrain(window, LAYER_SPEC)
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
-        """Continues each row's state with its new tokens."""
+        """Continues each row's state; packed tokens are of one row in each sequence."""
         projected = self.in_proj(x_BTD)
         weights, specs = self._inner()
         in_specs = (specs, token_spec(TP), LAYER_SPEC, batch_spec(None))
@@ -259,21 +259,19 @@ class GatedDeltaNet(Branch):
         new: NewTokens,
     ) -> tuple[Array, KVCache]:
         *qkv, gate, write, decay = projected  # [b, T, F/tp]
-        state, window = cache
-        window = window[:, 0]  # [R, W - 1, F/tp]
-        is_single = new.rows is None and gate.shape[1] == 1
-        new = new.by_row()
-        before = new.first(window)
-        tokens = jnp.concatenate([before, jnp.concatenate(qkv, axis=-1)], axis=1)
+        states, windows = cache
+        state = new.first(states)  # [b, Hv, K, V]
+        window = new.first(windows)[:, 0]  # [b, W - 1, F/tp]
+        tokens = jnp.concatenate([window, jnp.concatenate(qkv, axis=-1)], axis=1)
         q, k, v = self.heads(weights, tokens, new.positions)
-        # Dropped tokens leave the states as they are.
-        is_dropped = jnp.asarray(new.rows)[..., None] < 0
+        # Dropped tokens, which come last, leave the states as they are.
+        is_kept = new.is_kept()
         log_decay, write = self.strengths(weights, write, decay)
-        log_decay = jnp.where(is_dropped, 0, log_decay)
-        write = jnp.where(is_dropped, 0, write)
-        if is_single:
-            begins = new.positions[..., None] == 0
-            log_decay = jnp.where(begins, -jnp.inf, log_decay)
+        log_decay = jnp.where(is_kept[..., None], log_decay, 0)
+        write = jnp.where(is_kept[..., None], write, 0)
+        begins = new.positions == 0
+        if gate.shape[1] == 1:
+            log_decay = jnp.where(begins[..., None], -jnp.inf, log_decay)
             y, state = delta_step(
                 q[:, 0],
                 k[:, 0],
@@ -284,75 +282,13 @@ class GatedDeltaNet(Branch):
             )
             y = y[:, None]
         else:
-            packed = Tokens(q, k, v, log_decay, write, new.positions == 0)
-            y, state = _packed_rule(packed, state, new, self._scan() or chunk_states)
-        window = _latest(tokens, window, new)
-        return self.gated(weights, y, gate), (state, window[:, None])
-
-
-def _latest(tokens: Array, window: Array, new: NewTokens) -> Array:
-    """Returns the last inputs of each row's convolution, `[R, W - 1, F]`, like `window`."""
-    has_tokens, sequence, last = new.ends(len(window))
-    row = sequence[:, None]
-    index = last[:, None] + 1 + jnp.arange(window.shape[1])
-    latest = tokens[row, index]
-    return jnp.where(has_tokens[:, None, None], latest, window)
-
-
-def _packed_rule(tokens: Tokens, state: Array, new: NewTokens, scan: Scan) -> tuple[Array, Array]:
-    """Returns what packed tokens read, and the states `[R, Hv, K, V]` of all rows after them."""
-
-    def scan_and_keep(*chunks: Array) -> Any:
-        states, written, _ = scan(*chunks)
-        return states, written, (states, written)
-
-    initial = new.first(state) if new.continued else None  # [b, Hv, K, V]
-    # `delta_rule` returns the third result of its scan. Here this is, for each chunk, the state
-    # before it, [b, Hv, chunks, K, V], and the values that its tokens write, [b, Hv, chunks, c, V].
-    y, (states, written) = delta_rule(tokens, initial, scan=scan_and_keep)
-    has_tokens, sequence, last = new.ends(len(state))  # [R]
-    # A row's last state is the decayed state before its last chunk, and what its tokens in this
-    # chunk write.
-    size = written.shape[3]
-    chunk, offset = jnp.divmod(last, size)
-    index = (last - offset)[:, None] + jnp.arange(size)  # [R, c]
-    keys, decay = _decayed_to_end(tokens, new, sequence, index)
-    values = written[sequence, :, chunk]  # [R, Hv, c, V]
-    after = jnp.einsum("rchk,rhcv->rhkv", keys, values, preferred_element_type=state.dtype)
-    after += decay[..., None, None] * states[sequence, :, chunk]
-    return y, jnp.where(has_tokens[:, None, None, None], after, state)
-
-
-def _decayed_to_end(
-    tokens: Tokens,
-    new: NewTokens,
-    sequence: Array,
-    index: Array,
-) -> tuple[Array, Array]:
-    """Returns each row's keys of its last chunk, and the decay of the state before the chunk.
-
-    Keys `[R, c, Hv, K]` are decayed by the row's later tokens, and zero for tokens of other rows.
-    The decay `[R, Hv]` is by all tokens of the row in the chunk; 0 if the row begins there.
-    The tokens of each row's last chunk are at `sequence` `[R]` and `index` `[R, c]`.
-    """
-
-    def take(x: Array) -> Array:
-        return x.at[sequence[:, None], index].get(mode="fill", fill_value=-1)  # [R, c, ...]
-
-    rows = take(jnp.asarray(new.rows))
-    k = take(tokens.k)  # [R, c, Hk, K]
-    log_decay = take(tokens.log_decay)  # [R, c, Hv]
-    starts = take(new.positions == 0)
-    is_in_row = rows == jnp.arange(len(rows))[:, None]
-    log_decay = jnp.where(is_in_row[..., None], log_decay, 0)
-    shifted = jnp.pad(log_decay, ((0, 0), (0, 1), (0, 0)))
-    later = jax.lax.cumsum(shifted[:, 1:], axis=1, reverse=True)
-    weights = jnp.where(is_in_row[..., None], jnp.exp(later), 0)
-    group = weights.shape[2] // k.shape[2]
-    k = jnp.repeat(k, group, axis=2) * weights[..., None].astype(k.dtype)
-    begins = jnp.any(starts & is_in_row, axis=1)[:, None]
-    decay = jnp.exp(jnp.sum(log_decay, axis=1))
-    return k, jnp.where(begins, 0, decay)
+            read = Tokens(q, k, v, log_decay, write, begins)
+            y, state = delta_rule(read, state, scan=self._scan())
+        # The window ends with the last token that is kept.
+        index = jnp.sum(is_kept, axis=1, keepdims=True) + jnp.arange(window.shape[1])
+        window = jnp.take_along_axis(tokens, index[..., None], axis=1)
+        cache = (new.replace(states, state), new.replace(windows, window[:, None]))
+        return self.gated(weights, y, gate), cache
 
 
 def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:

@@ -132,7 +132,7 @@ class LatentAttention(CausalSelfAttention):
         values = config.value_head_dim
         down = partial(DownProjection, d_model, context=context, rngs=rngs)
         # Latents enter the tp group together.
-        inside = replace(context, joined=True)
+        inside = replace(context, caller_communicates=True)
         up = partial(ColumnParallelLinear, rngs=rngs)
         if config.query_rank:
             self.query_down = down(config.query_rank, target="q_a_proj")
@@ -175,7 +175,7 @@ class LatentAttention(CausalSelfAttention):
         out_specs = (token_spec(TP), LAYER_SPEC)
         attend = device_view(self._attend_cached, ATTEND, in_specs, out_specs)
         y, cache = attend(weights, heads, cache, new)
-        return self.output(y, x_BTD), cache
+        return self.out(y), cache
 
     def _attend_cached(
         self,
@@ -230,15 +230,15 @@ class LatentAttention(CausalSelfAttention):
         latents = [self.latent_norm(kv[..., :rank]), kv[..., rank:]]
         if self.config.query_rank:
             latents.append(self.query_norm(self.query_down(x_BTD)))
-        sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
+        split_dim = sequence_dim(self.sequence_parallel, x_BTD.shape)
         *ends, _ = accumulate(latent.shape[-1] for latent in latents)
 
         def enter(*latents: Array) -> list[Array]:
             # One gather for all latents
-            gathered = enter_parallel(jnp.concatenate(latents, axis=-1), sequence)
+            gathered = enter_parallel(jnp.concatenate(latents, axis=-1), split_dim)
             return jnp.split(gathered, ends, axis=-1)
 
-        run = device_view(enter, LATENT, activation_spec(sequence), token_spec(TP))
+        run = device_view(enter, LATENT, activation_spec(split_dim), token_spec(TP))
         latent, shared, *query = run(*latents)
         (queries,) = self.query_up(query[0] if query else x_BTD)
         return queries, latent, shared
@@ -303,10 +303,10 @@ class DownProjection(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         """Projects `[B, T, D]` to `[B, T, R]`."""
-        sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        spec = activation_spec(sequence)
+        split_dim = sequence_dim(self.sequence_parallel, x_BTD.shape)
+        spec = activation_spec(split_dim)
         weights, specs = params_and_specs(self)
-        project = partial(self._project, sequence is not None)
+        project = partial(self._project, split_dim is not None)
         return device_view(project, LATENT, (spec, specs), spec)(x_BTD, weights)
 
     def _project(self, split: bool, x: Array, weights: Weights) -> Array:

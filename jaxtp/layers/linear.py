@@ -67,20 +67,19 @@ class LayerContext:
     # The rest says when the layers of a block communicate: it depends on the block and its remat
     # policy, not on settings of a layer.
 
-    # The caller gathers the input of several layers and reduces their outputs (`Transport.joined`).
-    joined: bool = False
+    # The caller gathers the input of several layers and reduces their outputs (see `Transport`).
+    caller_communicates: bool = False
     # Remat runs the forward pass again just before the backward pass. A ring may keep the parts
     # that it receives in that second run, because they live for one block only.
     recomputed: bool = False
-    # Gradients of column layers are reduced as in `WeightLayout.early`.
-    early_reduction: bool = False
+    # Gradients of column layers are reduced as in `WeightLayout.reduce_in_layer`.
+    reduce_in_layer: bool = False
 
-    @property
-    def transport(self) -> Transport:
-        """How a layer brings activations to its tp group and back."""
-        if self.overlap == "ring" and not self.joined:
+    def transport(self, matmul: Matmul) -> Transport:
+        """Returns how a layer, multiplied in `matmul`, brings activations to its tp group."""
+        if self.overlap == "ring" and matmul == "compute" and not self.caller_communicates:
             return Ring(keep=self.recomputed)
-        return Transport(joined=self.joined)
+        return Transport(caller_communicates=self.caller_communicates)
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,6 @@ class ColumnParallelLinear(nnx.Module):
     `P(STORAGE, TP)`, biases as `P(TP)`.
     """
 
-    # Not an argument of the constructor: `Precision.matmul_layers` selects layers by their paths in
-    # the model, which a layer does not know. `set_matmul` (`models/config.py`) sets it afterwards.
-    matmul: Matmul = "compute"
-
     def __init__(
         self,
         in_features: int,
@@ -142,10 +137,11 @@ class ColumnParallelLinear(nnx.Module):
         as_dim = partial(_as_dim, "ColumnParallelLinear", in_features=in_features)
         self.features = tuple(map(as_dim, outputs))
         self.in_features = in_features
-        self.transport = context.transport
-        self.early_reduction = context.early_reduction
+        self.reduce_in_layer = context.reduce_in_layer
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision
+        self.matmul = _matmul_of(self)
+        self.transport = context.transport(self.matmul)
         self.fixed_bias = use_bias if isinstance(use_bias, FixedBias) else None
         dtype = context.precision.param
         kernels = []
@@ -168,22 +164,22 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
-        sequence, inside, outside = activation_specs(self.sequence_parallel, x_BTD.shape)
+        split_dim, inside, outside = activation_specs(self.sequence_parallel, x_BTD.shape)
         weights, weight_specs = params_and_specs(self)
         run = device_view(
-            partial(self.project, sequence),
+            partial(self.project, split_dim),
             COLUMN,
-            # A gathered input is a part of a global `[B, T, tp * D]`: see `Transport.joined`.
-            in_specs=(inside if self.transport.joined else outside, weight_specs),
+            # A gathered input is a part of a global `[B, T, tp * D]`: see `Transport`.
+            in_specs=(inside if self.transport.caller_communicates else outside, weight_specs),
             out_specs=inside,
         )
         outputs = run(x_BTD, weights)
         return outputs[0] if self.single else outputs
 
-    def project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
+    def project(self, split_dim: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         """Returns a device's columns, each `[B/(dp*fsdp), T/cp, F/tp]`.
 
-        `sequence` is the dim of `x` that tp splits outside of the layer, if any: `x` is then
+        `split_dim` is the dim of `x` that tp splits outside of the layer, if any: `x` is then
         `[B/(dp*fsdp), T/(cp*tp), D]`, else `[B/(dp*fsdp), T/cp, D]`. Kernels are stored as
         `[D/(fsdp*cp), F/tp]`.
         """
@@ -191,7 +187,7 @@ class ColumnParallelLinear(nnx.Module):
         # `x @ A` of every adapter shares the gather of `x`, so A is one more kernel.
         adapters = self._load_adapters(weights)
         tokens = _as_operand(x.astype(self.precision.compute), self.matmul)
-        products = self.transport.enter(tokens, [*kernels, *adapters], sequence)
+        products = self.transport.enter(tokens, [*kernels, *adapters], split_dim)
         count = len(kernels)
         outputs = self._average_shared(products[:count])
         outputs = self._add_biases(outputs, weights)
@@ -214,7 +210,7 @@ class ColumnParallelLinear(nnx.Module):
                 shard,
                 storage_dim=0,
                 input_axes=STORAGE,
-                early=self.early_reduction,
+                reduce_in_layer=self.reduce_in_layer,
                 tp_gather=_tp_gather(shard, dim),
             )
             kernels.append(kernel)
@@ -266,9 +262,6 @@ class RowParallelLinear(nnx.Module):
     `P(STORAGE)`.
     """
 
-    # See `ColumnParallelLinear`.
-    matmul: Matmul = "compute"
-
     def __init__(
         self,
         in_features: int | PaddedDim,
@@ -282,8 +275,9 @@ class RowParallelLinear(nnx.Module):
         self.in_features = _as_dim("RowParallelLinear", in_features, out_features=features)
         self.features = features
         self.sequence_parallel = context.sequence_parallel
-        self.transport = context.transport
         self.precision = context.precision
+        self.matmul = _matmul_of(self)
+        self.transport = context.transport(self.matmul)
         dtype = context.precision.param
         kernel = default_kernel_init(rngs.params(), (self.in_features.size, features), dtype)
         padding = ((-2, self.in_features),)
@@ -300,29 +294,29 @@ class RowParallelLinear(nnx.Module):
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
-        sequence, inside, outside = activation_specs(self.sequence_parallel, x_BTF.shape)
+        split_dim, inside, outside = activation_specs(self.sequence_parallel, x_BTF.shape)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), outside)
         weights, weight_specs = params_and_specs(self)
         run = device_view(
-            partial(self._project, sequence),
+            partial(self._project, split_dim),
             ROW,
             in_specs=(inside, weight_specs),
-            out_specs=inside if self.transport.joined else outside,
+            out_specs=inside if self.transport.caller_communicates else outside,
         )
         return run(x_BTF, weights)
 
-    def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
+    def _project(self, split_dim: int | None, x: Array, weights: Weights) -> Array:
         # The input is [B/(dp*fsdp), T/cp, F/tp]; the kernel is stored as [F/tp, D/(fsdp*cp)] and
         # loaded as [F/tp, D].
         x = x.astype(self.precision.compute)
         load = self.precision.load
         inputs = [_as_operand(x, self.matmul, TP)]
         # In row layers without tp XLA would move the reduction of the gradient, and copy it
-        # (`WeightLayout.early`).
-        early = axis_size(TP) == 1
+        # (`WeightLayout.reduce_in_layer`).
+        reduce_in_layer = axis_size(TP) == 1
         kernel = weights["kernel"]
         loaded = self.precision.load_kernel(
-            self.matmul, kernel, storage_dim=1, input_axes=(TP,), early=early
+            self.matmul, kernel, storage_dim=1, input_axes=(TP,), reduce_in_layer=reduce_in_layer
         )
         kernels = [loaded]
         for at, lora in enumerate(self.loras):
@@ -330,16 +324,16 @@ class RowParallelLinear(nnx.Module):
             inner = x @ load(weights[f"loras.{at}.a"], None)
             inputs.append(lora.scaled(inner))
             kernels.append(load(weights[f"loras.{at}.b"], 1, used_by_all_tp=True))
-        y = self.transport.leave(inputs, kernels, sequence)
+        y = self.transport.leave(inputs, kernels, split_dim)
         if self.bias is not None:
-            y += self._load_bias(weights["bias"], sequence)
+            y += self._load_bias(weights["bias"], split_dim)
         return y
 
-    def _load_bias(self, shard: Array, sequence: int | None) -> Array:
-        joined = self.transport.joined
-        bias = self.precision.load(shard, 0, used_by_all_tp=joined or sequence is not None)
-        # The block sums the outputs of all devices: one of them adds the bias.
-        return jnp.where(axis_index(TP) == 0, bias, 0) if joined else bias
+    def _load_bias(self, shard: Array, split_dim: int | None) -> Array:
+        is_summand = self.transport.caller_communicates
+        bias = self.precision.load(shard, 0, used_by_all_tp=is_summand or split_dim is not None)
+        # The caller sums the outputs of all devices: one of them adds the bias.
+        return jnp.where(axis_index(TP) == 0, bias, 0) if is_summand else bias
 
 
 def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | None:
@@ -358,6 +352,10 @@ def matmul_obstacle(layer: ColumnParallelLinear | RowParallelLinear) -> str | No
     if smaller_side < min_features:
         return f"{smaller_side:,} features are below matmul_least={min_features:,}"
     return None
+
+
+def _matmul_of(layer: ColumnParallelLinear | RowParallelLinear) -> Matmul:
+    return "compute" if matmul_obstacle(layer) else layer.precision.matmul
 
 
 def _as_operand(x: Array, matmul: Matmul, *feature_axes: str) -> Operand:

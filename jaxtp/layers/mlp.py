@@ -77,15 +77,15 @@ class MLP(PositionwiseBranch):
         rngs: nnx.Rngs,
     ):
         self.config = config
-        self.joined = context.joined
+        self.caller_communicates = context.caller_communicates
         self.precision = context.precision
         self.hidden = PaddedDim((config.d_ff,))
         column = partial(
             ColumnParallelLinear,
             d_model,
             # In the backward pass attention runs after the columns. XLA would delay the reduction
-            # of their gradients until then, and copy the gradients (`WeightLayout.early`).
-            context=replace(context, early_reduction=True),
+            # of their gradients until then, and copy the gradients: see `reduce_in_layer`.
+            context=replace(context, reduce_in_layer=True),
             use_bias=config.mlp_bias,
             rngs=rngs,
         )

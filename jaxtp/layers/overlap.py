@@ -20,7 +20,7 @@ because XLA would copy what a loop sends.
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
@@ -32,29 +32,20 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import GATHERED, REDUCED, axis_index, axis_size, by_rows, permute
-from jaxtp.layers.float8 import Float8
-from jaxtp.layers.products import (
-    Operand,
-    Value,
-    gradient_of,
-    input_gradient_operands,
-    kernel_gradient,
-    perturbed,
-    product,
-    unwrapped,
-    value_of,
-)
+from jaxtp.layers.products import kernel_gradient, perturbed, primals
 from jaxtp.layers.transport import SEQUENCE_DIM, Transport
 from jaxtp.mesh import TP
 
 Overlap = Literal["none", "ring"]
-V = TypeVar("V", Array, Value)
 Sums = TypeVar("Sums", Array, list[Array])
 
 
 @dataclass(frozen=True)
 class Ring(Transport):
-    """Overlaps products with communication under sequence parallelism, else as `Transport`."""
+    """Overlaps products with communication under sequence parallelism, else as `Transport`.
+
+    Its operands are arrays: layers in 8 bits have no rings.
+    """
 
     keep: bool = False
     """As in `gather_matmul`; see `LayerContext.recomputed`."""
@@ -63,21 +54,16 @@ class Ring(Transport):
         """See `Transport`."""
         return split and tp > 1
 
-    def enter(
-        self, x: Operand, kernels: Sequence[Operand], sequence_dim: int | None
-    ) -> tuple[Array, ...]:
+    def enter(self, x: Any, kernels: Sequence[Any], split_dim: int | None) -> tuple[Array, ...]:
         """See `Transport`."""
-        if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
-            return super().enter(x, kernels, sequence_dim)
-        shard = jax.tree.map(lambda array: checkpoint_name(array, GATHERED), x)
-        return gather_matmul(self.keep, shard, tuple(kernels))
+        if not self.is_ring(axis_size(TP), split=split_dim is not None):
+            return super().enter(x, kernels, split_dim)
+        return gather_matmul(self.keep, checkpoint_name(x, GATHERED), tuple(kernels))
 
-    def leave(
-        self, inputs: Sequence[Operand], kernels: Sequence[Operand], sequence_dim: int | None
-    ) -> Array:
+    def leave(self, inputs: Sequence[Any], kernels: Sequence[Any], split_dim: int | None) -> Array:
         """See `Transport`."""
-        if not self.is_ring(axis_size(TP), split=sequence_dim is not None):
-            return super().leave(inputs, kernels, sequence_dim)
+        if not self.is_ring(axis_size(TP), split=split_dim is not None):
+            return super().leave(inputs, kernels, split_dim)
         reduced = matmul_scatter(tuple(inputs), tuple(kernels))
         return checkpoint_name(reduced, REDUCED)
 
@@ -92,43 +78,38 @@ class Ring(Transport):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gather_matmul(keep: bool, x: Operand, kernels: tuple[Operand, ...]) -> tuple[Array, ...]:
+def gather_matmul(keep: bool, x: Array, kernels: tuple[Array, ...]) -> tuple[Array, ...]:
     """Multiplies an activation, all-gathered along the sequence, by each kernel.
 
     `x` is `[b, T/tp, ..., D]`, kernels are this device's columns, `[D, F_i/tp]`; returns
-    `[b, T, ..., F_i/tp]`. A kernel in float8 needs an `x` in float8. `keep`: the parts of `x` are
-    residuals.
+    `[b, T, ..., F_i/tp]`. `keep`: the parts of `x` are residuals.
     """
-    _, products = _gather_matmul(x, tuple(map(value_of, kernels)))
+    _, products = _gather_matmul(x, kernels)
     return tuple(products)
 
 
-def _gather_matmul(x: Operand, kernels: Sequence[Value]) -> tuple[list[Value], list[Array]]:
+def _gather_matmul(x: Array, kernels: Sequence[Array]) -> tuple[list[Array], list[Array]]:
     """Returns the parts of `x` by turn, and the whole products."""
-    factors = _as_one_factor(kernels, -1)
-    part = value_of(x)
+    # One product instead of several
+    w = jnp.concatenate(kernels, -1)
+    part = x
     parts = []
-    products_by_turn = []
+    products = []
     for turn in range(axis_size(TP)):
         parts.append(part)
         arriving, _, part, _ = _begin_gather_turn(turn, part)
-        products = [product(part, w, x.dtype) for w in factors]
-        part, products = _barrier(arriving, products)
-        products_by_turn.append(products)
-    ys = _in_order(products_by_turn)
-    if len(ys) < len(kernels):
-        ys = _split(ys[0], kernels)
-    return parts, ys
+        part, y = _barrier(arriving, part @ w)
+        products.append(y)
+    y = _in_order(products)
+    return parts, _split(y, kernels) if len(kernels) > 1 else [y]
 
 
-def _gather_forward(
-    keep: bool, x: object, kernels: tuple[Any, ...]
-) -> tuple[tuple[Array, ...], object]:
+def _gather_forward(keep: bool, x: Any, kernels: Any) -> tuple[tuple[Array, ...], object]:
     needs_grad = (_perturbed([x]), _perturbed(kernels))
-    values = tuple(map(value_of, unwrapped(kernels)))
-    parts, ys = _gather_matmul(unwrapped(x), values)
+    kernels = primals(kernels)
+    parts, ys = _gather_matmul(primals(x), kernels)
     saved_parts = parts if keep else parts[:1]
-    return tuple(ys), (saved_parts, values, needs_grad)
+    return tuple(ys), (saved_parts, kernels, needs_grad)
 
 
 def _gather_backward(
@@ -143,9 +124,9 @@ def _gather_backward(
     grad_x = None
     grad_w = None
     if x_index:
-        operands = [input_gradient_operands(grads[i], kernels[i], TP) for i in used]
-        ys, ws = zip(*operands, strict=True)
-        grad_x, grad_w = _scatter_ring(ys, ws, dtype, kept_parts, trained_grads)
+        transposed = [kernels[i].T for i in used]
+        used_grads = [grads[i] for i in used]
+        grad_x, grad_w = _scatter_ring(used_grads, transposed, kept_parts, trained_grads)
     else:
         for turn, part in enumerate(kept_parts):
             start = _part_start(turn, part.shape[SEQUENCE_DIM])
@@ -157,10 +138,10 @@ def _gather_backward(
     kernel_grads = []
     if grad_w is not None:
         kernel_grads = _split(grad_w, [kernels[i] for i in trained])
-    return gradient_of(parts[0], grad_x), _as_operands(kernel_grads, trained, kernels, dtype)
+    return grad_x, _for_each(kernels, kernel_grads, trained, dtype)
 
 
-def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
+def _kernel_gradient_ring(x: Array, grads: Sequence[Array]) -> Array | None:
     """Gathers `x` again, and returns the gradient of the kernels, concatenated."""
     part = x
     grad_w = None
@@ -185,23 +166,20 @@ def _kernel_gradient_ring(x: Value, grads: Sequence[Array]) -> Array | None:
 
 
 @jax.custom_vjp
-def matmul_scatter(inputs: tuple[Operand, ...], kernels: tuple[Operand, ...]) -> Array:
+def matmul_scatter(inputs: tuple[Array, ...], kernels: tuple[Array, ...]) -> Array:
     """Reduce-scatters the sum of `inputs[i] @ kernels[i]` over tp, along the sequence.
 
     Inputs are `[b, T, ..., F_i/tp]`, kernels the matching rows, `[F_i/tp, D]`; returns
     `[b, T/tp, ..., D]`.
     """
-    xs = tuple(map(value_of, inputs))
-    ws = tuple(map(value_of, kernels))
-    y, _ = _scatter_ring(xs, ws, inputs[0].dtype)
+    y, _ = _scatter_ring(inputs, kernels)
     return y
 
 
 def _scatter_ring(
-    inputs: Sequence[Value],
-    kernels: Sequence[Value],
-    dtype: DTypeLike,
-    kept_parts: Sequence[Value] = (),
+    inputs: Sequence[Array],
+    kernels: Sequence[Array],
+    kept_parts: Sequence[Array] = (),
     grads: Sequence[Array] = (),
 ) -> tuple[Array, Array | None]:
     """Returns this device's part of the sum, and a gradient of kernels.
@@ -213,9 +191,9 @@ def _scatter_ring(
     tp = axis_size(TP)
     size = inputs[0].shape[SEQUENCE_DIM] // tp
     half = kernels[0].shape[-1] // 2
-    factors = _as_one_factor(kernels, 0)
-    low_factors = jax.tree.map(lambda w: w[..., :half], factors)
-    high_factors = jax.tree.map(lambda w: w[..., half:], factors)
+    w = jnp.concatenate(kernels, 0)
+    low_w = w[..., :half]
+    high_w = w[..., half:]
     low_sum = None
     high_sum = None
     grad_w = None
@@ -223,29 +201,28 @@ def _scatter_ring(
         start = _part_start(turn, size)
         arriving, low_sum, grad_w, start = _begin_send(high_sum, low_sum, grad_w, start)
         parts = [_part(x, start, size) for x in inputs]
-        part = _as_one_factor(parts, -1)
-        low_sum = _plus_products(low_sum, part, low_factors, dtype)
+        part = jnp.concatenate(parts, -1)
+        low_sum = _plus(low_sum, part @ low_w)
         if kept_parts:
             # In turn t this ring has the part that a gathering ring has in turn t mod tp.
             grad_w = _plus_kernel_gradient(grad_w, kept_parts[turn % tp], grads, start)
         high_sum, part, low_sum, grad_w = _barrier(arriving, part, low_sum, grad_w)
 
         sending = low_sum if turn < tp else None
-        arriving, high_sum, part, ws = _begin_send(sending, high_sum, part, high_factors)
-        high_sum = _plus_products(high_sum, part, ws, dtype)
+        arriving, high_sum, part, factor = _begin_send(sending, high_sum, part, high_w)
+        high_sum = _plus(high_sum, part @ factor)
         arrived, high_sum = _barrier(arriving, high_sum)
         low_sum = arrived if turn < tp else low_sum
     return jnp.concatenate([low_sum, high_sum], -1), grad_w  # type: ignore[list-item]
 
 
-def _scatter_forward(inputs: tuple[Any, ...], kernels: tuple[Any, ...]) -> tuple[Array, object]:
+def _scatter_forward(inputs: Any, kernels: Any) -> tuple[Array, object]:
     needed = _perturbed(inputs)
     trained = _perturbed(kernels)
-    inputs = unwrapped(inputs)
-    kernels = unwrapped(kernels)
-    saved_inputs = {i: value_of(inputs[i]) for i in trained}
-    saved_kernels = tuple(map(value_of, kernels))
-    return matmul_scatter.fun(inputs, kernels), (saved_inputs, saved_kernels, needed)
+    inputs = primals(inputs)
+    kernels = primals(kernels)
+    saved_inputs = {i: inputs[i] for i in trained}
+    return matmul_scatter.fun(inputs, kernels), (saved_inputs, kernels, needed)
 
 
 def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], tuple[object, ...]]:
@@ -257,18 +234,17 @@ def _scatter_backward(residuals: Any, grad: Array) -> tuple[tuple[object, ...], 
     part = grad
     for turn in range(axis_size(TP)):
         arriving, sums, part, start = _begin_gather_turn(turn, part, sums)
-        products = [product(*input_gradient_operands(part, kernels[i]), part.dtype) for i in needed]
+        products = [part @ kernels[i].T for i in needed]
         kernel_grads = [
             _kernel_gradient(_part(x, start, size), part) for x in saved_inputs.values()
         ]
         sums = _plus(sums, kernel_grads)
         part, products, sums = _barrier(arriving, products, sums)
         products_by_turn.append(products)
-    input_grads = _in_order(products_by_turn)
-    # An input is in 8 bits if its kernel is.
+    input_grads = list(map(_in_order, zip(*products_by_turn, strict=True)))
     return (
-        _as_operands(input_grads, needed, kernels, grad.dtype),
-        _as_operands(sums, saved_inputs, kernels, grad.dtype),
+        _for_each(kernels, input_grads, needed, grad.dtype),
+        _for_each(kernels, sums, saved_inputs, grad.dtype),
     )
 
 
@@ -285,14 +261,14 @@ def _barrier(*values: object) -> Any:
     return lax.optimization_barrier(values)
 
 
-def _begin_send(sending: object, *operands: object) -> Any:
+def _begin_send(sending: Any, *operands: object) -> Any:
     """Sends an array to the next device; returns what arrives, and operands to multiply now."""
     sending, *operands_now = _barrier(sending, *operands)
-    arriving = jax.tree.map(lambda array: permute(by_rows(array), TP), sending)
+    arriving = None if sending is None else permute(by_rows(sending), TP)
     return arriving, *operands_now
 
 
-def _begin_gather_turn(turn: int, part: Value, sums: object = None) -> Any:
+def _begin_gather_turn(turn: int, part: Array, sums: object = None) -> Any:
     """Returns what arrives, `sums`, the part to multiply now, and where it begins."""
     start = _part_start(turn, part.shape[SEQUENCE_DIM])
     is_last = turn == axis_size(TP) - 1
@@ -305,35 +281,25 @@ def _part_start(turn: int, size: int) -> Array:
     return jnp.asarray(index * size)
 
 
-def _part(x: V, start: Array, size: int) -> V:
-    return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, start, size, SEQUENCE_DIM), x)
+def _part(x: Array, start: Array, size: int) -> Array:
+    return lax.dynamic_slice_in_dim(x, start, size, SEQUENCE_DIM)
 
 
-def _in_order(results_by_turn: Sequence[Sequence[Array]]) -> list[Array]:
-    """Returns whole arrays `[b, T, ...]` of the results that a ring computed in each turn."""
-    # In reverse, the turns of device d are the parts d + 1, d + 2, ..., d.
-    whole = []
-    for parts in zip(*results_by_turn, strict=True):
-        size = parts[0].shape[SEQUENCE_DIM]
-        y = jnp.concatenate(parts[::-1], SEQUENCE_DIM)
-        # In reverse the first part is d + 1, which `_part_start` gives for turn -1.
-        whole.append(jnp.roll(y, _part_start(-1, size), SEQUENCE_DIM))
-    return whole
+def _in_order(parts: Sequence[Array]) -> Array:
+    """Returns the whole array `[b, T, ...]` of the parts that a ring computed in each turn."""
+    size = parts[0].shape[SEQUENCE_DIM]
+    # In reverse, the turns of device d are the parts d + 1, d + 2, ..., d. `_part_start` gives the
+    # first of them for turn -1.
+    y = jnp.concatenate(parts[::-1], SEQUENCE_DIM)
+    return jnp.roll(y, _part_start(-1, size), SEQUENCE_DIM)
 
 
-def _as_one_factor(values: Sequence[Value], dim: int) -> Sequence[Value]:
-    """Concatenates factors, for one product instead of several, unless they are in 8 bits."""
-    if any(isinstance(value, Float8) for value in values):
-        return values
-    return [jnp.concatenate(values, dim)]  # type: ignore[arg-type]
-
-
-def _split(joined: Array, kernels: Sequence[Value]) -> list[Array]:
+def _split(joined: Array, kernels: Sequence[Array]) -> list[Array]:
     *ends, _ = accumulate(w.shape[-1] for w in kernels)
     return jnp.split(joined, ends, -1)
 
 
-def _perturbed(operands: Sequence[object]) -> dict[int, None]:
+def _perturbed(operands: Any) -> dict[int, None]:
     """Returns the indices of operands that need a gradient.
 
     They are keys, because the residuals of a `custom_vjp` are a tree of arrays.
@@ -346,20 +312,9 @@ def _plus(total: Sums | None, summand: Sums) -> Sums:
     return summand if total is None else jax.tree.map(operator.add, total, summand)
 
 
-def _plus_products(
-    total: Array | None,
-    inputs: Sequence[Value],
-    kernels: Sequence[Value],
-    dtype: DTypeLike,
-) -> Array:
-    products = [product(x, w, dtype) for x, w in zip(inputs, kernels, strict=True)]
-    summands = products if total is None else [total, *products]
-    return reduce(operator.add, summands)
-
-
 def _plus_kernel_gradient(
     total: Array | None,
-    part: Value,
+    part: Array,
     grads: Sequence[Array],
     start: Array,
 ) -> Array:
@@ -369,17 +324,17 @@ def _plus_kernel_gradient(
     return _plus(total, _kernel_gradient(part, joined))
 
 
-def _kernel_gradient(x: Value, grad: Array) -> Array:
+def _kernel_gradient(x: Array, grad: Array) -> Array:
     wide = jnp.promote_types(grad.dtype, jnp.float32)
     return kernel_gradient(x, grad, wide)
 
 
-def _as_operands(
+def _for_each(
+    operands: Sequence[Array],
     grads: Sequence[Array],
     needed: Iterable[int],
-    operands: Sequence[Value],
     dtype: DTypeLike,
 ) -> tuple[object, ...]:
     """Returns a gradient for each operand, rounded to `dtype`; None if it needs none."""
     by_index = {i: grad.astype(dtype) for i, grad in zip(needed, grads, strict=True)}
-    return tuple(gradient_of(w, by_index.get(i)) for i, w in enumerate(operands))
+    return tuple(map(by_index.get, range(len(operands))))

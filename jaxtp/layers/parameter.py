@@ -75,10 +75,6 @@ class Precision(Settings):
     gathers, and sequence parallelism in the forward pass. Gradients of weights, head, routers,
     norms, adapters and experts stay in the compute dtype."""
 
-    matmul_layers: str = "*"
-    """Layers that matmul applies to, by path as in the shell; | separates alternatives, as in
-    '*.mlp.*|*.attention.out'."""
-
     matmul_least: Count = 2048
     """Minimum number of input features, and of output features in total, for matmul to apply to a
     layer. Each must be a multiple of 16; with 1 layers may have any size."""

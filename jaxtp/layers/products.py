@@ -1,4 +1,4 @@
-"""Products with hand-written gradients: in 8 bits, in rings, and where their order matters.
+"""Products with hand-written gradients: in 8 bits, and where their order matters.
 
 An operand is an activation or a kernel, an array or in 8 bits, and says how it is multiplied, so
 layers have no modes. Autodiff would save or multiply something else; `multiply` (`transport.py`)
@@ -36,9 +36,9 @@ _Residuals = tuple[Value | None, Value | None]
 
 
 def _forward(x: object, w: object, output_axes: tuple[str, ...]) -> tuple[Array, _Residuals]:
-    y = product_with_gradient.fun(unwrapped(x), unwrapped(w), output_axes)
-    saved_x = value_of(unwrapped(x)) if perturbed(w) else None
-    saved_w = value_of(unwrapped(w)) if perturbed(x) else None
+    y = product_with_gradient.fun(primals(x), primals(w), output_axes)
+    saved_x = value_of(primals(x)) if perturbed(w) else None
+    saved_w = value_of(primals(w)) if perturbed(x) else None
     return y, (saved_x, saved_w)
 
 
@@ -109,7 +109,7 @@ def kernel_gradient(x: Value, grad: Array, dtype: DTypeLike) -> Array:
     return jnp.tensordot(x, grad, (tokens, tokens), preferred_element_type=dtype)
 
 
-def unwrapped(operands: object) -> Any:
+def primals(operands: object) -> Any:
     """Returns the values of arguments."""
     return jax.tree.map(lambda leaf: leaf.value, operands)
 
@@ -121,10 +121,5 @@ def perturbed(operand: object) -> bool:
 
 
 def value_of(operand: Operand) -> Value:
-    """Returns an operand without its carrier: a residual, or what a ring sends."""
+    """Returns an operand without its carrier: a residual."""
     return operand.array if isinstance(operand, Quantised) else operand
-
-
-def gradient_of(value: Value, grad: Array | None) -> object:
-    """Returns a gradient in the structure of its operand."""
-    return Quantised.gradient(grad) if isinstance(value, Float8) else grad

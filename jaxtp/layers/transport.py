@@ -5,7 +5,7 @@ input, and row layers reduce-scatter their output (Korthikanti et al., arXiv 220
 it every device of the group has all tokens, and row layers all-reduce. See `enter_parallel` and
 `leave_parallel` in the table of `collectives.py`.
 
-In the methods, `sequence_dim` is the dim of activations that tp splits outside of the layers, if
+In the methods, `split_dim` is the dim of activations that tp splits outside of the layers, if
 any; b is `B/(dp*fsdp)`, and T is a device's part of the sequence over cp.
 """
 
@@ -63,7 +63,7 @@ def is_split(setting: SequenceParallel, length: int, sizes: Mapping[str, int]) -
 
 
 def activation_spec(split_dim: int | None, *dims: None) -> P:
-    """Returns the spec of `[B, T, ..., D]` between layers, with the `sequence_dim` of its layers.
+    """Returns the spec of `[B, T, ..., D]` between layers, with the `split_dim` of its layers.
 
     `dims` has an entry for each dim between T and D.
     """
@@ -71,15 +71,15 @@ def activation_spec(split_dim: int | None, *dims: None) -> P:
 
 
 def activation_specs(setting: SequenceParallel, shape: tuple[int, ...]) -> tuple[int | None, P, P]:
-    """Returns `sequence_dim`, and the specs between the two layers (features over tp) and outside.
+    """Returns `split_dim`, and the specs between the two layers (features over tp) and outside.
 
     `[B, D]` has B tokens and no sequence.
     """
     if len(shape) == 2:
         return None, P(TOKENS, TP), P(TOKENS, None)
-    sequence = sequence_dim(setting, shape)
+    split_dim = sequence_dim(setting, shape)
     unsplit = (None,) * (len(shape) - 3)
-    return sequence, batch_spec(CONTEXT, *unsplit, TP), activation_spec(sequence, *unsplit)
+    return split_dim, batch_spec(CONTEXT, *unsplit, TP), activation_spec(split_dim, *unsplit)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Transport:
     `Ring` (`overlap.py`) overlaps both with the products.
     """
 
-    joined: bool = False
+    caller_communicates: bool = False
     """The layers only multiply: inputs of column layers come gathered, and outputs of row layers
     are summands. The caller gathers for several layers, and reduces the sum of their outputs: a
     parallel block, a mixture of experts with shared ones, or latent attention. As a global array,
@@ -101,19 +101,19 @@ class Transport:
         return False
 
     def enter(
-        self, x: Operand, kernels: Sequence[Operand], sequence_dim: int | None
+        self, x: Operand, kernels: Sequence[Operand], split_dim: int | None
     ) -> tuple[Array, ...]:
         """Multiplies an activation by this device's columns of each kernel.
 
         The activation is `[b, T/tp, D]` or `[b, T, D]`, a result `[b, T, F_i/tp]`.
         """
-        if not self.joined:
+        if not self.caller_communicates:
             if isinstance(x, Quantised):
-                x = enter_float8(x, sequence_dim)
+                x = enter_float8(x, split_dim)
             else:
-                x = enter_parallel(x, sequence_dim)
+                x = enter_parallel(x, split_dim)
         # Undoes the second swap of `enter_parallel`, so that XLA has neither.
-        x = swap_sequence(x, sequence_dim)
+        x = swap_sequence(x, split_dim)
         # Dequantised once; the products of all adapters read it.
         plain = x.astype(x.dtype)
         inputs = _inputs_of_separate_products(plain, kernels)
@@ -121,21 +121,21 @@ class Transport:
         for kernel, plain_input in zip(kernels, inputs, strict=True):
             operand = x if isinstance(kernel, Quantised) else plain_input
             y = multiply(operand, kernel, TP)
-            products.append(swap_sequence(y, sequence_dim))
+            products.append(swap_sequence(y, split_dim))
         return tuple(products)
 
     def leave(
-        self, inputs: Sequence[Operand], kernels: Sequence[Operand], sequence_dim: int | None
+        self, inputs: Sequence[Operand], kernels: Sequence[Operand], split_dim: int | None
     ) -> Array:
         """Returns the sum of `inputs[i] @ kernels[i]` over i and tp.
 
         Kernels are this device's rows. Inputs are `[b, T, F_i/tp]`, the result `[b, T/tp, D]` or
         `[b, T, D]`.
         """
-        pairs = zip(swap_sequence(inputs, sequence_dim), kernels, strict=True)
+        pairs = zip(swap_sequence(inputs, split_dim), kernels, strict=True)
         products = (multiply(x, w) for x, w in pairs)
-        summand = swap_sequence(reduce(operator.add, products), sequence_dim)
-        return summand if self.joined else leave_parallel(summand, sequence_dim)
+        summand = swap_sequence(reduce(operator.add, products), split_dim)
+        return summand if self.caller_communicates else leave_parallel(summand, split_dim)
 
 
 def multiply(x: Operand, w: Operand, *output_axes: str) -> Array:

@@ -8,12 +8,11 @@ repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_k
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count, groupby, islice
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import jax
 from flax import nnx
@@ -35,7 +34,6 @@ from jaxtp.config.hints import (
     Switch,
     dotted,
     explained,
-    matches,
     without_effect,
 )
 from jaxtp.config.schema import (
@@ -225,7 +223,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
     overlap: Annotated[Overlap, COST] = "none"
     """Overlap of a block's products with the communication of sequence parallelism. none
     all-gathers before products and reduce-scatters after them. ring multiplies each part of the
-    sequence as it arrives; it sends up to 1/4 more."""
+    sequence as it arrives, except for products in float8; it sends up to 1/4 more."""
 
     loss_chunk: Annotated[Count, COST] = CHUNK_SIZE
     """Tokens per device whose logits the loss computes at a time."""
@@ -305,8 +303,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
         # Rings need each layer's own collectives, experts and latents have collectives of their
         # own, and dropout acts on each branch.
         separate = self.overlap == "ring" or block.num_experts or block.kv_rank or self.dropout
-        joined = block.norm_placement == "parallel" and not separate
-        return replace(self.layer_context, joined=joined, recomputed=recomputed)
+        gathers_once = block.norm_placement == "parallel" and not separate
+        return replace(self.layer_context, caller_communicates=gathers_once, recomputed=recomputed)
 
     def zigzag(self, shape: LocalShape) -> bool:
         """Returns whether a layer needs zigzag order."""
@@ -502,53 +500,21 @@ def _lora_problems(config: ModelConfig) -> Iterator[Problem]:
             )
 
 
-class _Projection(NamedTuple):
-    """A projection in the blocks, and why `precision.matmul` does not apply to it, if so."""
-
-    path: str
-    layer: ColumnParallelLinear | RowParallelLinear | None  # None for the kernels of experts
-    obstacle: str | None
-
-
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
     """Returns why `precision.matmul` does not apply to projections in blocks, by path.
 
     The reason is None where `precision.matmul` applies.
     """
-    obstacles = {}
+    obstacles: dict[str, str | None] = {}
     for root, branch in _branches(config).items():
-        for path, _, obstacle in _projections(config, root, branch):
-            obstacles[path] = obstacle
+        for path, layer in nnx.iter_modules(branch):
+            name = dotted((root, *path))
+            if isinstance(layer, MixtureOfExperts):
+                obstacles[name] = "experts have grouped products"
+            elif isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+                is_shared = layer.precision.matmul == "compute"
+                obstacles[name] = "shared experts" if is_shared else matmul_obstacle(layer)
     return obstacles
-
-
-def set_matmul(config: ModelConfig, path: str, blocks: nnx.Module) -> None:
-    """Sets the dtype of products in the stacked blocks at a path.
-
-    Changes only projections to which `precision.matmul` applies.
-    """
-    for projection in _projections(config, path, blocks):
-        if projection.obstacle is None and projection.layer is not None:
-            projection.layer.matmul = config.precision.matmul
-
-
-def _projections(config: ModelConfig, root: str, module: nnx.Module) -> Iterator[_Projection]:
-    modules = list(nnx.iter_modules(module))
-    experts = [path for path, layer in modules if isinstance(layer, MixtureOfExperts)]
-    for path, layer in modules:
-        projection = layer if isinstance(layer, ColumnParallelLinear | RowParallelLinear) else None
-        full = dotted((root, *path))
-        obstacle: str | None = "not in matmul_layers"
-        if projection is None and path not in experts:
-            continue
-        if matches(config.precision.matmul_layers, full):
-            if projection is None:
-                obstacle = "experts have grouped products"
-            elif any(path[: len(outer)] == outer for outer in experts):
-                obstacle = "shared experts"
-            else:
-                obstacle = matmul_obstacle(projection)
-        yield _Projection(full, projection, obstacle)
 
 
 def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -556,11 +522,6 @@ def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
     precision = config.precision
     setting = "model.precision.matmul"
     layers = matmul_layers(config)
-    for pattern in precision.matmul_layers.split("|"):
-        if not any(matches(pattern, path) for path in layers):
-            listed = ", ".join(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", path) for path in layers))
-            yield Problem(f"{setting}_layers: no layer matches {pattern!r}; there are {listed}")
-            return
     if None not in layers.values():
         reasons = "; ".join({why: f"{path}: {why}" for path, why in layers.items()}.values())
         smaller = f", or a smaller {setting}_least" if "matmul_least" in reasons else ""

@@ -45,7 +45,7 @@ from jaxtp.layers.positions import dropout, segment_positions
 from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 from jaxtp.models.block import BlockConfig, adapter_kernels
-from jaxtp.models.config import ModelConfig, Stack, set_matmul, validate_model
+from jaxtp.models.config import ModelConfig, Stack, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
 
@@ -159,14 +159,14 @@ class DecoderBlock(nnx.Module):
 
         `run` calls a branch; `drop` applies dropout to its output.
         """
-        sequence = sequence_dim(self.config.sequence_parallel, x_BTD.shape)
-        activation = activation_spec(sequence)
+        split_dim = sequence_dim(self.config.sequence_parallel, x_BTD.shape)
+        activation = activation_spec(split_dim)
         gathered = token_spec(TP)
         enter = device_view(
-            partial(enter_parallel, sequence_dim=sequence), JOINED, (activation,), gathered
+            partial(enter_parallel, split_dim=split_dim), JOINED, (activation,), gathered
         )
         leave = device_view(
-            partial(leave_parallel, sequence_dim=sequence), JOINED, (gathered,), activation
+            partial(leave_parallel, split_dim=split_dim), JOINED, (gathered,), activation
         )
         input_BTD = read_BTD = gathered_BTD = x_BTD
         summands: list[Array] = []
@@ -178,7 +178,7 @@ class DecoderBlock(nnx.Module):
                     read_BTD = x_BTD
                 if before is not None:
                     read_BTD = before(input_BTD)
-                if branch.joined:
+                if branch.caller_communicates:
                     if not summands:
                         gathered_BTD = enter(read_BTD)
                     summands.append(run(name, branch, gathered_BTD))
@@ -298,10 +298,8 @@ class Decoder(EmbeddingAndHead):
         self.head = head
         if config.lora.rank:
             freeze(self)
-        for kind, (path, _, block) in zip(kinds, config.kinds(), strict=True):
-            if config.precision.matmul != "compute":
-                set_matmul(config, path, kind)
-            if config.lora.base == "float8":
+        if config.lora.base == "float8":
+            for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
                 store_in_float8(kind, (kernel for _, kernel in adapter_kernels(block)))
 
     def __call__(

@@ -364,7 +364,8 @@ def describe_overlap(config: TrainConfig, mesh: Sizes) -> str | None:
     if model.overlap == "none":
         return None
     if tp > 1 and is_split(model.sequence_parallel, length, mesh):
-        return f"rings of tp {tp}: a part of a sequence moves while another part is multiplied"
+        but = "" if model.precision.matmul == "compute" else ", but not in float8"
+        return f"rings of tp {tp}: a part of a sequence moves while another part is multiplied{but}"
     why = "there is no tp"
     if tp > 1:
         parts = describe_mesh(mesh, [axis for axis in SEQUENCE if mesh[axis] > 1])

@@ -432,11 +432,9 @@ def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction()
 
 
 def column_in_float8():
-    layer = jaxtp.ColumnParallelLinear(
-        D, F, jaxtp.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0)
-    )
-    layer.matmul = "float8"
-    return layer
+    precision = jaxtp.Precision(matmul="float8", matmul_least=1)
+    context = jaxtp.LayerContext(sequence_parallel=True, precision=precision)
+    return jaxtp.ColumnParallelLinear(D, F, context, rngs=nnx.Rngs(0))
 
 
 def gathered_in_float8():

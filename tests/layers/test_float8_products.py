@@ -2,6 +2,7 @@
 device on any mesh.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -16,10 +17,12 @@ from tables import read_table
 from jaxtp.layers import linear
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import Precision
 
 T = 96
 D = 64
 F = 48
+IN_FLOAT8 = Precision(matmul="float8", matmul_least=1)
 KINDS = {"column": linear.ColumnParallelLinear, "row": linear.RowParallelLinear}
 
 
@@ -53,9 +56,8 @@ INPUTS = {
 
 
 def layer(kind, matmul="float8"):
-    module = KINDS[kind](D, F, LayerContext(), rngs=nnx.Rngs(0))
-    module.matmul = matmul
-    return nnx.split(module)
+    context = LayerContext(precision=replace(IN_FLOAT8, matmul=matmul))
+    return nnx.split(KINDS[kind](D, F, context, rngs=nnx.Rngs(0)))
 
 
 def gradients(kind, x, kernel, grad_y):
@@ -150,11 +152,14 @@ def layer_of(kind, split=False, overlap="none"):
     """Returns a function that builds a layer with an adapter."""
 
     def build():
-        context = LayerContext(sequence_parallel=split, overlap=overlap, lora=LoraConfig(rank=2))
+        context = LayerContext(
+            sequence_parallel=split,
+            overlap=overlap,
+            lora=LoraConfig(rank=2),
+            precision=IN_FLOAT8,
+        )
         name = {"targets": ("gate_proj",)} if kind == "column" else {"target": "down_proj"}
-        module = KINDS[kind](D, D, context, use_bias=True, **name, rngs=nnx.Rngs(0))
-        module.matmul = "float8"
-        return module
+        return KINDS[kind](D, D, context, use_bias=True, **name, rngs=nnx.Rngs(0))
 
     return build
 

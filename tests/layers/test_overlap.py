@@ -103,7 +103,7 @@ def test_an_unused_output_of_a_ring_has_no_gradient():
         project = (
             partial(gather_matmul, False)
             if ring
-            else partial(Transport().enter, sequence_dim=SEQUENCE_DIM)
+            else partial(Transport().enter, split_dim=SEQUENCE_DIM)
         )
         ys = jax.shard_map(
             project, in_specs=(SPLIT, (SPLIT, SPLIT)), out_specs=(P(None, None, "tp"),) * 2

@@ -82,10 +82,11 @@ class MixtureOfExperts(PositionwiseBranch):
             self.router_bias = parameter("router bias", jnp.zeros(experts, dtype), P(None))
         self._add_experts(context.lora, rngs)
         if config.shared_experts:
-            # `_shared` computes this MLP inside the experts' `device_view`.
-            joined = replace(context, joined=True)
+            # `_shared` computes this MLP inside the experts' `device_view`, in the compute dtype.
+            precision = replace(context.precision, matmul="compute")
+            inside = replace(context, caller_communicates=True, precision=precision)
             shared = replace(config, d_ff=config.shared_experts)
-            self.shared = MLP(d_model, shared, joined, rngs=rngs)
+            self.shared = MLP(d_model, shared, inside, rngs=rngs)
         if config.shared_experts_gate:
             gate = default_kernel_init(rngs.params(), (d_model, 1), dtype)
             self.shared_gate = parameter("shared gate", gate, P(STORAGE, None))
@@ -301,7 +302,7 @@ class MixtureOfExperts(PositionwiseBranch):
         hidden = hidden_features(ACTIVATIONS[config.activation], products, config.swiglu_limit)
         if config.shared_experts_gate:
             hidden = (hidden * gate).astype(hidden.dtype)
-        # As a row layer, without its reduction, and with products in the compute dtype alone.
+        # As a row layer, without its reduction
         down = _weights_of("shared.down", weights)
         y = hidden @ load(down["kernel"], 1)
         for lora in self.shared.down.loras:

@@ -1,6 +1,6 @@
 """Grouped matmul, for a mixture of experts: rows sorted by group, one kernel per group.
 
-The first `sizes[0]` rows of `[M, K]` are multiplied by kernel 0 of `[E, K, N]`, the next `sizes[1]`
+The first `sizes[0]` rows of `[M, D]` are multiplied by kernel 0 of `[E, D, F]`, the next `sizes[1]`
 by kernel 1, and so on. Rows beyond all groups (most rows, if experts are split over devices) give 0
 and get gradient 0.
 
@@ -28,19 +28,19 @@ Implementation = Literal["auto", Method]
 _PALLAS_PLATFORM = "cuda"
 
 
-def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: Method) -> Array:
-    """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
+def grouped_matmul(rows_MD: Array, kernels_EDF: Array, sizes_E: Array, method: Method) -> Array:
+    """Returns each row multiplied by its group's kernel, `[M, F]`; 0 beyond the groups.
 
     `sizes_E` are the rows per group. Off CUDA, pallas runs in its interpreter, slowly, for tests.
     """
-    arrays = vary_alike((rows_MK, kernels_EKN, sizes_E.astype(jnp.int32)))
+    arrays = vary_alike((rows_MD, kernels_EDF, sizes_E.astype(jnp.int32)))
     return _grouped(method, *arrays)
 
 
 def is_dense(method: Method, platform: str | None) -> bool:
     """Returns whether all rows are multiplied by all kernels: E times the FLOPs of their own.
 
-    On an NVIDIA GPU this takes `2 E M K` elements of temporary memory.
+    On an NVIDIA GPU this takes `2 E M D` elements of temporary memory.
     """
     return method == "xla" and platform != "tpu"
 

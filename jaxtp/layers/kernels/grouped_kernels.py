@@ -73,43 +73,43 @@ def _fitting(width: int, max_size: int) -> int:
 
 
 def product(
-    rows_MK: Array,
-    kernels_EKN: Array,
+    rows_MD: Array,
+    kernels_EDF: Array,
     sizes_E: Array,
     *,
     transposed: bool = False,
 ) -> Array:
-    """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
+    """Returns each row multiplied by its group's kernel, `[M, F]`; 0 beyond the groups.
 
-    Kernels are `[E, N, K]` if `transposed`.
+    Kernels are `[E, F, D]` if `transposed`.
     """
-    num_rows, summed = rows_MK.shape
-    columns = kernels_EKN.shape[1 if transposed else 2]
-    blocks = product_blocks(num_rows, len(sizes_E), columns, summed, rows_MK.dtype)
+    num_rows, summed = rows_MD.shape
+    columns = kernels_EDF.shape[1 if transposed else 2]
+    blocks = product_blocks(num_rows, len(sizes_E), columns, summed, rows_MD.dtype)
     group, first_row, end = _tiles(sizes_E, num_rows, blocks.rows)
     return _run(
         partial(_product_kernel, blocks, transposed),
         blocks,
         # Neighbours share rows, which stay in the cache.
         (pl.cdiv(columns, blocks.columns), len(group)),
-        (group, first_row, end, rows_MK, kernels_EKN),
+        (group, first_row, end, rows_MD, kernels_EDF),
         (num_rows, columns),
         "transposed_product" if transposed else "product",
     )
 
 
-def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array) -> Array:
-    """Returns `rows.T @ grad` of each group, `[E, K, N]`."""
+def kernels_gradient(rows_MD: Array, grad_MF: Array, sizes_E: Array) -> Array:
+    """Returns `rows.T @ grad` of each group, `[E, D, F]`."""
     groups = len(sizes_E)
-    num_rows, width = rows_MK.shape
-    columns = grad_MN.shape[1]
-    blocks = gradient_blocks(width, columns, rows_MK.dtype)
+    num_rows, width = rows_MD.shape
+    columns = grad_MF.shape[1]
+    blocks = gradient_blocks(width, columns, rows_MD.dtype)
     begins, ends = _ranges(sizes_E, num_rows)
     return _run(
         partial(_gradient_kernel, blocks),
         blocks,
         (pl.cdiv(columns, blocks.columns), pl.cdiv(width, blocks.rows), groups),
-        (begins[:-1], ends[:-1], rows_MK, grad_MN),
+        (begins[:-1], ends[:-1], rows_MD, grad_MF),
         (groups, width, columns),
         "kernels_gradient",
     )

@@ -272,7 +272,7 @@ def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
             continue
         after = vars(getattr(small, section))
         for name, old in vars(getattr(config, section)).items():
-            # Changes of precision concern only `matmul_layers`, which are the same layers.
+            # Of precision only `matmul_least` changes: the small layers are multiplied in 8 bits.
             if old == after[name] or name in ("steps", "precision"):
                 continue
             listed = name in ("first_blocks", "pattern")  # their sizes change like the model's

@@ -11,7 +11,7 @@ from typing import Any
 from jaxtp.layers.rope import RopeScaling, rotated_dims
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.block_rules import rope_problems
-from jaxtp.models.config import ModelConfig, matmul_layers
+from jaxtp.models.config import ModelConfig
 
 _MIN_D_MODEL = 64
 _MIN_VOCAB = 96
@@ -67,8 +67,7 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     turns, remainder = divmod(config.num_layers - num_first, period)
     precision = config.precision
     if precision.matmul != "compute":
-        layers = "|".join(path for path, why in matmul_layers(config).items() if why is None)
-        precision = replace(precision, matmul_layers=layers, matmul_least=1)
+        precision = replace(precision, matmul_least=1)
     norm_eps = config.norm_eps
     if any(block.delta_value_heads for block in config.block_kinds()):
         norm_eps = max(norm_eps, _SMALL_EPS)

@@ -225,26 +225,6 @@ def test_a_mistake_is_refused(flags, capsys):
     assert_refused(main, flags.split(), REFUSED[flags], capsys)
 
 
-LAYERS_IN_FLOAT8 = {
-    "llama3_8b": "*.mlp.*|*.qkv",
-    "glm47_flash": "*.attention.*",
-    "qwen35_27b": "*.mlp.*|*.out",
-}
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", LAYERS_IN_FLOAT8)
-def test_the_small_model_has_the_same_layers_in_float8(name):
-    changes = {"matmul": "float8", "matmul_layers": LAYERS_IN_FLOAT8[name], "matmul_least": 512}
-    config = replace_nested(
-        read(name), {f"model.precision.{key}": value for key, value in changes.items()}
-    )
-    small, cases = plan(config)
-    assert models.matmul_layers(small.model) == models.matmul_layers(config.model)
-    for case in cases[:4]:
-        assert not list(models.violations(small.model, case.sizes))
-
-
 def test_shrinking_keeps_what_divides_what():
     """Of the smallest and the oddest configurations."""
     for name in ("tiny", "gemma3_12b_32k", "llama3_8b_tp16", "lora_glm45_air", "qwen35_27b"):
