@@ -55,30 +55,26 @@ def sample_text(
 
     Raises:
       ConfigError: an invalid setting.
+      TokenizerError: there is no tokenizer at `tokenizer`.
     """
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     check_settings(settings)
     if every < 1:
         raise ConfigError(f"every={every}: should be 1 or more")
-    opened: Tokenizer | None = None
-    opened_for: object = None
+    given_tokenizer = None if tokenizer is None else open_tokenizer(tokenizer)
 
     def callback(trainer: Any, step: Any) -> None:
-        nonlocal opened, opened_for
         if step.index % every:
             return
         # Virtual CPU devices can deadlock with several programs in flight.
         with trainer.paused("sample_text"):
             model = trainer.model
-            data = trainer.config.data
             if not isinstance(model, Decoder):
                 raise GenerationError(
                     f"sample_text needs a jaxtp.Decoder, and the model is a {type(model).__name__}"
                 )
-            if opened is None or opened_for != data:
-                opened = _tokenizer_of(data) if tokenizer is None else open_tokenizer(tokenizer)
-                opened_for = data
-            results = _continue_texts(model, trainer.mesh, opened, prompts, settings)
+            own_tokenizer = given_tokenizer or _tokenizer_of(trainer.config.data)
+            results = _continue_texts(model, trainer.mesh, own_tokenizer, prompts, settings)
         for result in results:
             text = json.dumps(prompts[result.index] + result.text, ensure_ascii=False)
             trainer.line(f"step {step.index}: {shown(text)}")
