@@ -3,7 +3,7 @@
 Training scans over stacked weights of equal layers. Decoding reads every weight once per token, so
 slicing a stack, casting, or gathering over fsdp would take as long as the matrix product.
 `to_decode_model` therefore gives each layer separate arrays, in the compute dtype, split over tp
-only, each shared head whole; fsdp splits the batch, like dp.
+only, each shared head whole; fsdp and cp split the batch, like dp.
 """
 
 import math
@@ -34,13 +34,13 @@ from jaxtp.layers.parameter import PARAMETERS, DType, is_variable, padding_of, s
 from jaxtp.mesh import (
     AXES,
     CP,
-    DP,
     FSDP,
     TP,
     Sizes,
     axes_of,
     batch_parts,
     make_mesh,
+    mesh_shape,
     mesh_sizes,
     parts,
 )
@@ -81,10 +81,9 @@ class DecodeModel(EmbeddingAndHead):
 
 
 def decode_mesh(mesh: Mesh) -> Mesh:
-    """Returns the mesh with fsdp moved to dp, in the same device order."""
-    sizes = mesh_sizes(mesh)
-    joined = {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
-    return Mesh(mesh.devices.reshape(*joined.values()), AXES, axis_types=mesh.axis_types)
+    """Returns the mesh with fsdp and cp moved to dp, in the same device order."""
+    sizes = mesh_shape(dp=mesh.size // mesh.shape[TP], tp=mesh.shape[TP])
+    return Mesh(mesh.devices.reshape(*sizes.values()), AXES, axis_types=mesh.axis_types)
 
 
 def weight_bytes(model: Decoder, sizes: Sizes) -> int:

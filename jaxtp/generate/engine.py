@@ -54,7 +54,7 @@ from jaxtp.generate.request import (
 from jaxtp.generate.sampling import GenerationSettings, check_settings
 from jaxtp.layers.cache import KVCaches
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import CP, TP, batch_parts, current_platform, mesh_sizes
+from jaxtp.mesh import TP, batch_parts, current_platform, mesh_sizes
 from jaxtp.models.config import architecture
 from jaxtp.models.decoder import Decoder
 
@@ -167,7 +167,7 @@ class Generator:
       model: built with `sequence_parallel=None` (or False): tp cannot split a single token.
       tokenizer: its prefix, if any, comes before each text.
       end_ids: by default the tokenizer's end token, if any.
-      batch_size: prompts to continue together, rounded up to a multiple of dp * fsdp.
+      batch_size: prompts to continue together, rounded up to a multiple of dp * fsdp * cp.
       chunk: maximum prompt tokens that a device reads in one call; by default 512 on CPUs and 2,048
         on GPUs.
       context: maximum tokens of a prompt and its text together, if any.
@@ -193,11 +193,6 @@ class Generator:
             raise GenerationError(f"batch_size={batch_size}: should be 1 or more")
         mesh = model_mesh(model)
         sizes = mesh_sizes(mesh)
-        if sizes[CP] > 1:
-            raise GenerationError(
-                f"the model was built on a mesh with cp={sizes[CP]}, and a KV cache cannot be "
-                "split over cp; use cp=1 and more tp"
-            )
         if model.config.sequence_parallel and sizes[TP] > 1:
             raise GenerationError(
                 "the model was built with sequence_parallel=True, and a single token cannot be "
