@@ -130,8 +130,12 @@ def to_decode_model(model: Decoder, mesh: Mesh, *, donate: bool = False) -> Deco
     config = model.config
 
     def unstacked() -> DecodeModel:
+        # tp cannot split a single token.
         plain = replace(
-            config, lora=LoraConfig(), precision=replace(config.precision, matmul="compute")
+            config,
+            lora=LoraConfig(),
+            precision=replace(config.precision, matmul="compute"),
+            sequence_parallel=None,
         )
         decoder = model if plain == config else create_decoder(plain, rngs=nnx.Rngs(0))
         return DecodeModel(decoder, decoder.in_order())

@@ -54,7 +54,7 @@ from jaxtp.generate.request import (
 from jaxtp.generate.sampling import GenerationSettings, check_settings
 from jaxtp.layers.cache import KVCaches
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import TP, batch_parts, current_platform, mesh_sizes
+from jaxtp.mesh import batch_parts, current_platform, mesh_sizes
 from jaxtp.models.config import architecture
 from jaxtp.models.decoder import Decoder
 
@@ -164,7 +164,7 @@ class Generator:
     The weights are copied once into the layout for decoding (`decode_model.py`).
 
     Args:
-      model: built with `sequence_parallel=None` (or False): tp cannot split a single token.
+      model: on any mesh.
       tokenizer: its prefix, if any, comes before each text.
       end_ids: by default the tokenizer's end token, if any.
       batch_size: prompts to continue together, rounded up to a multiple of dp * fsdp * cp.
@@ -193,11 +193,6 @@ class Generator:
             raise GenerationError(f"batch_size={batch_size}: should be 1 or more")
         mesh = model_mesh(model)
         sizes = mesh_sizes(mesh)
-        if model.config.sequence_parallel and sizes[TP] > 1:
-            raise GenerationError(
-                "the model was built with sequence_parallel=True, and a single token cannot be "
-                "split over tp; build it with sequence_parallel=None"
-            )
         own_methods = [
             name for name in _REPLACED if getattr(type(model), name) is not getattr(Decoder, name)
         ]
