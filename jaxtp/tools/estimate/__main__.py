@@ -111,8 +111,7 @@ class EstimateConfig(TrainConfig):
 
     tier: Literal[1, 3] = 1
     """Depth of the estimate: 1 computes it in seconds; 3 also compiles the best mesh for the
-    hardware, NVIDIA GPUs that need not be present. 3 needs pip install 'jaxtp[estimate-gpu]', with
-    cuDNN's attention 'jaxtp[estimate-cudnn]'."""
+    hardware, NVIDIA GPUs that need not be present. 3 needs pip install 'jaxtp[estimate-gpu]'."""
 
     as_configured: bool = False
     """Keep remat and accumulation as configured, instead of the fastest."""

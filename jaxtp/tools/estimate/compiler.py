@@ -9,7 +9,6 @@ divides by missing fields and dies silently, so every field is set.
 import dataclasses
 import gc
 import json
-import os
 import re
 import subprocess
 import sys
@@ -49,10 +48,9 @@ _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
 _DIFFERENCE = (
     "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ"
 )
+_FUSED = "compiled with the fused attention, which holds as little as cuDNN's"
 GPU_EXTRA = "estimate-gpu"
-CUDNN_EXTRA = "estimate-cudnn"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-_CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _COLLECTIVE_HEADER = (
     *("collective", "over", "times"),
     *("GB of messages", "overlapped", "operations that overlap"),
@@ -126,8 +124,6 @@ class Topology:
 
     name: str  # partitions, hosts and GPUs per host, 1x4x8
     target_config: str
-    compiler: str  # the package that compiles
-    libraries: str = ""  # folder of cuDNN's library, if used
 
     def devices(self) -> Sequence[jax.Device]:
         """Returns abstract devices to compile for."""
@@ -145,28 +141,16 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
             f"jaxtp does not compile for {hardware} without the device; choose one of "
             f"{', '.join(TARGET_CONFIGS)}"
         )
-    return Topology(
-        name=f"1x{hosts}x{devices_per_host}",
-        target_config=TARGET_CONFIGS[hardware],
-        compiler=installed(),
-    )
+    require_compiler()
+    return Topology(name=f"1x{hosts}x{devices_per_host}", target_config=TARGET_CONFIGS[hardware])
 
 
-def with_cudnn(target: Topology) -> Topology | None:
-    """Adds cuDNN's library to absent GPUs; None if missing."""
-    try:
-        cudnn = metadata.distribution(_CUDNN[target.compiler])
-    except metadata.PackageNotFoundError:
-        return None
-    return replace(target, libraries=str(cudnn.locate_file("nvidia/cudnn/lib")))
-
-
-def installed() -> str:
-    """Returns the first installed package of `GPU_COMPILERS`; the error names the extra."""
+def require_compiler() -> None:
+    """Raises `TargetError`, which names the extra, if no package of `GPU_COMPILERS` is here."""
     for package in GPU_COMPILERS:
         with suppress(metadata.PackageNotFoundError):
             metadata.version(package)
-            return package
+            return
     raise TargetError(f"the compiler for GPUs is not installed: pip install 'jaxtp[{GPU_EXTRA}]'")
 
 
@@ -251,13 +235,9 @@ def compile_for(
     target = topology(hardware, hosts, devices_per_host)
     if "cudnn" not in chosen_kernels(config, sizes, TABLE[hardware].architecture):
         return ask(config, sizes, target, timeout_s=timeout_s)
-    note = "the workspace of cuDNN's kernels is not counted"
-    cudnn_target = with_cudnn(target)
-    if cudnn_target is None:
-        config = replace_nested(config, {"model.attention": "fused"})
-        note = f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"
-    compiled = ask(config, sizes, cudnn_target or target, timeout_s=timeout_s)
-    return replace(compiled, notes=(*compiled.notes, note))
+    fused = replace_nested(config, {"model.attention": "fused"})
+    compiled = ask(fused, sizes, target, timeout_s=timeout_s)
+    return replace(compiled, notes=(*compiled.notes, _FUSED))
 
 
 def ask(
@@ -275,9 +255,6 @@ def ask(
     }
     # Without a platform the plugin refuses to register: it looks for a GPU.
     environment = child_environment(JAX_PLATFORMS="cpu")
-    if target.libraries:
-        folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
-        environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
     try:
         process = subprocess.run(
             COMPILER,

@@ -31,7 +31,6 @@ from jaxtp.mesh import (
     describe_split,
     fitting_meshes,
 )
-from jaxtp.models.config import ModelConfig
 from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -431,12 +430,3 @@ def _choices(config: TrainConfig, max_counts: int) -> Iterator[TrainConfig]:
     for remat in dict.fromkeys((*REMATS, config.model.remat)):
         for count in counts:
             yield replace_nested(config, {"model.remat": remat, "train.accumulation": count})
-
-
-def is_plain(model: ModelConfig) -> bool:
-    """Returns whether the formulas are exact, not upper bounds."""
-    for block in model.block_kinds():
-        has_bias = block.attention_bias or block.attention_out_bias or block.mlp_bias
-        if has_bias or block.qk_norm != "none":
-            return False
-    return not (model.tie_embeddings or model.lora.rank)

@@ -167,8 +167,6 @@ def _run_tasks(config: EvaluateConfig) -> None:
     source = open_source(config.model[0], config.source_options)
     if config.chat and source.template is None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
-    if config.date is not None and not config.chat:
-        raise ConfigError("--date is the day that a chat template writes; it needs --chat")
     length = window_length(config, [source])
     mesh = inference_mesh(config.mesh, source.config)
     record = _describe(source, mesh, length)

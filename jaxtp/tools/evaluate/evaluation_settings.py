@@ -50,10 +50,6 @@ class EvaluateConfig(SourceConfig):
     field: str = TEXT_FIELD
     """Field of the text in JSONL and Parquet."""
 
-    max_document_bytes: Count = 2**26
-    """Refuse larger documents and longer lines of JSONL; a document with its tokens takes ten times
-    as much memory."""
-
     limit: Count | None = None
     """Read at most this many documents of each dataset and file, or examples of each task."""
 
@@ -109,6 +105,14 @@ SHOWN_FIRST = (
 )
 
 
+_NEEDS = {
+    "split": "data",
+    "field": "text",
+    **dict.fromkeys(("task_folder", "num_fewshot", "chat"), "tasks"),
+    "date": "chat",
+}
+
+
 def conflicts(config: EvaluateConfig) -> Iterator[str]:
     """Yields a message for each conflict between the settings."""
     default = EvaluateConfig()
@@ -123,23 +127,19 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
         if len(config.model) > 1:
             yield "--tasks takes one --model; run the command once for each"
         for name in changed:
-            if name in ("data", "text", "split", "field", "stride"):
+            if name in ("data", "text", "stride"):
                 yield f"--{name} is for text, and tasks have their own; run the command twice"
         if (cp := config.mesh.cp) != 1:
             yield (
                 f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; "
                 f"give its devices to tp: --mesh.tp {cp}"
             )
-        return
-    if not (config.data or config.text):
+    elif not (config.data or config.text):
         yield "give documents by --data DIR or --text FILE, or tasks by --tasks NAME"
-    if config.split != "auto" and not config.data:
-        yield f"--split {config.split} needs --data DIR"
-    if config.field != TEXT_FIELD and not config.text:
-        yield f"--field {config.field} needs --text FILE"
     for name in changed:
-        if name in ("task_folder", "num_fewshot", "chat"):
-            yield f"--{name.replace('_', '-')} needs --tasks NAME"
+        needed = _NEEDS.get(name)
+        if needed is not None and needed not in changed:
+            yield f"--{name.replace('_', '-')} has no effect without --{needed}"
 
 
 def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int:

@@ -179,6 +179,9 @@ def test_a_default_length_is_shown_as_one():
     assert "default" not in heading(CONFIG, WHERE, facts())
     offloaded = replace_nested(CONFIG, {"model.remat": "offload"})
     assert "without the time of offloaded" in heading(offloaded, WHERE, facts())
+    both = heading(replace_nested(offloaded, {"optimizer.name": "adafactor"}), WHERE, facts())
+    assert "without the update by adafactor" in both
+    assert "the time of offloaded" in both
 
 
 def test_the_best_setting_is_explained():

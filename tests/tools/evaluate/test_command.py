@@ -255,16 +255,17 @@ FILES = {
     "other.jsonl": b'{"txt": "a"}\n',
     "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}\n',
     "nothing.jsonl": b'{"text": ""}\n',
-    "long.jsonl": b'{"text": "a"}\n{"text": "%s"}\n' % (b"a" * 100),
+    "table.csv": b"text,label\none,1\n",
     "one.txt": b"x",
 }
 GIVEN = "--model {model} --text {lines}"
 REFUSED = {
     "": "--model DIR; give documents by --data DIR or --text FILE, or tasks by --tasks NAME",
     f"{GIVEN} --stride 65 --sequence-length 64": "tokens between windows would be skipped",
-    f"{GIVEN} --split train": "--split train needs --data DIR",
-    "--model {model} --data {data} --field a": "--field a needs --text FILE",
-    f"{GIVEN} --num-fewshot 2": "--num-fewshot needs --tasks NAME",
+    f"{GIVEN} --split train": "--split has no effect without --data",
+    "--model {model} --data {data} --field a": "--field has no effect without --text",
+    f"{GIVEN} --num-fewshot 2": "--num-fewshot has no effect without --tasks",
+    "--model {model} --tasks mmlu --date 2026-01-31": "--date has no effect without --chat",
     f"{GIVEN} --tasks mmlu": "--text is for text, and tasks have their own",
     "--model {model} --tasks mmlu --mesh.cp 2": "--mesh.tp 2",
     f"{GIVEN} --sequence-length 63 --mesh.cp 2": "is not divisible by --mesh.cp 2",
@@ -286,8 +287,7 @@ REFUSED = {
     "--model {model} --text {here}/empty.tx": "did you mean {here}/empty.txt?",
     "--model {model} --text {here}/folder": "no file in this folder",
     "--model {model} --text {data}": "read it by --data {data}",
-    "--model {model} --text {here}/long.jsonl "
-    "--max-document-bytes 100": "line 2: more than 100 bytes; a larger",
+    "--model {model} --text {here}/table.csv": "named .txt instead of .csv, it is read as one text",
     "--model {model} --data {here}/one.txt": "--text",
     "--model {model} --data {here}/folders": "did you mean {here}/folder?",
     "--model {model} --data {data}": "prepare the documents again with --tokenizer",
