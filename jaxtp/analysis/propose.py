@@ -282,7 +282,7 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
         if names == {_RESULT}:
             draft.styles[path] = PrepareOutput(Replicate(), Replicate())
         else:
-            draft.styles[path] = replicate_input(names)
+            draft.styles[path] = _replicate_input(names)
 
 
 def _sharing_module(
@@ -356,7 +356,7 @@ def _sharing_modules(draft: PlanDraft, path: str) -> list[str]:
     return [module for module, readers in draft.shared.items() if path in readers]
 
 
-def replicate_input(names: set[str]) -> PrepareInput:
+def _replicate_input(names: set[str]) -> PrepareInput:
     """Returns a style that replicates arguments, by position or name."""
     positions = set(filter(str.isdigit, names))
     kwargs = dict.fromkeys(sorted(names - positions), Replicate()) or None

@@ -36,8 +36,9 @@ jaxtp explain --model.build mine.py:build --model.plan mine.py:PLAN --train.loss
               --data.batches mine.py:batches --mesh fsdp=2,tp=4
 
 The first table has a line for each module: its style, how its parameters are split, and the bytes
-on each device. The second lists the collectives of a forward and backward pass by module. Notes
-point out avoidable communication. In Python, jaxtp.explain takes a model and its inputs.
+on each device. The second lists the collectives of a forward and backward pass by module, with
+--compile also those that the compiler adds between modules, such as the gather of an output that
+is needed whole. In Python, jaxtp.explain takes a model and its inputs.
 """
 
 

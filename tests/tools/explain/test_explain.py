@@ -159,37 +159,6 @@ def test_arrays_that_are_no_variables_are_explained():
     assert proposed == plan | {"down.layer_instance": Rowwise()}
 
 
-WASTEFUL = {
-    "an input that column layers could share": (
-        PAIR,
-        "layers.*.w1, layers.*.w3 read one array",
-        f"{sent(1, 1, OVER_TP):,.0f} bytes less",
-        "(x 3)",
-    ),
-    "an output of columns that is needed whole": (
-        COLUMN,
-        "layers.*.w2 is Colwise(), and its output goes into layers.*.norm, which needs all 16 "
-        "elements of",
-        f"at most {sent(1, 2, OVER_TP):,.0f} bytes",
-        "(x 2)",  # the last block's output is the model's
-    ),
-    "an input of rows that is whole": (
-        {"layers.*.w2": Rowwise()},
-        f"is gathered, {sent(1, 2, OVER_TP) * HIDDEN / WIDTH:,.0f} bytes",
-    ),
-}
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("name", WASTEFUL)
-def test_what_a_plan_moves_without_need_is_noted(name):
-    plan, *words = WASTEFUL[name]
-    (note,) = explained(plan).notes
-    for word in words:
-        assert word in note
-    assert not explained({"layers.*.w2": Rowwise(input_layouts=REPLICATE)}).notes, "it is meant"
-
-
 @pytest.mark.wide
 def test_collectives_of_the_compiler_are_told_from_those_of_layers():
     found = explained(COLUMN, make=build_two, compiled=True)
