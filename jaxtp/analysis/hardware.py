@@ -108,11 +108,13 @@ NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` must have: their defaults describe no device."""
 
 
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
 def _table() -> dict[str, Hardware]:
-    file = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     table = {}
-    for name, device in file["devices"].items():
-        fields = file["groups"].get(device.pop("group", ""), {}) | device
+    for name, device in _FILE["devices"].items():
+        fields = _FILE["groups"].get(device.pop("group", ""), {}) | device
         memory = GIB * fields.pop("gib")
         kinds = tuple(fields.pop("kinds"))
         capability = CAPABILITIES.get(kinds[0], "")
@@ -129,6 +131,8 @@ def _table() -> dict[str, Hardware]:
 
 TABLE = _table()
 """Hardware by name. `memory` is the nominal size without the driver's share."""
+COMPILED: dict[str, dict[str, Any]] = _FILE["compiled"]
+"""What XLA's compiler needs to know of a GPU besides its row of `TABLE`, by name."""
 
 
 def of_kind(device_kind: str) -> Hardware | None:

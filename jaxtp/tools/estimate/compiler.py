@@ -13,18 +13,18 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.stages import Traced
 
-from jaxtp.analysis.hardware import GB, TABLE, Hardware
+from jaxtp.analysis.hardware import COMPILED, GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo
 from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import Record, columns
@@ -58,46 +58,26 @@ _COLLECTIVE_HEADER = (
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
 
-class GpuSpec(NamedTuple):
-    """A GPU's description for XLA's compiler, apart from the numbers of the hardware table."""
-
-    cores: int  # streaming multiprocessors
-    fpus: int  # float32 units of each core
-    shared: int  # bytes of shared memory of each core
-    l2: int
-    clock_ghz: float
-    threads: int = 2048
-
-
 KIB = 2**10
-MIB = 2**20
-# CUDA C++ Programming Guide, table of technical specifications per compute capability; NVIDIA's
-# architecture papers for the counts, caches and clocks.
-_GPUS = {
-    **dict.fromkeys(("a100-40", "a100"), GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41)),
-    **dict.fromkeys(("h100", "h200"), GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98)),
-    "b200": GpuSpec(148, 128, 228 * KIB, 132_644_864, 1.965),
-    "l40s": GpuSpec(142, 128, 100 * KIB, 96 * MIB, 2.52, threads=1536),
-    "rtx4090": GpuSpec(128, 128, 100 * KIB, 72 * MIB, 2.52, threads=1536),
-}
 
 
-def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
-    """Returns the `GpuTargetConfigProto` as text."""
+def target_config(hardware: Hardware, gpu: Mapping[str, Any]) -> str:
+    """Returns the `GpuTargetConfigProto` as text; `gpu` is a row of `COMPILED`."""
+    shared = KIB * gpu["shared_kib"]
     major, minor = hardware.capability.split(".")
     # Architectures such as sm_90a and sm_100a have their own matrix instructions.
     feature = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"
     # The first CUDA with products in float8, without which XLA multiplies in 16 bits.
     return f"""gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu["threads"]}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.clock_ghz}
-  shared_memory_per_block: {48 * KIB} shared_memory_per_block_optin: {gpu.shared - KIB}
-  shared_memory_per_core: {gpu.shared}
+  core_count: {gpu["cores"]} fpus_per_core: {gpu["fpus"]} clock_rate_ghz: {gpu["clock_ghz"]}
+  shared_memory_per_block: {48 * KIB} shared_memory_per_block_optin: {shared - KIB}
+  shared_memory_per_core: {shared}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   memory_bandwidth: {hardware.bandwidth:.0f}
-  l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
+  l2_cache_size: {gpu["l2"]} device_memory_size: {hardware.memory:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
   runtime_version: "12.0.0" dnn_version: "9.10.0"
 }}
@@ -106,7 +86,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 """
 
 
-TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in _GPUS.items()}
+TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in COMPILED.items()}
 """Descriptions of GPUs for XLA, by their names in the hardware table."""
 
 
@@ -186,11 +166,6 @@ class Compiled:
             f"{'fits' if self.fits(setting) else 'does not fit'}; "
             f"tier 1: {estimated / GB:,.2f}, {estimated / peak - 1:+.0%} of the peak"
         )
-        if setting.config.model.most_experts and self.flops is not None:
-            yield (
-                f"products: {self.flops / 1e12:,.1f} TFLOP with empty rows of experts, tier 1: "
-                f"{setting.costs.flops / 1e12:,.1f} without"
-            )
         yield self._collective_table()
         for note in self.notes:
             yield f"  ({note})"
