@@ -266,10 +266,7 @@ def read(path: Path) -> Hardware:
             base = asdict(_of_table(truncate(values["like"])))
         except ConfigError as error:
             raise ConfigError(f"{path}: like: {error}") from None
-    keys = [str(key) for key in values if key not in ("like", "name", "kinds")]
-    defaults = f"from {base['name']}" if base else "assumed"
-    source = f"{', '.join(keys)}; others {defaults}" if keys or not base else f"all {defaults}"
-    settings = {**base, "name": path.stem, "source": f"{path}: {source}", **values}
+    settings = {**base, "name": path.stem, "source": str(path), **values}
     if base:
         settings["like"] = base["name"]
     hardware = validate(Hardware, settings, source=str(path))

@@ -18,6 +18,7 @@ from jaxtp.analysis.hardware import MAX_DEVICES, Hardware
 from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.hints import divisors
+from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.allocator import MEMORY_FRACTION, Allocator
 from jaxtp.layers.remat import RematPolicy
@@ -377,11 +378,9 @@ def none_can(devices: int, refused: Mapping[str, str]) -> str:
     first_mesh: dict[str, str] = {}
     for mesh, reason in refused.items():
         first_mesh.setdefault(reason, mesh)
-    lines = [f"  {mesh}: {reason}" for reason, mesh in first_mesh.items()]
-    if (more_reasons := len(lines) - MAX_REASONS) > 0:
-        lines[MAX_REASONS:] = [f"  ... and {more_reasons} more reasons"]
+    lines = [f"{mesh}: {reason}" for reason, mesh in first_mesh.items()]
     problem = f"no mesh of {devices:,} devices that was tried can run this configuration:"
-    return "\n".join([problem, *lines])
+    return "\n  ".join([problem, *first_lines(lines, MAX_REASONS)])
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
