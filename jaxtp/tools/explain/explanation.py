@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.analysis.audit import added_by_compiler
-from jaxtp.analysis.census import A_TURN, AT_MOST, count_collectives
+from jaxtp.analysis.census import count_collectives
 from jaxtp.analysis.collective import (
     Axes,
     Collective,
@@ -56,11 +56,6 @@ _BY_PROGRAM = "the program"
 _BY_COMPILER = "the compiler"
 _MODULE_HEADER = ("module", "class", "style", "parameter", "shape", "split", "bytes on a device")
 _TRAFFIC_HEADER = ("module", "pass", "collective", "over", "by", "count", "bytes sent")
-_INEXACT = {
-    A_TURN: "collectives in a while_loop are counted for one turn; a fori_loop with constant "
-    "bounds is counted in full",
-    AT_MOST: "all branches of a conditional are counted, so less may be sent",
-}
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class Explanation:
     products: tuple[Product, ...]  # in the forward and backward pass; empty without inputs
     saved: float  # bytes of residuals on a device
     notes: tuple[str, ...]
-    """About parameters and work that tp does not divide, and inexact counts."""
+    """About parameters and work that tp does not divide."""
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -219,13 +214,6 @@ def explain(
         undivided = merge_equal(undivided_parameters(parallel, sizes))
         notes = [*undivided, *repeated_work(work.products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
-    for counted, meaning in _INEXACT.items():
-        modules = dict[str, None]()
-        for collective in (*work.traffic, *added):
-            if collective.counted == counted:
-                modules[_module_of(collective) or ROOT] = None
-        if modules:
-            notes.append(f"{', '.join(modules)}: {meaning}")
     return Explanation(
         sizes=sizes,
         rows=tuple(_rows(parallel)),
