@@ -12,7 +12,6 @@ from jaxtp.analysis.collective import Collective, with_joined_axes
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.analysis.tables import Cells, Record, between, columns, gigabytes
-from jaxtp.distributed.allocator import advice
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
 from jaxtp.tools.estimate.search import (
@@ -226,12 +225,6 @@ def _warnings(best: Setting) -> Iterator[str]:
         )
     if best.fits and not best.has_margin:
         yield f"tight: the modelled memory may be off by {MEMORY_ERROR:.0%}; --tier 3 compiles it"
-    hardware = best.target.hardware
-    room = best.target.room
-    allocator = best.config.launch.allocator
-    advised = advice(allocator, best.memory.total, room, room / hardware.memory)
-    if hardware.platform == "cuda" and advised is not None:
-        yield f"launch.allocator={allocator}: {advised}"
     padding = describe_padding(best.config.model, best.sizes)
     if padding is not None:
         yield f"padded {padding}"
