@@ -202,7 +202,7 @@ def _beside(setting: Setting, best: Setting) -> str:
 
 def memory_by_kind(setting: Candidate) -> str:
     """Formats the memory of a device, exact and modelled kinds apart."""
-    unit, size = ("GB", GB) if setting.memory.total >= GB / 10 else ("MB", GB / 1000)
+    unit, size = ("GB", GB) if setting.memory.total >= GB else ("MB", GB / 1000)
     exact = list[str]()
     modelled = list[str]()
     kinds = sorted(dataclasses.asdict(setting.memory).items(), key=lambda kind: -kind[1])

@@ -246,7 +246,7 @@ REFUSED = {
     "--model {model} --tasks mmlu --mesh.cp 2": "--mesh.tp 2",
     f"{GIVEN} --sequence-length 63 --mesh.cp 2": "is not divisible by --mesh.cp 2",
     f"{GIVEN} --mesh.tp 16": "tp can be 1, 2, 4",
-    f"{GIVEN} --model other": "--model is given twice",
+    "--model {model} other --text {lines}": "other: unexpected argument",
     f"{GIVEN} --limit 0": "--limit 0: should be greater than or equal to 1",
     f"{GIVEN} --json /proc/no/file": "--json /proc/no/file",
     "--model {here}/nowhere --text {here}/one.txt": "no such folder",
