@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
-from jaxtp.layers.kernels.select import CAPABILITIES, FLOAT8_CAPABILITY, matmul_problem
+from jaxtp.layers.kernels.select import CAPABILITIES, FLOAT8_CAPABILITY
 from jaxtp.mesh import AXES, Sizes, parts
 
 GB = 1e9
@@ -148,10 +148,9 @@ def of_kind(device_kind: str) -> Hardware | None:
 
 def require_matmul(hardware: Hardware, matmul: str) -> None:
     """Raises ConfigError if the hardware does not multiply in the dtype of `Precision.matmul`."""
-    problem = matmul_problem(matmul, hardware.architecture)
-    if problem or not hardware.peak(matmul):
+    if not hardware.peak(matmul):
         able = ", ".join(name for name in TABLE if TABLE[name].peak(matmul))
-        in_file = "" if problem or hardware.name in TABLE else ", or the key float8 in the file"
+        in_file = "" if hardware.name in TABLE else ", or the key float8 in the file"
         raise ConfigError(
             f"model.precision.matmul={matmul}: {hardware.name} has no such products; "
             f"--model.precision.matmul compute works, or one of {able}{in_file}"

@@ -182,7 +182,6 @@ class Compiled:
     def record(self, setting: Setting) -> Record:
         """Returns tier 3 for JSON."""
         return {
-            "provenance": "compiled",
             **dataclasses.asdict(self),
             "collectives": [collective.record() for collective in self.collectives],
             "fits": self.fits(setting),
