@@ -151,6 +151,8 @@ def default_cases(config: TrainConfig, mesh: Sizes) -> list[Case]:
         {TP: scaled[TP]},
         {TP: min_tp},
         {TP: tps[-1]},
+        {FSDP: 2, TP: min_tp},
+        {DP: 2, TP: min_tp},
         {DP: 2, FSDP: 2, TP: min_tp},
         {DP: 2, FSDP: 2, CP: 2, TP: min_tp},
         {CP: 8},
