@@ -1,6 +1,6 @@
 """Compares the steps of Llama 3 in bfloat16 and with products in float8, compiled for absent H100s.
 
-    pip install -e '.[estimate-gpu,estimate-cudnn]'
+    pip install -e '.[estimate-gpu]'
     python scripts/float8_compiled.py --dumps runs/float8_compiled | tee
     scripts/results/float8_compiled.txt
 

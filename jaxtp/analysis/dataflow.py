@@ -113,15 +113,15 @@ class Dataflow:
     def input_bytes(self, calls: Iterable[LayerCall]) -> float:
         """Returns the bytes to reduce input gradients of column layers, once for each input."""
         inputs = {(call.input.key, call.times): call for call in calls if call.input.has_grad}
-        return sum(self.sent(call, 0, ALL_REDUCE) for call in inputs.values())
+        return sum(self.reduced(call, 0) for call in inputs.values())
 
     def output_bytes(self, calls: Iterable[LayerCall]) -> float:
         """Returns the bytes to reduce row layers' outputs."""
-        return sum(self.sent(call, 1, ALL_REDUCE) for call in calls)
+        return sum(self.reduced(call, 1) for call in calls)
 
-    def sent(self, call: LayerCall, side: int, kind: str = ALL_GATHER) -> float:
-        """Returns the bytes of a collective on a call's input (0) or output (1)."""
-        return call.times * self.over_tp(kind, array_bytes(call.avals[side]))
+    def reduced(self, call: LayerCall, side: int) -> float:
+        """Returns the bytes to all-reduce a call's input (0) or output (1)."""
+        return call.times * self.over_tp(ALL_REDUCE, array_bytes(call.avals[side]))
 
     def over_tp(self, kind: str, size: float) -> float:
         """Returns the bytes of a collective on an array of the global batch."""

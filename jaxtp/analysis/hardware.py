@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, Count, NonNegative, Positive, read_yaml, validate
-from jaxtp.layers.kernels.select import CAPABILITIES, FLOAT8_CAPABILITY, matmul_problem
+from jaxtp.layers.kernels.select import CAPABILITIES, FLOAT8_CAPABILITY
 from jaxtp.mesh import AXES, Sizes, parts
 
 GB = 1e9
@@ -108,11 +108,13 @@ NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
 """Keys that a file without `like` must have: their defaults describe no device."""
 
 
+_FILE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
 def _table() -> dict[str, Hardware]:
-    file = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     table = {}
-    for name, device in file["devices"].items():
-        fields = file["groups"].get(device.pop("group", ""), {}) | device
+    for name, device in _FILE["devices"].items():
+        fields = _FILE["groups"].get(device.pop("group", ""), {}) | device
         memory = GIB * fields.pop("gib")
         kinds = tuple(fields.pop("kinds"))
         capability = CAPABILITIES.get(kinds[0], "")
@@ -129,6 +131,8 @@ def _table() -> dict[str, Hardware]:
 
 TABLE = _table()
 """Hardware by name. `memory` is the nominal size without the driver's share."""
+COMPILED: dict[str, dict[str, Any]] = _FILE["compiled"]
+"""What XLA's compiler needs to know of a GPU besides its row of `TABLE`, by name."""
 
 
 def of_kind(device_kind: str) -> Hardware | None:
@@ -144,10 +148,9 @@ def of_kind(device_kind: str) -> Hardware | None:
 
 def require_matmul(hardware: Hardware, matmul: str) -> None:
     """Raises ConfigError if the hardware does not multiply in the dtype of `Precision.matmul`."""
-    problem = matmul_problem(matmul, hardware.architecture)
-    if problem or not hardware.peak(matmul):
+    if not hardware.peak(matmul):
         able = ", ".join(name for name in TABLE if TABLE[name].peak(matmul))
-        in_file = "" if problem or hardware.name in TABLE else ", or the key float8 in the file"
+        in_file = "" if hardware.name in TABLE else ", or the key float8 in the file"
         raise ConfigError(
             f"model.precision.matmul={matmul}: {hardware.name} has no such products; "
             f"--model.precision.matmul compute works, or one of {able}{in_file}"
@@ -262,10 +265,7 @@ def read(path: Path) -> Hardware:
             base = asdict(_of_table(truncate(values["like"])))
         except ConfigError as error:
             raise ConfigError(f"{path}: like: {error}") from None
-    keys = [str(key) for key in values if key not in ("like", "name", "kinds")]
-    defaults = f"from {base['name']}" if base else "assumed"
-    source = f"{', '.join(keys)}; others {defaults}" if keys or not base else f"all {defaults}"
-    settings = {**base, "name": path.stem, "source": f"{path}: {source}", **values}
+    settings = {**base, "name": path.stem, "source": str(path), **values}
     if base:
         settings["like"] = base["name"]
     hardware = validate(Hardware, settings, source=str(path))

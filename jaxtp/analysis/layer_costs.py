@@ -43,7 +43,7 @@ from jaxtp.layers.context import (
     chunk_size,
     halo,
     hops,
-    routes,
+    num_routes,
 )
 from jaxtp.layers.embedding import EMBEDDING, VocabParallelEmbedding
 from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Placement
@@ -794,7 +794,7 @@ def context_costs(
     else:
         position = 2 * attention.keys * head_bytes * work.rows
         for hop, tokens in hops(reach, chunk_size(work.length, cp, zigzag=work.zigzag)):
-            count = len(routes(cp, hop, zigzag=work.zigzag)) * runs
+            count = num_routes(cp, hop, zigzag=work.zigzag) * runs
             yield collective_cost(PERMUTE, CONTEXT, ATTEND, work, position * tokens, count)
         exchanged = position * (work.length // cp + (1 + work.zigzag) * reach)
     yield Bytes("workspace", exchanged)

@@ -282,7 +282,7 @@ def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
         if names == {_RESULT}:
             draft.styles[path] = PrepareOutput(Replicate(), Replicate())
         else:
-            draft.styles[path] = replicate_input(names)
+            draft.styles[path] = _replicate_input(names)
 
 
 def _sharing_module(
@@ -356,7 +356,7 @@ def _sharing_modules(draft: PlanDraft, path: str) -> list[str]:
     return [module for module, readers in draft.shared.items() if path in readers]
 
 
-def replicate_input(names: set[str]) -> PrepareInput:
+def _replicate_input(names: set[str]) -> PrepareInput:
     """Returns a style that replicates arguments, by position or name."""
     positions = set(filter(str.isdigit, names))
     kwargs = dict.fromkeys(sorted(names - positions), Replicate()) or None
@@ -381,24 +381,12 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
     if isinstance(style, SequenceParallel):
         return f"runs on shards of dim {style.sequence_dim} of its input, which column layers split"
     assert region is not None
-    if not region.columns:
-        return f"its vocabulary is split: {_saved_and_sent(region)}"
-    if path in region.rows:
+    if path in region.rows and region.columns:
         return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
-    gradient = "its input's gradient is all-reduced"
-    if not any(call.input.has_grad for call in draft.dataflow.calls_of(path)):
-        gradient = "its input has no gradient"
-    elif _sharing_modules(draft, path):
-        gradient = f"its input is shared by {_names(draft, _sharing_modules(draft, path))}"
-    if region.rows:
-        return f"its output stays split up to {_names(draft, region.rows)}; {gradient}"
-    trade = _saved_and_sent(region)
-    if path in draft.dataflow.summed:
-        return f"its output stays split in the loss: {trade}; {gradient}"
-    return (
-        f"its output, a result of the model, stays split for a softmax cross-entropy: {trade}; "
-        f"{gradient}"
-    )
+    if region.rows and region.columns:
+        return f"its output stays split up to {_names(draft, region.rows)}"
+    what = "its output stays split for a loss" if region.columns else "its vocabulary is split"
+    return f"{what}: {_saved_and_sent(region)}"
 
 
 def _why_whole(draft: PlanDraft, path: str) -> str:

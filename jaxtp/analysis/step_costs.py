@@ -52,6 +52,7 @@ from jaxtp.analysis.layer_costs import (
     row_costs,
     weight_of,
 )
+from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
@@ -157,10 +158,20 @@ def step_costs(
     Args:
       batch_size: sequences per step, over all devices and micro-batches.
       **shape: other fields of `LocalShape`: packed, platform, context.
+
+    Raises:
+      ConfigError: a device has no token of a micro-batch.
     """
+    row_parts = batch_parts(mesh) * accumulation
+    if batch_size < row_parts or sequence_length < mesh[CP]:
+        raise ConfigError(
+            f"a device has no token of a micro-batch: batch_size={batch_size} should be at least "
+            f"dp * fsdp * accumulation = {row_parts}, and sequence_length={sequence_length} at "
+            f"least cp = {mesh[CP]}"
+        )
     work = Workload(
         sizes=mesh,
-        rows=batch_size // (batch_parts(mesh) * accumulation),
+        rows=batch_size // row_parts,
         length=sequence_length,
         remat=config.remat,
         frozen=config.lora.rank > 0,

@@ -161,6 +161,12 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "--data.batches; without --model.plan, a plan is proposed",
     ),
     (
+        "plan input propose",
+        "compile",
+        "a model has the settings of a run: --model.build, --model.plan, --train.loss and "
+        "--data.batches; without a plan, one is proposed",
+    ),
+    (
         "max_window_bytes",
         "max_document_bytes",
         "files of every window are unpacked, in up to 2 GiB; {} limits what is read of them",

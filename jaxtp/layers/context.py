@@ -291,7 +291,7 @@ def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
     size = chunk_size(length, cp, zigzag=zigzag)
     sent = 0
     for hop, tokens in hops(reach, size):
-        sent += len(routes(cp, hop, zigzag=zigzag)) * tokens
+        sent += num_routes(cp, hop, zigzag=zigzag) * tokens
     return sent
 
 
@@ -303,6 +303,16 @@ def hops(reach: int, size: int) -> list[_Pair]:
         tokens = reach - (hop - 1) * size
         earlier.append((hop, min(size, tokens)))
     return earlier
+
+
+def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
+    """Returns the number of `routes`, without listing them."""
+    straight = int(hop < cp)
+    if not zigzag:
+        return straight
+    # From first to first chunks, from second to second ones, and across, where the only chunk may
+    # be the device's own.
+    return 2 * straight + int(1 < hop < 2 * cp - 1)
 
 
 def routes(cp: int, hop: int, *, zigzag: bool) -> dict[_Pair, list[_Pair]]:

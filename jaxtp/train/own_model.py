@@ -200,7 +200,7 @@ def _proposed(
     )
     styles = ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items())
     return proposal, [
-        f"plan    proposed: {styles or 'no split over tp'} (jaxtp explain says why)",
+        f"plan    proposed: {styles or 'no split over tp'} (jaxtp.propose_plan says why)",
         *map("note    {}".format, proposal.notes),
     ]
 

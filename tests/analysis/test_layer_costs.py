@@ -25,6 +25,7 @@ from jaxtp.analysis.layer_costs import (
     has_formulas,
 )
 from jaxtp.analysis.step_costs import step_costs
+from jaxtp.config.schema import ConfigError
 from jaxtp.layers.context import ContextAttention
 from jaxtp.mesh import mesh_shape
 
@@ -194,3 +195,12 @@ def test_equal_blocks_are_priced_once(monkeypatch):
     )
     step_costs(config, mesh_shape(tp=2), batch_size=2, sequence_length=8)
     assert len(priced) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "length", "accumulation"), [(0, 8, 1), (4, 8, 2), (4, 0, 1), (8, 1, 2)]
+)
+def test_a_device_without_a_token_is_one_error(batch_size, length, accumulation):
+    given = {"batch_size": batch_size, "sequence_length": length, "accumulation": accumulation}
+    with pytest.raises(ConfigError, match=r"accumulation = \d+, .*cp = 2"):
+        step_costs(jaxtp.ModelConfig(), mesh_shape(fsdp=4, cp=2), **given)

@@ -27,7 +27,7 @@ import jaxtp
 from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import costs_of
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.context import Sequences, halo
+from jaxtp.layers.context import Sequences, halo, num_routes, routes
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.run_report import describe_context
@@ -187,3 +187,11 @@ def test_the_summary_says_who_has_the_most_to_do():
 @pytest.mark.parametrize(("window", "tokens"), [(None, None), (48, 47), (49, None)])
 def test_a_halo_has_the_tokens_that_a_window_sees_unless_all_chunks_are_as_many(window, tokens):
     assert halo(64, 4, window, zigzag=False) == tokens
+
+
+def test_routes_are_counted_without_listing_them():
+    for cp in range(2, 9):
+        for zigzag in (False, True):
+            for hop in range(1, 2 * cp + 1):
+                listed = routes(cp, hop, zigzag=zigzag)
+                assert num_routes(cp, hop, zigzag=zigzag) == len(listed), (cp, hop, zigzag)

@@ -161,7 +161,8 @@ def _format(path: Path, config: PrepareConfig, in_folder: bool) -> str:
         unpack = "unpack it, and " if is_packed else ""
         raise PrepareError(
             f"{path} is a table, which would be read as one text; {unpack}make JSON Lines of it:"
-            f"\n  {_CONVERT.format(_TABLES[suffix])}\n--format text reads it as one text"
+            f"\n  {_CONVERT.format(_TABLES[suffix])}\n"
+            f"named .txt instead of {suffix}, it is read as one text"
         )
     return _FORMATS.get(suffix, TEXT)
 

@@ -205,27 +205,10 @@ class Verdict:
         return [row, *(f"        {detail}" for detail in (*details, *self.problems))]
 
     def record(self) -> dict[str, object]:
-        """Returns the verdict as JSON values."""
-        case = asdict(self.case)
-        record = {"mesh": case.pop("sizes"), **case, **vars(self)}
-        del record["case"]
-        record["tolerance"] = asdict(self.tolerance)
-        record["passed"] = self.passed
-        errors = self.errors
-        if errors is not None:
-            gradient, update = errors.worst(self.tolerance)
-            record["errors"] = {
-                "loss": errors.loss,
-                "grad_norm": errors.grad_norm,
-                "flips": errors.flips,
-                "margin": errors.margin,
-                "choices": errors.choices,
-                "worst_gradient": gradient,
-                "gradient": errors.gradients[gradient],
-                "worst_update": update,
-                "update": errors.updates[update],
-            }
-        return record
+        """Returns the verdict as JSON values, with the errors of all arrays."""
+        record = asdict(self)
+        case = record.pop("case")
+        return {"mesh": case.pop("sizes"), **case, **record, "passed": self.passed}
 
 
 def dtypes(config: TrainConfig) -> list[str]:

@@ -144,34 +144,26 @@ def default_cases(config: TrainConfig, mesh: Sizes) -> list[Case]:
     The other meshes use the axes separately and together.
     """
     scaled = _scaled_down(mesh)
-    runnable = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, mesh_shape(tp=tp))]
-    unpadded = [tp for tp in runnable if not padded_sizes(config.model, tp)] or [1]
-    padded = [tp for tp in (2, 4, COMMON_TP) if tp in runnable and tp not in unpadded][:1]
-    common = [tp for tp in unpadded if tp <= COMMON_TP] or unpadded[:1]
-    min_tp = common[0]
-    max_tp = common[-1]
-    tp = scaled[TP] if scaled[TP] > 1 else max_tp
-    half = tp // 2 if tp // 2 in unpadded else tp
-    middle = max(tp for tp in common if tp <= max(COMMON_TP // 2, min_tp))
+    tps = [tp for tp in range(2, COMMON_TP + 1) if cases_of(config, mesh_shape(tp=tp))] or [1]
+    unpadded = [tp for tp in tps if not padded_sizes(config.model, tp)] or tps
+    min_tp = unpadded[0]
     sizes = [
-        scaled,
-        {TP: tp},
-        {TP: half},
-        {FSDP: 2, TP: half},
+        {TP: scaled[TP]},
+        {TP: min_tp},
+        {TP: tps[-1]},
+        {FSDP: 2, TP: min_tp},
+        {DP: 2, TP: min_tp},
         {DP: 2, FSDP: 2, TP: min_tp},
-        {DP: 2, TP: middle},
-        {TP: max_tp},
-        *({TP: tp} for tp in padded),
         {DP: 2, FSDP: 2, CP: 2, TP: min_tp},
         {CP: 8},
         {FSDP: 8},
         {DP: 8},
     ]
     method = methods_of(config, mesh)[0]  # on fewer devices, auto might choose another method
-    cases: list[Case] = []
+    cases = cases_of(config, scaled, method)
+    cases += cases_of(config, mesh_shape(tp=unpadded[-1]))
     for axes in sizes:
         cases += cases_of(config, mesh_shape(**axes), method)[:1]
-    cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, mesh_shape(tp=tp))[1:]
     over_cp = cases_of(config, mesh_shape(cp=2, tp=min_tp), method)
     # One case of each method
     cases += [case for case in over_cp if case.sequence_parallel == over_cp[0].sequence_parallel]

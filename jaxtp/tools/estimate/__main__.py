@@ -45,6 +45,7 @@ from jaxtp.tools.estimate.search import (
     estimate,
     meshes_to_try,
     parse_meshes,
+    runnable,
     search,
     spans_hosts,
     target,
@@ -61,7 +62,7 @@ from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, trainin
 from jaxtp.train.defaults import RUN_DIR, Decider, DeviceInfo, default_settings
 from jaxtp.train.setup import open_task
 from jaxtp.train.task import load_task
-from jaxtp.train.validation import check_kernels, violations_on
+from jaxtp.train.validation import check_kernels
 
 PROGRAM = "jaxtp estimate"
 DESCRIPTION = """Will it fit, and what will it cost? The hardware need not be here.
@@ -111,8 +112,7 @@ class EstimateConfig(TrainConfig):
 
     tier: Literal[1, 3] = 1
     """Depth of the estimate: 1 computes it in seconds; 3 also compiles the best mesh for the
-    hardware, NVIDIA GPUs that need not be present. 3 needs pip install 'jaxtp[estimate-gpu]', with
-    cuDNN's attention 'jaxtp[estimate-cudnn]'."""
+    hardware, NVIDIA GPUs that need not be present. 3 needs pip install 'jaxtp[estimate-gpu]'."""
 
     as_configured: bool = False
     """Keep remat and accumulation as configured, instead of the fastest."""
@@ -339,9 +339,10 @@ def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | N
         sizes = resolve_sizes(config.mesh.sizes, where.devices)
     except MeshError:
         return None
-    if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):
+    runs, _ = runnable(config, [sizes], as_configured=True)
+    if math.prod(sizes.values()) != where.devices or not runs:
         return None
-    return estimate(replace_nested(config, {"mesh": config.mesh.of_sizes(sizes)}), where, model)
+    return estimate(runs[0], where, model)
 
 
 if __name__ == "__main__":

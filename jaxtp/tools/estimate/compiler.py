@@ -9,23 +9,22 @@ divides by missing fields and dies silently, so every field is set.
 import dataclasses
 import gc
 import json
-import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 from jax.stages import Traced
 
-from jaxtp.analysis.hardware import GB, TABLE, Hardware
+from jaxtp.analysis.hardware import COMPILED, GB, TABLE, Hardware
 from jaxtp.analysis.hlo import HloError, count_flops_in_hlo
 from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import Record, columns
@@ -49,10 +48,9 @@ _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
 _DIFFERENCE = (
     "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ"
 )
+_FUSED = "compiled with the fused attention, which holds as little as cuDNN's"
 GPU_EXTRA = "estimate-gpu"
-CUDNN_EXTRA = "estimate-cudnn"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
-_CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
 _COLLECTIVE_HEADER = (
     *("collective", "over", "times"),
     *("GB of messages", "overlapped", "operations that overlap"),
@@ -60,46 +58,26 @@ _COLLECTIVE_HEADER = (
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}  # no GPU to time kernels on
 
 
-class GpuSpec(NamedTuple):
-    """A GPU's description for XLA's compiler, apart from the numbers of the hardware table."""
-
-    cores: int  # streaming multiprocessors
-    fpus: int  # float32 units of each core
-    shared: int  # bytes of shared memory of each core
-    l2: int
-    clock_ghz: float
-    threads: int = 2048
-
-
 KIB = 2**10
-MIB = 2**20
-# CUDA C++ Programming Guide, table of technical specifications per compute capability; NVIDIA's
-# architecture papers for the counts, caches and clocks.
-_GPUS = {
-    **dict.fromkeys(("a100-40", "a100"), GpuSpec(108, 64, 164 * KIB, 40 * MIB, 1.41)),
-    **dict.fromkeys(("h100", "h200"), GpuSpec(132, 128, 228 * KIB, 50 * MIB, 1.98)),
-    "b200": GpuSpec(148, 128, 228 * KIB, 132_644_864, 1.965),
-    "l40s": GpuSpec(142, 128, 100 * KIB, 96 * MIB, 2.52, threads=1536),
-    "rtx4090": GpuSpec(128, 128, 100 * KIB, 72 * MIB, 2.52, threads=1536),
-}
 
 
-def target_config(hardware: Hardware, gpu: GpuSpec) -> str:
-    """Returns the `GpuTargetConfigProto` as text."""
+def target_config(hardware: Hardware, gpu: Mapping[str, Any]) -> str:
+    """Returns the `GpuTargetConfigProto` as text; `gpu` is a row of `COMPILED`."""
+    shared = KIB * gpu["shared_kib"]
     major, minor = hardware.capability.split(".")
     # Architectures such as sm_90a and sm_100a have their own matrix instructions.
     feature = "ACCELERATED_FEATURES" if int(major) >= 9 else "NONE"
     # The first CUDA with products in float8, without which XLA multiplies in 16 bits.
     return f"""gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu["threads"]}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  core_count: {gpu.cores} fpus_per_core: {gpu.fpus} clock_rate_ghz: {gpu.clock_ghz}
-  shared_memory_per_block: {48 * KIB} shared_memory_per_block_optin: {gpu.shared - KIB}
-  shared_memory_per_core: {gpu.shared}
+  core_count: {gpu["cores"]} fpus_per_core: {gpu["fpus"]} clock_rate_ghz: {gpu["clock_ghz"]}
+  shared_memory_per_block: {48 * KIB} shared_memory_per_block_optin: {shared - KIB}
+  shared_memory_per_core: {shared}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   memory_bandwidth: {hardware.bandwidth:.0f}
-  l2_cache_size: {gpu.l2} device_memory_size: {hardware.memory:.0f}
+  l2_cache_size: {gpu["l2"]} device_memory_size: {hardware.memory:.0f}
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {feature} }}
   runtime_version: "12.0.0" dnn_version: "9.10.0"
 }}
@@ -108,7 +86,7 @@ dnn_version_info {{ major: 9 minor: 10 }}
 """
 
 
-TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in _GPUS.items()}
+TARGET_CONFIGS = {name: target_config(TABLE[name], gpu) for name, gpu in COMPILED.items()}
 """Descriptions of GPUs for XLA, by their names in the hardware table."""
 
 
@@ -126,8 +104,6 @@ class Topology:
 
     name: str  # partitions, hosts and GPUs per host, 1x4x8
     target_config: str
-    compiler: str  # the package that compiles
-    libraries: str = ""  # folder of cuDNN's library, if used
 
     def devices(self) -> Sequence[jax.Device]:
         """Returns abstract devices to compile for."""
@@ -145,28 +121,16 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
             f"jaxtp does not compile for {hardware} without the device; choose one of "
             f"{', '.join(TARGET_CONFIGS)}"
         )
-    return Topology(
-        name=f"1x{hosts}x{devices_per_host}",
-        target_config=TARGET_CONFIGS[hardware],
-        compiler=installed(),
-    )
+    require_compiler()
+    return Topology(name=f"1x{hosts}x{devices_per_host}", target_config=TARGET_CONFIGS[hardware])
 
 
-def with_cudnn(target: Topology) -> Topology | None:
-    """Adds cuDNN's library to absent GPUs; None if missing."""
-    try:
-        cudnn = metadata.distribution(_CUDNN[target.compiler])
-    except metadata.PackageNotFoundError:
-        return None
-    return replace(target, libraries=str(cudnn.locate_file("nvidia/cudnn/lib")))
-
-
-def installed() -> str:
-    """Returns the first installed package of `GPU_COMPILERS`; the error names the extra."""
+def require_compiler() -> None:
+    """Raises `TargetError`, which names the extra, if no package of `GPU_COMPILERS` is here."""
     for package in GPU_COMPILERS:
         with suppress(metadata.PackageNotFoundError):
             metadata.version(package)
-            return package
+            return
     raise TargetError(f"the compiler for GPUs is not installed: pip install 'jaxtp[{GPU_EXTRA}]'")
 
 
@@ -202,11 +166,6 @@ class Compiled:
             f"{'fits' if self.fits(setting) else 'does not fit'}; "
             f"tier 1: {estimated / GB:,.2f}, {estimated / peak - 1:+.0%} of the peak"
         )
-        if setting.config.model.most_experts and self.flops is not None:
-            yield (
-                f"products: {self.flops / 1e12:,.1f} TFLOP with empty rows of experts, tier 1: "
-                f"{setting.costs.flops / 1e12:,.1f} without"
-            )
         yield self._collective_table()
         for note in self.notes:
             yield f"  ({note})"
@@ -223,7 +182,6 @@ class Compiled:
     def record(self, setting: Setting) -> Record:
         """Returns tier 3 for JSON."""
         return {
-            "provenance": "compiled",
             **dataclasses.asdict(self),
             "collectives": [collective.record() for collective in self.collectives],
             "fits": self.fits(setting),
@@ -251,13 +209,9 @@ def compile_for(
     target = topology(hardware, hosts, devices_per_host)
     if "cudnn" not in chosen_kernels(config, sizes, TABLE[hardware].architecture):
         return ask(config, sizes, target, timeout_s=timeout_s)
-    note = "the workspace of cuDNN's kernels is not counted"
-    cudnn_target = with_cudnn(target)
-    if cudnn_target is None:
-        config = replace_nested(config, {"model.attention": "fused"})
-        note = f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"
-    compiled = ask(config, sizes, cudnn_target or target, timeout_s=timeout_s)
-    return replace(compiled, notes=(*compiled.notes, note))
+    fused = replace_nested(config, {"model.attention": "fused"})
+    compiled = ask(fused, sizes, target, timeout_s=timeout_s)
+    return replace(compiled, notes=(*compiled.notes, _FUSED))
 
 
 def ask(
@@ -275,9 +229,6 @@ def ask(
     }
     # Without a platform the plugin refuses to register: it looks for a GPU.
     environment = child_environment(JAX_PLATFORMS="cpu")
-    if target.libraries:
-        folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
-        environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
     try:
         process = subprocess.run(
             COMPILER,

@@ -5,7 +5,6 @@ State and gradients are exact for their specs; activations and seconds are model
 """
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -34,6 +33,7 @@ from jaxtp.tools.estimate.search import (
     rank,
     simplest_first,
 )
+from jaxtp.tools.estimate.summary import candidate_record, memory_by_kind, refusals
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.setup import plan
 from jaxtp.train.task import Shapes, Task
@@ -65,24 +65,12 @@ class Estimate(Candidate):
             f"{self.time.computing_share:.0%}",
         )
 
-    def summary(self) -> str:
-        """Returns the memory by kind, and the first line of each note about a proposed plan."""
-        kinds = dataclasses.asdict(self.memory).items()
-        memory = ", ".join(
-            f"{kind.replace('_', ' ')} {size / MB:,.1f}" for kind, size in kinds if size
-        )
-        plan = [line.partition("\n")[0] for line in self.plan]
-        return "\n".join([f"best    {self}: {memory} MB", *plan])
-
     def record(self) -> Record:
         """Returns the estimate for JSON."""
         return {
-            **self.sizes,
-            "fits": self.fits,
-            "bytes_per_device": dataclasses.asdict(self.memory) | {"total": self.memory.total},
+            **candidate_record(self),
             "flops_per_device": self.flops,
             "bytes_sent": with_joined_axes(bytes_by_axes(self.traffic)),
-            "seconds": {"serial": self.time.serial, "overlapped": self.time.overlapped},
             "plan": self.plan,
         }
 
@@ -107,17 +95,16 @@ def rank_meshes(
         try:
             estimates.append(estimate(config, task, batch, sizes, where))
         except UserError as error:
-            refused[describe_mesh(sizes)] = re.split("[;\n]", str(error))[0]
+            refused[describe_mesh(sizes)] = str(error)
     if not estimates:
         raise ConfigError(none_can(count, refused))
     estimates = simplest_first(sorted(estimates, key=rank), is_as_fast)
     header = ("mesh", "MB", "to spare", "GFLOP", "MB sent", "ms a step", "computing")
-    print("", columns(header, [estimate.row() for estimate in estimates]), sep="\n")
-    if refused:
-        mesh, reason = next(iter(refused.items()))
-        print(f"{len(refused)} meshes cannot run it, such as {mesh}: {reason}")
+    table = columns(header, [estimate.row() for estimate in estimates])
+    print("", table, *refusals(refused), "", sep="\n")
     best = estimates[0]
-    print(best.summary())
+    print(f"best    {best}", f"memory  {memory_by_kind(best)}", sep="\n")
+    print(*(line.partition("\n")[0] for line in best.plan), sep="\n")
     return best.fits, {
         "model": config.origin.build,
         "hardware": dataclasses.asdict(hardware),

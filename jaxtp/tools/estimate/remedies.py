@@ -124,10 +124,7 @@ def remedies(results: Search) -> Iterator[Alternative]:
 
 
 def _first(runs: Iterable[Run]) -> Iterator[Alternative]:
-    for run in runs:
-        if setting := _fits(run):
-            yield Alternative(run.change, setting, run.note)
-            return
+    return itertools.islice(filter(None, map(_fits, runs)), 1)
 
 
 def _cheap(run: Run) -> Iterator[Run]:
@@ -195,7 +192,7 @@ def _devices(run: Run) -> Iterator[Run]:
             yield run._replace(where=where, change=text)
 
 
-def _fits(run: Run) -> Setting | None:
+def _fits(run: Run) -> Alternative | None:
     # A full search is slow, so first try only the settings that use the least memory. Search all
     # settings only if one of those fits with margin.
     meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
@@ -204,4 +201,4 @@ def _fits(run: Run) -> Setting | None:
     if not any(estimate(config, run.where, run.model).has_margin for config in lean_configs):
         return None
     best = run.search([config.mesh.sizes for config in configs])
-    return best if best.has_margin else None
+    return Alternative(run.change, best, run.note) if best.has_margin else None

@@ -18,6 +18,7 @@ from jaxtp.analysis.hardware import MAX_DEVICES, Hardware
 from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.hints import divisors
+from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.distributed.allocator import MEMORY_FRACTION, Allocator
 from jaxtp.layers.remat import RematPolicy
@@ -31,7 +32,6 @@ from jaxtp.mesh import (
     describe_split,
     fitting_meshes,
 )
-from jaxtp.models.config import ModelConfig
 from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -378,11 +378,9 @@ def none_can(devices: int, refused: Mapping[str, str]) -> str:
     first_mesh: dict[str, str] = {}
     for mesh, reason in refused.items():
         first_mesh.setdefault(reason, mesh)
-    lines = [f"  {mesh}: {reason}" for reason, mesh in first_mesh.items()]
-    if (more_reasons := len(lines) - MAX_REASONS) > 0:
-        lines[MAX_REASONS:] = [f"  ... and {more_reasons} more reasons"]
+    lines = [f"{mesh}: {reason}" for reason, mesh in first_mesh.items()]
     problem = f"no mesh of {devices:,} devices that was tried can run this configuration:"
-    return "\n".join([problem, *lines])
+    return "\n  ".join([problem, *first_lines(lines, MAX_REASONS)])
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
@@ -431,12 +429,3 @@ def _choices(config: TrainConfig, max_counts: int) -> Iterator[TrainConfig]:
     for remat in dict.fromkeys((*REMATS, config.model.remat)):
         for count in counts:
             yield replace_nested(config, {"model.remat": remat, "train.accumulation": count})
-
-
-def is_plain(model: ModelConfig) -> bool:
-    """Returns whether the formulas are exact, not upper bounds."""
-    for block in model.block_kinds():
-        has_bias = block.attention_bias or block.attention_out_bias or block.mlp_bias
-        if has_bias or block.qk_norm != "none":
-            return False
-    return not (model.tie_embeddings or model.lora.rank)

@@ -1,8 +1,9 @@
 """An estimate's table and JSON record."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from itertools import starmap
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
@@ -11,10 +12,16 @@ from jaxtp.analysis.collective import Collective, with_joined_axes
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.analysis.tables import Cells, Record, between, columns, gigabytes
-from jaxtp.distributed.allocator import advice
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
-from jaxtp.tools.estimate.search import MEMORY_ERROR, Model, Search, Setting, Target, is_plain
+from jaxtp.tools.estimate.search import (
+    MEMORY_ERROR,
+    Candidate,
+    Model,
+    Search,
+    Setting,
+    Target,
+)
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import save_bytes
@@ -26,9 +33,6 @@ from jaxtp.train.run_report import (
 )
 
 MAX_ROWS = 10
-EXACT = "exact"
-MODELLED = "modelled"
-AT_MOST = "at most"
 EXACT_MEMORY = ("parameters", "optimizer", "batch")
 
 
@@ -65,13 +69,16 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, "
         f"{hardware.link_efficiency:.0%} of links ({source})",
     }
+    left_out = []
     if not optimizers.is_modelled(config.optimizer):
-        rows["without"] = (
+        left_out.append(
             f"the update by {config.optimizer.name}: its time, memory and communication are not "
             "modelled"
         )
     if sizes.remat == "offload":
-        rows["without"] = "the time of offloaded activations on their way to the host and back"
+        left_out.append("the time of offloaded activations on their way to the host and back")
+    if left_out:
+        rows["without"] = f";\n{'':<8}".join(left_out)
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items() if text is not None)
 
 
@@ -95,10 +102,14 @@ def ranking(results: Search) -> str:
     if more := len(results.settings) - len(shown):
         lines.append(f"... and {more} more meshes (--json FILE has all)")
     counts = f"settings tried: {len(results.all):,}; meshes: {len(results.settings):,}"
-    if results.refused:
-        mesh, reason = next(iter(results.refused.items()))
-        counts += f"; refused: {len(results.refused):,}, such as {mesh}: {reason.partition(';')[0]}"
-    return "\n".join([*lines, counts])
+    return "\n".join([*lines, counts, *refusals(results.refused)])
+
+
+def refusals(refused: Mapping[str, str]) -> Iterator[str]:
+    """Yields a line about the meshes that cannot run a configuration, if there are any."""
+    for mesh, reason in itertools.islice(refused.items(), 1):
+        why = re.split("[;\n]", reason)[0]
+        yield f"meshes refused: {len(refused):,}, such as {mesh}: {why}"
 
 
 def _row(setting: Setting) -> Cells:
@@ -143,7 +154,7 @@ def explained(
     verdict = "" if best.fits else "nothing fits; the least is "
     rows = [
         ("best", f"{verdict}{_used(best)}"),
-        ("memory", _memory(best)),
+        ("memory", memory_by_kind(best)),
         *(("", text) for text in _warnings(best)),
     ]
     if best.fits:
@@ -189,8 +200,9 @@ def _beside(setting: Setting, best: Setting) -> str:
     return f"{_used(setting)}, {best.time.expected / setting.time.expected:.2f} x as fast"
 
 
-def _memory(setting: Setting) -> str:
-    unit, size = ("GB", GB) if setting.memory.total >= GB / 10 else ("MB", GB / 1000)
+def memory_by_kind(setting: Candidate) -> str:
+    """Formats the memory of a device, exact and modelled kinds apart."""
+    unit, size = ("GB", GB) if setting.memory.total >= GB else ("MB", GB / 1000)
     exact = list[str]()
     modelled = list[str]()
     kinds = sorted(dataclasses.asdict(setting.memory).items(), key=lambda kind: -kind[1])
@@ -213,12 +225,6 @@ def _warnings(best: Setting) -> Iterator[str]:
         )
     if best.fits and not best.has_margin:
         yield f"tight: the modelled memory may be off by {MEMORY_ERROR:.0%}; --tier 3 compiles it"
-    hardware = best.target.hardware
-    room = best.target.room
-    allocator = best.config.launch.allocator
-    advised = advice(allocator, best.memory.total, room, room / hardware.memory)
-    if hardware.platform == "cuda" and advised is not None:
-        yield f"launch.allocator={allocator}: {advised}"
     padding = describe_padding(best.config.model, best.sizes)
     if padding is not None:
         yield f"padded {padding}"
@@ -250,9 +256,6 @@ def record(results: Search) -> Record:
     config = best.config
     where = best.target
     model = results.model
-    moves = EXACT if is_plain(config.model) else AT_MOST
-    if not optimizers.is_modelled(config.optimizer):
-        moves = f"{moves}, except for the update by {config.optimizer.name}"
     return {
         "jaxtp": jaxtp.__version__,
         "jax": jax.__version__,
@@ -269,37 +272,19 @@ def record(results: Search) -> Record:
             config, best.sizes, model.arrays, where.hosts["devices_per_host"]
         ),
         "device_hours": list(device_hours(best)),
-        "provenance": {
-            "bytes_per_device": {
-                **dict.fromkeys(vars(best.memory), MODELLED),
-                **dict.fromkeys(EXACT_MEMORY, EXACT),
-            },
-            "collectives": moves,
-            "flops_per_device": moves,
-            "seconds": MODELLED,
-            "tokens_per_second": MODELLED,
-        },
         "meshes": list(map(setting_record, results.settings)),
         "refused": dict(results.refused),
     }
 
 
-def setting_record(setting: Setting) -> Record:
-    """Returns a setting for JSON; `tokens_per_second` is at the expected time."""
-    time = setting.time
+def candidate_record(candidate: Candidate) -> Record:
+    """Returns the axes, memory and seconds of a mesh for JSON."""
+    time = candidate.time
     return {
-        **setting.sizes,
-        "fits": setting.fits,
-        "fits_surely": setting.fits_surely,
-        "update_is_modelled": setting.update_is_modelled,
-        "remat": setting.config.model.remat,
-        "accumulation": setting.config.train.accumulation,
-        "micro_batch_size": setting.rows,
-        "bytes_per_device": {**vars(setting.memory), "total": setting.memory.total},
-        "bytes_to_spare": setting.spare,
-        "collectives": list(starmap(_collective_record, setting.costs.traffic.items())),
-        "flops_per_device": setting.costs.flops * setting.relative_work,
-        "padding": setting.costs.padding,
+        **candidate.sizes,
+        "fits": candidate.fits,
+        "bytes_per_device": {**vars(candidate.memory), "total": candidate.memory.total},
+        "bytes_to_spare": candidate.spare,
         "seconds": {
             "products": time.products,
             "attention": time.attention,
@@ -309,6 +294,21 @@ def setting_record(setting: Setting) -> Record:
             "serial": time.serial,
             "overlapped": time.overlapped,
         },
+    }
+
+
+def setting_record(setting: Setting) -> Record:
+    """Returns a setting for JSON; `tokens_per_second` is at the expected time."""
+    return {
+        **candidate_record(setting),
+        "fits_surely": setting.fits_surely,
+        "update_is_modelled": setting.update_is_modelled,
+        "remat": setting.config.model.remat,
+        "accumulation": setting.config.train.accumulation,
+        "micro_batch_size": setting.rows,
+        "collectives": list(itertools.starmap(_collective_record, setting.costs.traffic.items())),
+        "flops_per_device": setting.costs.flops * setting.relative_work,
+        "padding": setting.costs.padding,
         "tokens_per_second": setting.tokens_per_second,
         "tokens_per_second_range": list(setting.tokens_per_second_range),
         "mfu_range": list(setting.mfu_range),

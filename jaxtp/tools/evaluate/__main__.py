@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,6 @@ The model is a run of jaxtp train or a folder in Hugging Face's format; the text
 jaxtp prepare or in files.
 
 jaxtp evaluate --model runs/a --data data/own --text notes.txt
-jaxtp evaluate --model models/base runs/tuned --data data/own
 
 Every token of a document except the first is predicted once, from the earlier ones in the same
 document. The numbers are the same on any mesh (--mesh fsdp=2,tp=4) and with any --batch-size.
@@ -99,35 +97,31 @@ def _evaluate(argv: Sequence[str]) -> None:
     join_processes()
     with raise_everywhere(watch):
         config, _ = COMMAND.load(argv)
-        if problems := list(conflicts(config)):
+        path = config.model
+        problems = list(conflicts(config))
+        if path is None or problems:
             raise ConfigError("; ".join(problems))
         request_devices(config.mesh)
     with reporting_failure():
         if config.tasks:
-            _run_tasks(config)
+            _run_tasks(config, path)
         else:
-            _measure_models(config)
+            _measure_model(config, path)
 
 
-def _measure_models(config: EvaluateConfig) -> None:
+def _measure_model(config: EvaluateConfig, path: Path) -> None:
     with raise_everywhere():
         _require_json(config.json)
-        sources = [open_source(path, config.source_options) for path in config.model]
-        length = window_length(config, sources)
-        inputs = list(map(partial(open_inputs, config), config.model, sources))
-        meshes = [inference_mesh(config.mesh, source.config) for source in sources]
-    records: list[Record] = []
-    try:
-        for source, documents, mesh in zip(sources, inputs, meshes, strict=True):
-            measured = _measure(config, source, documents, mesh, length)
-            record = _describe(source, mesh, length)
-            record["data"] = [source.name for source in documents]
-            record["stride"] = config.stride or length
-            records.append(record | {"all": measured.numbers()})
-    finally:  # also reports the models measured before a failure
-        if records:
-            results = records[0] if len(sources) == 1 else {"models": records}
-            _report(_table(records), config.json, results)
+        source = open_source(path, config.source_options)
+        length = window_length(config, source)
+        inputs = open_inputs(config, path, source)
+        mesh = inference_mesh(config.mesh, source.config)
+    measured = _measure(config, source, inputs, mesh, length)
+    record = _describe(source, mesh, length)
+    record["data"] = [documents.name for documents in inputs]
+    record["stride"] = config.stride or length
+    record["all"] = measured.numbers()
+    _report(_table(record), config.json, record)
 
 
 def _measure(
@@ -153,7 +147,7 @@ def _measure(
     return measure(scorer, inputs, length, stride, progress)
 
 
-def _run_tasks(config: EvaluateConfig) -> None:
+def _run_tasks(config: EvaluateConfig, path: Path) -> None:
     if find_spec("lm_eval") is None:
         raise ConfigError("--tasks needs lm-evaluation-harness: pip install 'jaxtp[eval]'")
     if is_multiprocess():
@@ -164,12 +158,10 @@ def _run_tasks(config: EvaluateConfig) -> None:
     from jaxtp.tools.evaluate import harness
 
     _require_json(config.json)
-    source = open_source(config.model[0], config.source_options)
+    source = open_source(path, config.source_options)
     if config.chat and source.template is None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
-    if config.date is not None and not config.chat:
-        raise ConfigError("--date is the day that a chat template writes; it needs --chat")
-    length = window_length(config, [source])
+    length = window_length(config, source)
     mesh = inference_mesh(config.mesh, source.config)
     record = _describe(source, mesh, length)
     if config.chat and source.template is not None and writes_day(source.template):
@@ -209,17 +201,13 @@ def _report(table: str, path: Path | None, record: Mapping[str, object]) -> None
         raise ConfigError(f"{error}; the numbers are above") from None
 
 
-def _table(records: Sequence[Record]) -> str:
+def _table(record: Record) -> str:
     header = ["", "window", *(name.replace("_per_", "/") for name in _FORMATS)]
-    rows = []
-    for record in records:
-        name = record["model"] if len(records) > 1 else "all"
-        cells = [name, f"{record['sequence_length']:,}"]
-        for key, style in _FORMATS.items():
-            value = record["all"][key]
-            cells.append("-" if value is None else f"{value:{style}}")
-        rows.append(cells)
-    return columns(header, rows)
+    cells = ["all", f"{record['sequence_length']:,}"]
+    for key, style in _FORMATS.items():
+        value = record["all"][key]
+        cells.append("-" if value is None else f"{value:{style}}")
+    return columns(header, [cells])
 
 
 if __name__ == "__main__":

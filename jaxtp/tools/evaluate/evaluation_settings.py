@@ -1,6 +1,6 @@
 """The settings of `jaxtp evaluate`, and the window length that follows from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -13,6 +13,7 @@ from jaxtp.config.schema import (
     DataPath,
     Day,
     OptionalFile,
+    OptionalFolder,
     UserPath,
 )
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
@@ -22,7 +23,6 @@ from jaxtp.mesh import CP
 
 MAX_DEFAULT_LENGTH = 2048  # Maximum window length, unless a setting or a run determines it
 
-_Models = Annotated[tuple[UserPath, ...], Argument("DIR")]
 _Paths = Annotated[tuple[str, ...], REPEATED, Argument("PATH")]
 _Datasets = Annotated[tuple[DataPath, ...], REPEATED, Argument("DIR")]
 _Folders = Annotated[tuple[UserPath, ...], REPEATED, Argument("DIR")]
@@ -33,9 +33,9 @@ _Names = Annotated[tuple[str, ...], REPEATED, Argument("NAME")]
 class EvaluateConfig(SourceConfig):
     """The models, the data, how to measure, and devices."""
 
-    model: _Models = ()
+    model: OptionalFolder = None
     """Folder of a run of jaxtp train, of one of its checkpoints, or of a model in Hugging Face's
-    format; several are compared in a table."""
+    format."""
 
     data: _Datasets = ()
     """Dataset of jaxtp prepare, made with the model's tokenizer; can be given several times."""
@@ -50,17 +50,12 @@ class EvaluateConfig(SourceConfig):
     field: str = TEXT_FIELD
     """Field of the text in JSONL and Parquet."""
 
-    max_document_bytes: Count = 2**26
-    """Refuse larger documents and longer lines of JSONL; a document with its tokens takes ten times
-    as much memory."""
-
     limit: Count | None = None
     """Read at most this many documents of each dataset and file, or examples of each task."""
 
     sequence_length: Count | None = None
     """Tokens in a window. The default is the model's context, but at most 2,048; for a run that
-    started from random weights, it is the run's sequence length. Several models all use the
-    shortest of their windows."""
+    started from random weights, it is the run's sequence length."""
 
     stride: Count | None = None
     """Tokens between the starts of two windows of a long document; by default sequence-length, so
@@ -109,54 +104,50 @@ SHOWN_FIRST = (
 )
 
 
+_NEEDS = {
+    "split": "data",
+    "field": "text",
+    **dict.fromkeys(("task_folder", "num_fewshot", "chat"), "tasks"),
+    "date": "chat",
+}
+
+
 def conflicts(config: EvaluateConfig) -> Iterator[str]:
     """Yields a message for each conflict between the settings."""
     default = EvaluateConfig()
     changed = [name for name in vars(config) if getattr(config, name) != getattr(default, name)]
-    if not config.model:
+    if config.model is None:
         yield "name the model by --model DIR"
-    if len(config.model) > 1 and config.adapters is not None:
-        yield (
-            f"--adapters {config.adapters} is for one model, and --model names {len(config.model)}"
-        )
     if config.tasks:
-        if len(config.model) > 1:
-            yield "--tasks takes one --model; run the command once for each"
         for name in changed:
-            if name in ("data", "text", "split", "field", "stride"):
+            if name in ("data", "text", "stride"):
                 yield f"--{name} is for text, and tasks have their own; run the command twice"
         if (cp := config.mesh.cp) != 1:
             yield (
                 f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; "
                 f"give its devices to tp: --mesh.tp {cp}"
             )
-        return
-    if not (config.data or config.text):
+    elif not (config.data or config.text):
         yield "give documents by --data DIR or --text FILE, or tasks by --tasks NAME"
-    if config.split != "auto" and not config.data:
-        yield f"--split {config.split} needs --data DIR"
-    if config.field != TEXT_FIELD and not config.text:
-        yield f"--field {config.field} needs --text FILE"
     for name in changed:
-        if name in ("task_folder", "num_fewshot", "chat"):
-            yield f"--{name.replace('_', '-')} needs --tasks NAME"
+        needed = _NEEDS.get(name)
+        if needed is not None and needed not in changed:
+            yield f"--{name.replace('_', '-')} has no effect without --{needed}"
 
 
-def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int:
-    """Returns the window length of all models; for tasks, the maximum tokens of a request.
+def window_length(config: EvaluateConfig, source: ModelSource) -> int:
+    """Returns the window length; for tasks, the maximum tokens of a request.
 
     Raises:
-      ConfigError: it exceeds a model's context, is not divisible by cp, or is less than the stride.
+      ConfigError: it exceeds the model's context, is not divisible by cp, or is less than the
+        stride.
     """
     cp = max(config.mesh.cp, 1)
     length = config.sequence_length
-    limits = [(source, limits_of(source.config, source.context).context) for source in sources]
+    context = limits_of(source.config, source.context).context
     if length is None:
-        length = min(_default_length(config, source, context) for source, context in limits)
-        length = max(length // cp, 1) * cp
-    for source, context in limits:
-        if context is None or length <= context:
-            continue
+        length = max(_default_length(config, source, context) // cp, 1) * cp
+    if context is not None and length > context:
         learned = source.config.learned_positions
         if learned is not None and length > learned:
             raise ConfigError(

@@ -115,11 +115,7 @@ def require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> 
 def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[Input]:
     if (Path(name) / MANIFEST).is_file():
         raise InputError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
-    prepare = PrepareConfig(
-        inputs=(name,),
-        field=config.field,
-        max_document_bytes=config.max_document_bytes,
-    )
+    prepare = PrepareConfig(inputs=(name,), field=config.field)
     fields = replace(prepare.fields, only_texts=True)
     inputs = []
     for source in find_sources(prepare):

@@ -1,9 +1,9 @@
-"""`explain`: how a plan splits a model, its collectives by module, and avoidable communication."""
+"""`explain`: how a plan splits a model, and its collectives by module."""
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,9 +15,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.analysis.audit import added_by_compiler
-from jaxtp.analysis.census import A_TURN, AT_MOST, count_collectives
+from jaxtp.analysis.census import count_collectives
 from jaxtp.analysis.collective import (
-    ALL_REDUCE,
     Axes,
     Collective,
     Traffic,
@@ -26,11 +25,11 @@ from jaxtp.analysis.collective import (
     with_joined_axes,
 )
 from jaxtp.analysis.compiling import compile_with_spmd_text
-from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
+from jaxtp.analysis.dataflow import ROOT
 from jaxtp.analysis.hlo import count_collectives_in_hlo
-from jaxtp.analysis.propose import merge_equal, replicate_input, undivided_parameters
+from jaxtp.analysis.propose import merge_equal, undivided_parameters
 from jaxtp.analysis.tables import Cells, Record, columns
-from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
+from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.config.hints import dotted
 from jaxtp.layers.parameter import PARAMETERS, spec_of
@@ -46,31 +45,17 @@ from jaxtp.mesh import (
     mesh_shape,
     parts,
 )
-from jaxtp.plans.layouts import as_tuple
 from jaxtp.plans.module_wrappers import Method, original_class
 from jaxtp.plans.parallelize import Build, original_model, parallelize
 from jaxtp.plans.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.plans.run_styles import role_of
-from jaxtp.plans.styles import (
-    Colwise,
-    PrepareInput,
-    PrepareOutput,
-    Replicate,
-    Rowwise,
-    SequenceParallel,
-    Style,
-)
+from jaxtp.plans.styles import Style
 
 _SCOPE = "module:"
 _BY_PROGRAM = "the program"
 _BY_COMPILER = "the compiler"
 _MODULE_HEADER = ("module", "class", "style", "parameter", "shape", "split", "bytes on a device")
 _TRAFFIC_HEADER = ("module", "pass", "collective", "over", "by", "count", "bytes sent")
-_INEXACT = {
-    A_TURN: "collectives in a while_loop are counted for one turn; a fori_loop with constant "
-    "bounds is counted in full",
-    AT_MOST: "all branches of a conditional are counted, so less may be sent",
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +98,7 @@ class Explanation:
     products: tuple[Product, ...]  # in the forward and backward pass; empty without inputs
     saved: float  # bytes of residuals on a device
     notes: tuple[str, ...]
-    """About work that tp does not divide, avoidable communication, and inexact counts."""
+    """About parameters and work that tp does not divide."""
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -222,22 +207,13 @@ def explain(
     abstract = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(abstract):
         parallel = _parallelized(model, plan, abstract)
-        original, styles = original_model(parallel)
+        original, _ = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
         loss, *state = _loss(parallel, model_call)
         work = work_of(loss, sizes, *state, model_call.arrays) if inputs else Work({}, (), 0.0)
-        notes = [*undivided_parameters(parallel, sizes)]
-        if inputs and sizes[TP] > 1:
-            notes += _avoidable_communication(model_call, styles, sizes)
-        notes = [*merge_equal(notes), *repeated_work(work.products, sizes[TP])]
+        undivided = merge_equal(undivided_parameters(parallel, sizes))
+        notes = [*undivided, *repeated_work(work.products, sizes[TP])]
     added = _compiler_collectives(model, plan, model_call, sizes) if inputs and compiled else {}
-    for counted, meaning in _INEXACT.items():
-        modules = dict[str, None]()
-        for collective in (*work.traffic, *added):
-            if collective.counted == counted:
-                modules[_module_of(collective) or ROOT] = None
-        if modules:
-            notes.append(f"{', '.join(modules)}: {meaning}")
     return Explanation(
         sizes=sizes,
         rows=tuple(_rows(parallel)),
@@ -393,84 +369,3 @@ def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator
 
 def _join_axes(axes: Iterable[str], sizes: Sizes) -> str:
     return "+".join(axis for axis in axes if sizes[axis] > 1)
-
-
-def _avoidable_communication(
-    call: ModelCall, styles: Mapping[str, Style], sizes: Sizes
-) -> list[str]:
-    traced = trace_model(call)
-    excluded = set(traced.modules)
-    for path, style in styles.items():
-        if isinstance(style, Colwise) and style.output_layouts is None:
-            excluded.discard(path)
-    dataflow = find_dataflow(traced, excluded, sizes)
-    return [
-        *_gathered_outputs(dataflow),
-        *_whole_row_inputs(dataflow, styles),
-        *_duplicate_reductions(dataflow, styles),
-    ]
-
-
-def _gathered_outputs(dataflow: Dataflow) -> Iterator[str]:
-    calls = {call.path: call for call in dataflow.calls}
-    for path, reason in dataflow.blocked.items():
-        yield (
-            f"{path} is Colwise(), and {reason}: the compiler gathers it, and each device sends at "
-            f"most {dataflow.sent(calls[path], 1):,.0f} bytes; leave this style out, or write "
-            "Colwise(output_layouts=Replicate()) if it is intended"
-        )
-
-
-def _whole_row_inputs(dataflow: Dataflow, styles: Mapping[str, Style]) -> Iterator[str]:
-    for call in dataflow.calls:
-        style = styles.get(call.path)
-        splits_input = call.dims is not None and call.dims.row is not None and not call.is_row
-        if isinstance(style, Rowwise) and style.input_layouts is None and splits_input:
-            cost = "is not needed"
-            if call.input.has_grad:
-                sent = dataflow.sent(call, 0)
-                cost = f"is gathered, {sent:,.0f} bytes sent by each device"
-            yield (
-                f"{call.path} is Rowwise(), and its input is whole on every device: each device "
-                f"slices it, and the gradient {cost}; put a Colwise layer before it, or write "
-                "Rowwise(input_layouts=Replicate()) if it is intended"
-            )
-
-
-def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style]) -> Iterator[str]:
-    readers: dict[object, dict[str, LayerCall]] = {}
-    for call in dataflow.calls:
-        style = styles.get(call.path)
-        is_whole = isinstance(style, Colwise) and style.input_layouts == Replicate()
-        if is_whole and call.input.has_grad:
-            readers.setdefault(call.input.key, {})[call.path] = call
-    for calls in readers.values():
-        first = next(iter(calls.values()))
-        is_shared = any(_replicates_result(styles.get(path)) for path in first.input.left)
-        for path, argument in first.input.entered:
-            is_shared |= _replicates_argument(styles.get(path), argument)
-        if len(calls) > 1 and not is_shared:
-            sent = (len(calls) - 1) * dataflow.sent(first, 0, ALL_REDUCE)
-            remedy = "PrepareInput(Replicate(), Replicate()) for a module around them"
-            for path, argument in first.input.entered:
-                if path and path != first.path:  # the last one is the innermost
-                    remedy = f"{format_style(replicate_input({argument}))} for {path!r}"
-            yield (
-                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; "
-                f"{remedy} reduces it once: {sent:,.0f} bytes less sent by each device"
-            )
-
-
-def _replicates_argument(style: Style | None, argument: str) -> bool:
-    if not isinstance(style, PrepareInput):
-        return False
-    if argument.isdigit():
-        layouts = dict(enumerate(as_tuple(style.desired_input_layouts)))
-        return layouts.get(int(argument)) == Replicate()
-    return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
-
-
-def _replicates_result(style: Style | None) -> bool:
-    if isinstance(style, SequenceParallel):
-        return style.output_layouts == Replicate()
-    return isinstance(style, PrepareOutput)

@@ -237,7 +237,8 @@ class _Writer:
             path = scores_file(self._job.out, name)
             try:
                 require_size(path, self._record.num_bytes(len(self._job.rows[name])))
-                for problem in verify_sum(path, checksum):
+                problem = next(verify_sum(path, checksum), None)
+                if problem is not None:
                     raise DatasetError(problem)
             except DatasetError as error:
                 raise DatasetError(f"{error}; delete {self._job.out} to score again") from None

@@ -85,7 +85,8 @@ def test_a_configuration_passes_on_the_mesh_of_a_page(name, tmp_path, capsys):
     assert record["passed"]
     methods = {case["context"] for case in cases}
     assert len(cases) == accumulated * len(split) * len(methods) * len(precisions)
-    assert all(case["errors"]["gradient"] > 0 for case in cases), "something was compared"
+    for case in cases:
+        assert max(case["errors"]["gradients"].values()) > 0, "something was compared"
     assert f"all {len(cases)} equal one device" in capsys.readouterr().out
 
 

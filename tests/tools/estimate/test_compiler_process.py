@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -21,7 +20,7 @@ from jaxtp.tools.estimate.compiler import (
     Topology,
     ask,
     compile_for,
-    installed,
+    require_compiler,
     topology,
 )
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -31,7 +30,7 @@ CONFIG = TrainConfig(
     model=jaxtp.ModelConfig(precision=jaxtp.Precision(compute="bfloat16"), remat="full"),
     data=DataConfig(sequence_length=128, global_batch_size=4),
 )
-NOWHERE = Topology(name="1x1x8", target_config="", compiler="none")
+NOWHERE = Topology(name="1x1x8", target_config="")
 ANSWER = """{
     "argument_bytes": 3, "temp_bytes": 4, "peak_bytes": 7, "seconds": 1.5, "flops": 10,
     "collectives": [
@@ -115,9 +114,9 @@ def test_a_compiler_that_takes_too_long_is_ended(tmp_path):
 def test_a_missing_compiler_names_the_extra(monkeypatch):
     monkeypatch.setattr(tiers, "GPU_COMPILERS", ("no-such-compiler",))
     with pytest.raises(TargetError, match=r"not installed: pip install 'jaxtp\[estimate-gpu\]'"):
-        installed()
+        require_compiler()
     monkeypatch.setattr(tiers, "GPU_COMPILERS", ("no-such-compiler", "jax"))
-    assert installed() == "jax"
+    require_compiler()
 
 
 CUDNN_RUN = replace_nested(
@@ -125,28 +124,13 @@ CUDNN_RUN = replace_nested(
 )
 
 
-@pytest.mark.parametrize("there", [True, False], ids=["installed", "missing"])
-def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monkeypatch):
-    package = tmp_path / "nvidia_cudnn_cu13-9.9.dist-info"
-    if there:
-        package.mkdir()
-        (package / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: nvidia-cudnn-cu13\nVersion: 9.9\n"
-        )
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/other")
-    monkeypatch.setattr(
-        tiers, "topology", lambda *_: replace(NOWHERE, compiler="jax-cuda13-plugin")
-    )
-    value = "[request['config']['model']['attention'], os.environ['LD_LIBRARY_PATH']]"
+def test_cudnn_is_compiled_as_the_fused_attention(monkeypatch):
+    monkeypatch.setattr(tiers, "topology", lambda *_: NOWHERE)
+    value = "request['config']['model']['attention']"
     monkeypatch.setattr(tiers, "COMPILER", compiler(warned(value)))
     compiled = compile_for(CUDNN_RUN, SIZES, "h100", hosts=1, devices_per_host=8, timeout_s=60)
-    attention, folders = json.loads(compiled.notes[1].removeprefix(WARNING))
-    if there:
-        assert (attention, folders) == ("cudnn", f"{tmp_path}/nvidia/cudnn/lib:/other")
-    else:
-        assert (attention, folders) == ("fused", "/other")
-        assert "pip install 'jaxtp[estimate-cudnn]'" in compiled.notes[-1]
+    assert json.loads(compiled.notes[1].removeprefix(WARNING)) == "fused"
+    assert "fused" in compiled.notes[-1]
 
 
 def test_a_target_that_cannot_be_compiled_for_is_refused():

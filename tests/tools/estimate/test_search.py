@@ -179,6 +179,9 @@ def test_a_default_length_is_shown_as_one():
     assert "default" not in heading(CONFIG, WHERE, facts())
     offloaded = replace_nested(CONFIG, {"model.remat": "offload"})
     assert "without the time of offloaded" in heading(offloaded, WHERE, facts())
+    both = heading(replace_nested(offloaded, {"optimizer.name": "adafactor"}), WHERE, facts())
+    assert "without the update by adafactor" in both
+    assert "the time of offloaded" in both
 
 
 def test_the_best_setting_is_explained():
@@ -400,20 +403,6 @@ def test_a_million_tokens_take_cp_where_there_is_one_sequence():
     by_mesh = {str(setting): setting.memory.activations for setting in settings}
     held = [by_mesh[name] for name in ("cp 64", "cp 32 x tp 2", "cp 16 x tp 4")]
     assert max(held) < 1.5 * min(held)
-
-
-def test_a_peak_near_or_above_what_the_allocator_has_is_told():
-    pool = replace_nested(CONFIG, {"launch.allocator": "cuda_async"})
-    enough = least(found(meshes=[OVER_FSDP]))
-
-    def told(room, config=CONFIG):
-        return words(found(config, [OVER_FSDP], room)).get("", "")
-
-    assert re.search(r"default: \d+\.\d MB to spare; \d+\.\d MB are advisable", told(enough * 1.05))
-    above = told(enough * 0.8, pool)
-    assert "launch.allocator=cuda_async: WARNING: above the " in above
-    assert "--xla_gpu_memory_limit_slop_factor=85" in above
-    assert "allocator" not in told(PLENTY) + told(0.7 * H100.memory, pool)
 
 
 def test_the_kernel_of_attention_is_that_of_the_hardware():

@@ -18,7 +18,6 @@ from runs import TEXT, full_disk, records
 from small_tokenizers import begins_texts, byte_fallback, byte_level
 from support import assert_refused, use_mesh
 from tables import read_json
-from tools.conftest import save_model
 
 import jaxtp
 from jaxtp.data.store import open_dataset
@@ -133,38 +132,13 @@ def test_a_limit_counts_the_documents_that_are_read(tiny_model, tmp_path):
         assert opened.num_documents == len(list(opened.documents())) == count
 
 
-def test_the_default_window_of_several_models(tiny_model):
+def test_the_default_window(tiny_model):
     """A run with weights of its own has what it was trained on."""
     hf = open_source(tiny_model)
     new = replace(hf, trained_length=256)
-    for sources, length in (([hf], 2048), ([new], 256), ([hf, hf], 2048), ([hf, new, hf], 256)):
-        assert window_length(EvaluateConfig(), sources) == length
-        assert window_length(EvaluateConfig(sequence_length=64), sources) == 64
-
-
-@pytest.mark.wide
-def test_several_models_in_one_table(tiny_model, lines, tmp_path, capsys):
-    other = save_model(tmp_path / "other", 1)
-    given = ["--text", lines, "--sequence-length=32"]
-    file = tmp_path / "numbers.json"
-    assert run(["--model", tiny_model, "--model", other, *given, f"--json={file}"]) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    both = read_json(file)["models"]
-    assert both[1] == evaluated(capsys, "--model", other, *given)
-    losses = [record["all"]["loss"] for record in both]
-    assert losses[0] != losses[1]
-    assert [row[0] for row in rows] == [str(tiny_model), str(other)]
-    assert [row[-4] for row in rows] == [f"{loss:.6f}" for loss in losses]
-
-
-def test_numbers_stay_where_a_later_model_fails(tiny_model, lines, tmp_path, capsys):
-    wrong = save_model(tmp_path / "wrong", 1, norm=np.nan)
-    file = tmp_path / "numbers.json"
-    given = ["--text", lines, "--sequence-length=32", f"--json={file}"]
-    assert run(["--model", tiny_model, wrong, *given]) == 2
-    (record,) = read_json(file)["models"]
-    assert record["all"]["documents"] == len(TEXTS)
-    assert "elements that are not finite" in capsys.readouterr().err
+    for source, length in ((hf, 2048), (new, 256)):
+        assert window_length(EvaluateConfig(), source) == length
+        assert window_length(EvaluateConfig(sequence_length=64), source) == 64
 
 
 @pytest.mark.journey
@@ -183,9 +157,11 @@ def test_a_model_and_a_run_that_was_tuned_from_it_are_compared(tiny_model, tmp_p
     ]
     assert train(list(map(str, flags))) == 0
     given = ["--text", write(tmp_path / "text.txt", TEXT[:5000]), "--limit=1"]
-    models = evaluated(capsys, "--model", tiny_model, tuned, *given)["models"]
-    assert [model["sequence_length"] for model in models] == [2048, 2048]
-    assert evaluated(capsys, "--model", tuned, *given) == models[1]
+    windows = [
+        evaluated(capsys, "--model", model, *given)["sequence_length"]
+        for model in (tiny_model, tuned)
+    ]
+    assert windows == [2048, 2048]
 
 
 @pytest.mark.wide
@@ -255,22 +231,22 @@ FILES = {
     "other.jsonl": b'{"txt": "a"}\n',
     "chat.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}\n',
     "nothing.jsonl": b'{"text": ""}\n',
-    "long.jsonl": b'{"text": "a"}\n{"text": "%s"}\n' % (b"a" * 100),
+    "table.csv": b"text,label\none,1\n",
     "one.txt": b"x",
 }
 GIVEN = "--model {model} --text {lines}"
 REFUSED = {
     "": "--model DIR; give documents by --data DIR or --text FILE, or tasks by --tasks NAME",
     f"{GIVEN} --stride 65 --sequence-length 64": "tokens between windows would be skipped",
-    f"{GIVEN} --split train": "--split train needs --data DIR",
-    "--model {model} --data {data} --field a": "--field a needs --text FILE",
-    f"{GIVEN} --num-fewshot 2": "--num-fewshot needs --tasks NAME",
+    f"{GIVEN} --split train": "--split has no effect without --data",
+    "--model {model} --data {data} --field a": "--field has no effect without --text",
+    f"{GIVEN} --num-fewshot 2": "--num-fewshot has no effect without --tasks",
+    "--model {model} --tasks mmlu --date 2026-01-31": "--date has no effect without --chat",
     f"{GIVEN} --tasks mmlu": "--text is for text, and tasks have their own",
     "--model {model} --tasks mmlu --mesh.cp 2": "--mesh.tp 2",
     f"{GIVEN} --sequence-length 63 --mesh.cp 2": "is not divisible by --mesh.cp 2",
     f"{GIVEN} --mesh.tp 16": "tp can be 1, 2, 4",
-    f"{GIVEN} --model other --adapters {{here}}": "--model names 2",
-    "--model {model} --model other --tasks mmlu": "--tasks takes one --model",
+    "--model {model} other --text {lines}": "other: unexpected argument",
     f"{GIVEN} --limit 0": "--limit 0: should be greater than or equal to 1",
     f"{GIVEN} --json /proc/no/file": "--json /proc/no/file",
     "--model {here}/nowhere --text {here}/one.txt": "no such folder",
@@ -286,8 +262,7 @@ REFUSED = {
     "--model {model} --text {here}/empty.tx": "did you mean {here}/empty.txt?",
     "--model {model} --text {here}/folder": "no file in this folder",
     "--model {model} --text {data}": "read it by --data {data}",
-    "--model {model} --text {here}/long.jsonl "
-    "--max-document-bytes 100": "line 2: more than 100 bytes; a larger",
+    "--model {model} --text {here}/table.csv": "named .txt instead of .csv, it is read as one text",
     "--model {model} --data {here}/one.txt": "--text",
     "--model {model} --data {here}/folders": "did you mean {here}/folder?",
     "--model {model} --data {data}": "prepare the documents again with --tokenizer",

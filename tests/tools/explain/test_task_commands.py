@@ -126,7 +126,7 @@ REFUSED = {
     "estimate --allow-code --config {run}/run.yaml --train.loss "
     "{run}/mine.py:lost": "has no lost; did you mean loss?",
     "estimate --model.build {run}/mine.py:build": "needs a loss",
-    "explain {run}/run.yaml --mesh tp=2": "use --config {run}/run.yaml",
+    "explain {run}/run.yaml --mesh tp=2": "run.yaml: unexpected argument",
     "explain --config {run}/run.yaml --mesh tp=2": "run.yaml names code",
     "explain --allow-code --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
     "explain --allow-code --config {run}/run.yaml --mesh fsdp=3": "not divisible",
