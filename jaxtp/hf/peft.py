@@ -1,9 +1,9 @@
 """Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensor names decide which
-modules have adapters. Plain lists in `target_modules` and `target_parameters` must agree; a regular
-expression is not evaluated, since a hostile one may never end. A layer or expert without an adapter
-gets zeros, which training does not change (`jaxtp/layers/lora.py`).
+modules have adapters; of the names in adapter_config.json only `target_parameters` is read, which
+tells experts that are stacked in one parameter apart. A layer or expert without an adapter gets
+zeros, which training does not change (`jaxtp/layers/lora.py`).
 
 PEFT has one A and one B for a kernel of several projections (Phi-3's qkv_proj), and for all experts
 that are stacked in one parameter: `[E * r, in]` and `[out, r * E]`. jaxtp has an adapter for each
@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, product
+from itertools import chain, product
 from pathlib import Path
 from typing import NamedTuple, TypeVar, Unpack
 
@@ -65,7 +65,7 @@ from jaxtp.hf.tensor_map import (
     tensor_parts,
 )
 from jaxtp.layers.experts import EXPERT_TARGETS
-from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
+from jaxtp.layers.lora import TARGETS, LoraConfig, freeze_state
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
@@ -87,8 +87,6 @@ _ATTRIBUTES = """
 or only with another attribute, which is refused."""
 # PEFT's first version with these A and B of stacked experts; older ones exchanged them
 _VERSION = "0.19.0"
-_CHOICES = ("exclude_modules", "layers_to_transform", "layers_pattern")
-"""Attributes that choose among the modules that `target_modules` names."""
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
@@ -458,14 +456,14 @@ def _match_model(
     stems = _stems(possible)
     stored = _check_tensors(stored, dict.fromkeys(stems.values()), config, family)
     adapted = _stored_modules(possible, stems, stored, attributes)
-    _check_names(attributes, stems, adapted)
     lora, diagonal = _lora_config(attributes, adapted)
     trained = adapters(replace(config, lora=lora))
-    lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
+    adapted_kernels = {name: module.kernels for name, module in adapted.items()}
+    used = {trained[kernel.path].target for kernel in chain(*adapted_kernels.values())}
+    lora = replace(lora, targets=tuple(filter(used.__contains__, TARGETS)))
     config = replace(config, lora=lora)
     trained = adapters(config)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
-    adapted_kernels = {name: module.kernels for name, module in adapted.items()}
     parts = _factors(adapted_kernels, trained, variables, diagonal=diagonal)
     tensors = {
         name: replace(stored[name], shape=kernels[0].shape) for name, kernels in parts.items()
@@ -509,22 +507,6 @@ def _stored_modules(
             )
         modules[name] = _StoredModule(kernels, a, stored[_tensor_name(stems[name], "B")])
     return modules
-
-
-def _used_targets(
-    trained: _Adapters, adapted: Mapping[str, _StoredModule], *, diagonal: bool
-) -> tuple[Target, ...]:
-    """Returns the targets of the kernels that have an adapter; reads A if B is block-diagonal."""
-    used = set()
-    for module in adapted.values():
-        kernels = module.kernels
-        if diagonal and len(kernels) > 1:
-            # One row of ranks for each stacked expert: [E, kernels, r * in]
-            blocks = module.a.read().reshape(_num_stacked(kernels[0]), len(kernels), -1)
-            has_adapter = (blocks != 0).any(axis=(0, 2))
-            kernels = list(compress(kernels, has_adapter)) or kernels
-        used |= {trained[kernel.path].target for kernel in kernels}
-    return tuple(filter(used.__contains__, TARGETS))
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -682,31 +664,6 @@ def _names(name: str, attributes: Attributes) -> set[str]:
     if isinstance(value, list) and set(map(type, value)) <= {str}:
         return set(value)
     raise HFError(f"{name} = {quote(value)}: should be a list of names, or an expression")
-
-
-def _check_names(
-    attributes: Attributes,
-    stems: Mapping[str, str],
-    adapted: Container[str],
-) -> None:
-    """Compares the adapted modules with the lists of names in the configuration.
-
-    With anything else in it that chooses modules, the tensors alone decide.
-    """
-    chosen = [name for name in _CHOICES if attributes.get(name) not in (None, [])]
-    if chosen or isinstance(attributes.get("target_modules"), str):
-        return
-    included = _names("target_modules", attributes)
-    parameters = _names("target_parameters", attributes)
-    for name, module in stems.items():
-        is_named = _suffixes(name) & parameters
-        if name.endswith(".weight"):
-            is_named |= _suffixes(module) & included
-        tensor = _tensor_name(module, "A")
-        if is_named and name not in adapted:
-            raise HFError(f"missing: {tensor}, which {CONFIG} requires")
-        if name in adapted and not is_named:
-            raise HFError(f"unexpected: {tensor}, which {CONFIG} does not name")
 
 
 def _suffixes(module: str) -> set[str]:
