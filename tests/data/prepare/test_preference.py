@@ -215,7 +215,9 @@ def test_pairs_are_not_read_from_text_and_keep_the_beginning_of_the_template():
     assert "text has no fields; rows are read from JSONL and Parquet" in refusal(
         "a.txt --preference"
     )
-    assert "--bos is for documents" in refusal("a.jsonl --preference --tokenizer t --bos none")
+    assert "of pairs with --messages chosen" in refusal("a.jsonl --preference --tokenizer t")
+    command = "a.jsonl --preference --messages chosen --tokenizer t --bos none"
+    assert "--bos is for documents" in refusal(command)
 
 
 def test_a_pair_is_in_one_split_and_one_shard_and_once_with_dedup():
