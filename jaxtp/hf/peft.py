@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import compress, product
 from pathlib import Path
 from typing import NamedTuple, TypeVar, Unpack
 
@@ -65,7 +65,7 @@ from jaxtp.hf.tensor_map import (
     tensor_parts,
 )
 from jaxtp.layers.experts import EXPERT_TARGETS
-from jaxtp.layers.lora import TARGETS, LoraConfig, freeze_state
+from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
@@ -458,12 +458,11 @@ def _match_model(
     adapted = _stored_modules(possible, stems, stored, attributes)
     lora, diagonal = _lora_config(attributes, adapted)
     trained = adapters(replace(config, lora=lora))
-    adapted_kernels = {name: module.kernels for name, module in adapted.items()}
-    used = {trained[kernel.path].target for kernel in chain(*adapted_kernels.values())}
-    lora = replace(lora, targets=tuple(filter(used.__contains__, TARGETS)))
+    lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
     config = replace(config, lora=lora)
     trained = adapters(config)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
+    adapted_kernels = {name: module.kernels for name, module in adapted.items()}
     parts = _factors(adapted_kernels, trained, variables, diagonal=diagonal)
     tensors = {
         name: replace(stored[name], shape=kernels[0].shape) for name, kernels in parts.items()
@@ -507,6 +506,22 @@ def _stored_modules(
             )
         modules[name] = _StoredModule(kernels, a, stored[_tensor_name(stems[name], "B")])
     return modules
+
+
+def _used_targets(
+    trained: _Adapters, adapted: Mapping[str, _StoredModule], *, diagonal: bool
+) -> tuple[Target, ...]:
+    """Returns the targets of the kernels that have an adapter; reads A if B is block-diagonal."""
+    used = set()
+    for module in adapted.values():
+        kernels = module.kernels
+        if diagonal and len(kernels) > 1:
+            # One row of ranks for each stacked expert: [E, kernels, r * in]
+            blocks = module.a.read().reshape(_num_stacked(kernels[0]), len(kernels), -1)
+            has_adapter = (blocks != 0).any(axis=(0, 2))
+            kernels = list(compress(kernels, has_adapter)) or kernels
+        used |= {trained[kernel.path].target for kernel in kernels}
+    return tuple(filter(used.__contains__, TARGETS))
 
 
 def _read_tensors(path: Path) -> dict[str, StoredTensor]:
