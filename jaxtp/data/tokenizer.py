@@ -11,6 +11,7 @@ import json
 import math
 import os
 import pickle
+import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -43,8 +44,10 @@ END_TOKENS = (
 """Well-known names of the end token."""
 
 _MAX_FILE = 2**28  # Maximum bytes of a file; the largest files have some 50 million
+PIECE = 2**20  # Number of characters after which a long text is cut, so that it uses all cores
 # Characters that are encoded at a time, during which the library takes about 100 bytes per token
 GROUP = 2**24
+_CUT = re.compile(r"(?<=\S)\n")
 _MAX_GROWTH = 64  # Maximum number of characters that a normalizer or decoder may make of one
 FIXED_MEMORY = 2**30
 FIXED_SECONDS = 60.0
@@ -97,8 +100,12 @@ class HuggingFaceTokenizer:
         size = max(ids.values()) + 1  # ids may have gaps
         eos_id = _end_token(ids, name, eos)
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
+        file = self.file()
         self._added = self._tokenizer.get_added_tokens_decoder()
-        self._is_byte_level = (self.file()["decoder"] or {}).get("type") == "ByteLevel"
+        self._cuts_at_lines = _splits_like_gpt2(file) and not any(
+            token.lstrip or "\n" in token.content for token in self._added.values()
+        )
+        self._is_byte_level = (file["decoder"] or {}).get("type") == "ByteLevel"
 
     def _load(self) -> "Library":
         return load_library(self.content, self.name)
@@ -114,8 +121,14 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
-        encoded = itertools.chain.from_iterable(map(self._encode, _groups(texts)))
-        return [ids.astype(self.info.dtype, copy=False) for ids in encoded]
+        pieces = [list(self.pieces(text)) for text in texts]
+        groups = _groups(itertools.chain.from_iterable(pieces))
+        encoded = itertools.chain.from_iterable(map(self._encode, groups))
+        ids = []
+        for pieces_of_text in pieces:
+            parts = list(itertools.islice(encoded, len(pieces_of_text)))
+            ids.append(np.concatenate(parts, dtype=self.info.dtype, casting="unsafe"))
+        return ids
 
     def decode(self, ids: Tokens) -> bytes:
         """Returns UTF-8 text, with all special tokens except the end token.
@@ -164,6 +177,18 @@ class HuggingFaceTokenizer:
             else:
                 bytes_of[token] = bytes(map(byte_of.__getitem__, text))
         return bytes_of
+
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cuts before a line break after a visible character, where GPT-2's pattern always
+        splits."""
+        start = 0
+        while self._cuts_at_lines and len(text) - start > PIECE:
+            cut = _CUT.search(text, start + PIECE)
+            if cut is None:
+                break
+            yield text[start : cut.start()]
+            start = cut.start()
+        yield text[start:]
 
 
 class IsolatedTokenizer(HuggingFaceTokenizer):
@@ -349,13 +374,23 @@ def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int | N
     return None
 
 
-def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the texts in lists of about `GROUP` characters, or of one text."""
+def _splits_like_gpt2(file: dict[str, Any]) -> bool:
+    splitter = file["pre_tokenizer"] or {}
+    return (
+        file["normalizer"] is None
+        and splitter.get("type") == "ByteLevel"
+        and splitter.get("use_regex", True) is True
+        and splitter.get("add_prefix_space") is False
+    )
+
+
+def _groups(pieces: Iterable[str]) -> Iterator[list[str]]:
+    """Yields the pieces in lists of about `GROUP` characters."""
     group = []
     size = 0
-    for text in texts:
-        group.append(text)
-        size += len(text)
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece)
         if size >= GROUP:
             yield group
             group = []

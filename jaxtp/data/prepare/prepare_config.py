@@ -135,7 +135,8 @@ class PrepareConfig:
 
     max_document_bytes: Count = 2**26
     """Maximum size of a document, of a line of JSONL, or of a conversation's answers with their
-    prompts. A document and its tokens take about a hundred times this size in memory."""
+    prompts. A document and its tokens take about eleven times this size in memory, and more than a
+    hundred times with a tokenizer that does not split texts as GPT-2's does."""
 
     shard_tokens: Count = 2**26
     """Tokens after which a shard is full; no document is split over two shards."""
