@@ -5,7 +5,8 @@
 Starts `configs/tiny.yaml` by `jaxtp train` and by `Trainer`, and the Flax model of
 `scripts/examples/mixer.py` by `Trainer`. A trace ends when `Trainer.__enter__` returns: the
 initial state is on the devices, and the step is not compiled. It counts code that is called in
-the main thread; imports, bodies of classes, comprehensions and generated methods do not count.
+the main thread; what runs during an import, bodies of classes, comprehensions and generated methods
+do not count.
 """
 
 import inspect
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = Path(jaxtp.__file__).parent
 EXAMPLES = ROOT / "scripts" / "examples"
 TINY = ROOT / "configs" / "tiny.yaml"
-MOST = 25  # Functions that a trace lists
+MOST = 20  # Functions that the list of the most frequent has
+DECISIONS = ("train/", "models/config.py", "models/block_rules.py")
 
 Start = Callable[[Path], object]
 
@@ -37,16 +39,20 @@ def count_calls(start: Start, folder: Path) -> Counter[CodeType]:
     """Returns the calls of jaxtp's functions until the state exists."""
     calls: Counter[CodeType] = Counter()
     last = jaxtp.Trainer.__enter__.__code__
+    imports = 0
 
     def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal imports
         code = frame.f_code
+        if code.co_name == "<module>":
+            imports += {"call": 1, "return": -1}.get(event, 0)
         if event == "return" and code is last:
             sys.setprofile(None)
             raise StateExists
         is_function = code.co_flags & inspect.CO_NEWLOCALS and code.co_flags & inspect.CO_OPTIMIZED
         is_inner = code.co_name.startswith("<") and code.co_name != "<lambda>"
         is_of_jaxtp = code.co_filename.startswith(str(PACKAGE))
-        if event == "call" and is_function and is_of_jaxtp and not is_inner:
+        if event == "call" and not imports and is_function and is_of_jaxtp and not is_inner:
             calls[code] += 1
 
     sys.setprofile(count)
@@ -65,17 +71,26 @@ def file_of(code: CodeType) -> str:
 
 
 def report(title: str, calls: Counter[CodeType]) -> None:
-    """Prints the files and functions by room, and the functions that are called most."""
+    """Prints the files and functions by room, and which functions are called again."""
     files = Counter(map(file_of, calls))
-    print(f"\n{title}: {len(files)} files, {len(calls)} functions")
+    total = sum(calls.values())
+    print(f"\n{title}: {len(files)} files, {len(calls)} functions, {total:,} calls")
     rooms = Counter(name.split("/")[0] for name in files)
     for room, count in rooms.most_common():
         inside = {name: n for name, n in files.items() if name.split("/")[0] == room}
-        print(f"  {room}: {count} files, {sum(inside.values())} functions")
+        print(f"  {room}: {count} of the files, {sum(inside.values())} functions")
         for name, functions in sorted(inside.items(), key=lambda item: -item[1]):
             print(f"    {functions:4} {name}")
-    print("  called most often:")
-    for code, count in calls.most_common(MOST):
+    print_calls("called most often", calls.most_common(MOST))
+    decides = {code: n for code, n in calls.items() if file_of(code).startswith(DECISIONS)}
+    again = [(code, count) for code, count in Counter(decides).most_common() if count > 1]
+    print_calls("decided or checked more than once", again)
+
+
+def print_calls(title: str, calls: Iterable[tuple[CodeType, int]]) -> None:
+    """Prints functions and how often they are called."""
+    print(f"  {title}:")
+    for code, count in calls:
         print(f"    {count:5} {file_of(code)}: {code.co_qualname}")
 
 
