@@ -114,11 +114,11 @@ class Objective:
 
     def inspect(self, config: TrainConfig, task: Task, batch: Shapes) -> "Traits":
         """Returns facts about the loss; raises ConfigError if it does not take the batch."""
-        from jaxtp.train import loss_checks
+        from jaxtp.train.loss_checks import inspect_loss
         from jaxtp.train.user_step import ONE_DEVICE, on_one_device
 
         with as_current(ONE_DEVICE):
-            return loss_checks.inspect_loss(self.function, on_one_device(config, task), batch)
+            return inspect_loss(self.function, on_one_device(config, task), batch)
 
     def terms(
         self, model: Any, micro: Micro, key: Array, *, step_key: Array, record: bool = False
