@@ -10,11 +10,13 @@ do not count.
 """
 
 import inspect
+import io
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -55,13 +57,9 @@ def count_calls(start: Start, folder: Path) -> Counter[CodeType]:
         if event == "call" and not imports and is_function and is_of_jaxtp and not is_inner:
             calls[code] += 1
 
-    sys.setprofile(count)
-    try:
+    with redirect_stdout(io.StringIO()), suppress(StateExists):
+        sys.setprofile(count)
         start(folder)
-    except StateExists:
-        pass
-    finally:
-        sys.setprofile(None)
     return calls
 
 
