@@ -3,8 +3,7 @@
 Step, evaluation and checks know an `Objective` only, whichever loss it has.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -16,20 +15,16 @@ from flax import nnx
 from jax import Array
 from numpy.typing import NDArray
 
-from jaxtp.collectives import batch_spec, constrain
-from jaxtp.config.entry import UserError
-from jaxtp.config.hints import by_dotted_path
-from jaxtp.config.python_object import describe_value, user_code
+from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError
-from jaxtp.data.columns import WEIGHTS
 from jaxtp.data.loader import Batch
 from jaxtp.data.rows import PAIRS, SEGMENTS
 from jaxtp.layers.balance import Balance, Routing
 from jaxtp.layers.context import Context
-from jaxtp.mesh import as_current, batch_parts, mesh_sizes
+from jaxtp.mesh import as_current
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.config import LoopConfig, TrainConfig
-from jaxtp.train.state import Blueprint, rng_state
+from jaxtp.train.metrics import check_names, describe_type
 from jaxtp.train.task import Loss, Result, Shapes, Task
 
 T = TypeVar("T")
@@ -45,34 +40,6 @@ STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of
 `nnx.BatchNorm`."""
 
-_RESERVED = {
-    "step",
-    "loss",
-    "eval_loss",
-    "eval_perplexity",
-    "learning_rate",
-    "grad_norm",
-    "param_norm",
-    "skipped",
-    "loss_tokens",
-    "loss_weight",
-    "tokens",
-    "rows",
-    "data_wait_seconds",
-    "goodput",
-    "mfu",
-    "memory_bytes",
-    "memory_peak_bytes",
-}
-_RESERVED_GROUPS = (
-    "grad_norm/",
-    "param_norm/",
-    "lost_to_",
-    "step_seconds",
-    "tokens_per_second",
-    "rows_per_second",
-)
-"""Prefixes of names."""
 _FORM = "should return (sum, weight) or (sum, weight, metrics), with sums over the batch's rows"
 
 _TOP = "jaxtp score --top-k 64 makes it, and data.scores FOLDER reads it"
@@ -147,6 +114,7 @@ class Objective:
 
     def inspect(self, config: TrainConfig, task: Task, batch: Shapes) -> "Traits":
         """Returns facts about the loss; raises ConfigError if it does not take the batch."""
+        from jaxtp.train.loss_checks import inspect_loss
         from jaxtp.train.user_step import ONE_DEVICE, on_one_device
 
         with as_current(ONE_DEVICE):
@@ -272,45 +240,20 @@ def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str
     return dict(make(rows, config.data.sequence_length, config))
 
 
-def check_names(metrics: Iterable[object], who: str) -> None:
-    """Raises ConfigError if a metric has the name of a metric that a run logs itself."""
-    for name in metrics:
-        if not isinstance(name, str):
-            raise ConfigError(f"{who} a metric named {name!r}; a name must be a string")
-        if name in _RESERVED or name.startswith(_RESERVED_GROUPS):
-            raise ConfigError(
-                f"{who} a metric named {name!r}, which a run logs itself; give it another name"
-            )
-
-
-def logged_numbers(metrics: object, who: str) -> dict[str, float]:
-    """Returns a user's metrics as floats; raises ConfigError unless they are numbers by name."""
-    if not isinstance(metrics, Mapping):
-        raise ConfigError(f"{who} {describe_value(metrics)}; metrics are a dict of numbers by name")
-    check_names(metrics, who)
-    return {name: _number(name, value, who) for name, value in metrics.items()}
-
-
-def _number(name: str, value: Any, who: str) -> float:
-    is_text = isinstance(value, str | bytes)
-    if not is_text and tuple(getattr(value, "shape", ())) == ():
-        with contextlib.suppress(TypeError, ValueError, OverflowError):
-            return float(value)
-    text = f"{describe_value(value)}, a {type(value).__name__}" if is_text else _describe(value)
-    raise ConfigError(
-        f"{who} a metric {name!r} that is {text}; it should be a number, or an array of shape ()"
-    )
-
-
 def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> Terms:
     """Returns the terms of a loss in float32; raises ConfigError for other results."""
-    result: Any = loss(model, dict(batch), key)
+    return terms_of(loss(model, dict(batch), key))
+
+
+def terms_of(result: Any) -> Terms:
+    """Returns the terms that a loss returned, in float32; raises ConfigError for other results."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise ConfigError(f"the loss returns {_describe(result)}; it {_FORM}")
+        raise ConfigError(f"the loss returns {describe_type(result)}; it {_FORM}")
     total, weight, metrics = (*result, {})[:3]
     if not isinstance(metrics, Mapping):
         raise ConfigError(
-            f"the third result of the loss is {_describe(metrics)}; it should be a dict of metrics"
+            f"the third result of the loss is {describe_type(metrics)}; it should be a dict of "
+            "metrics"
         )
     check_names(metrics, "the loss returns")
     loss_sum = _scalar("sum", total)
@@ -336,17 +279,9 @@ def _scalar(name: str, value: object) -> Array:
     array = jnp.asarray(value)
     if array.shape or not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
         raise ConfigError(
-            f"the {name} of the loss is {_describe(value)}, not a number; the loss {_FORM}"
+            f"the {name} of the loss is {describe_type(value)}, not a number; the loss {_FORM}"
         )
     return array.astype(jnp.float32)
-
-
-def _describe(value: object) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"an array {value.dtype}{list(value.shape)}"
-    if isinstance(value, tuple):
-        return f"{len(value)} values"
-    return f"a {type(value).__name__}"
 
 
 @dataclass(frozen=True)
@@ -375,282 +310,8 @@ def check_columns(loss: Loss, batch: Shapes) -> None:
             )
 
 
-def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
-    """Traces a loss on abstract arrays, under the mesh in context.
-
-    Raises:
-      ConfigError: a column that the loss names is missing; or the loss fails, or does not return
-        sums.
-    """
-    check_columns(loss, batch)
-    weights = jax.ShapeDtypeStruct(next(iter(batch.values())).shape[:1], jnp.float32)
-    reads_weights = False
-    if WEIGHTS not in batch:
-        # A loss may pass all columns to a function that does not take this one.
-        with contextlib.suppress(UserError), user_code("the loss"):
-            reads_weights = _trace(loss, model, batch, weights).reads(1)
-    shapes = ", ".join(f"{name} {array.dtype}{list(array.shape)}" for name, array in batch.items())
-    with user_code(f"the loss, on a batch of {shapes},", UserError):
-        trace = _trace(loss, model, batch, *([weights] if reads_weights else []))
-    # The user's own column may have another meaning.
-    if WEIGHTS in batch:
-        reads_weights = trace.reads(1 + sorted(batch).index(WEIGHTS))
-    return Traits(
-        is_random=_depends(trace.jaxpr, trace.jaxpr.outvars, trace.jaxpr.invars[0]),
-        reads_weights=reads_weights,
-        changes=_changes(trace),
-        metrics=trace.metrics,
-        warning=_warning(trace.results),
-    )
-
-
-@dataclass(frozen=True)
-class _Trace:
-    """A loss as a jaxpr.
-
-    Its inputs are the random key, the weights of rows (if the loss gets them), the batch's columns,
-    variables and parameters. Its outputs are the terms, variables and parameters.
-    """
-
-    jaxpr: Any
-    # Variables and parameters before the call
-    state: nnx.State
-    params: nnx.State
-    metrics: tuple[str, ...]
-    # The sum and the weight that the loss returned
-    results: tuple[object, ...]
-
-    @property
-    def num_state(self) -> int:
-        """Number of variables and parameters."""
-        return len(jax.tree.leaves([self.state, self.params]))
-
-    def reads(self, index: int) -> bool:
-        """Whether the terms depend on an input."""
-        terms = self.jaxpr.outvars[: len(self.jaxpr.outvars) - self.num_state]
-        return _depends(self.jaxpr, terms, self.jaxpr.invars[index])
-
-
-def _trace(
-    loss: Loss,
-    model: nnx.Module,
-    batch: Shapes,
-    *weights: jax.ShapeDtypeStruct,
-) -> _Trace:
-    graph, params, rngs, state, constants = nnx.split(  # type: ignore[misc]
-        model, nnx.Param, nnx.RngState, STATEFUL, ...
-    )
-    metrics: tuple[str, ...] = ()
-    results: tuple[object, ...] = ()
-
-    def recorded(*arguments: Any) -> Any:
-        nonlocal results
-        result: Any = loss(*arguments)
-        results = result[:2] if isinstance(result, tuple) else ()
-        return result
-
-    def run(
-        key: Array,
-        weights: list[Array],
-        batch: dict[str, Array],
-        state: nnx.State,
-        params: nnx.State,
-    ) -> tuple[object, object]:
-        nonlocal metrics
-        merged = nnx.merge(graph, params, rng_state(rngs, key), state, constants, copy=True)
-        terms = call(recorded, merged, batch | dict(zip([WEIGHTS], weights, strict=False)), key)
-        metrics = tuple(terms.metrics)
-        return terms, (changeable(merged, state), nnx.state(merged, nnx.Param))
-
-    arguments = (jax.random.key(0), list(weights), dict(batch), state, params)
-    jaxpr = jax.make_jaxpr(run)(*arguments).jaxpr
-    return _Trace(jaxpr, state, params, metrics, results)
-
-
-def _changes(trace: _Trace) -> tuple[str, ...]:
-    # Returns the variables that the loss changes; raises ConfigError if it may not change them.
-    params = nnx.to_flat_state(trace.params)
-    variables = by_dotted_path([*nnx.to_flat_state(trace.state), *params])
-    names_of_params = by_dotted_path(params)
-    names: list[str] = []
-    for name, variable in variables.items():
-        names += [name] * len(jax.tree.leaves(variable))
-    inputs = trace.jaxpr.invars[len(trace.jaxpr.invars) - trace.num_state :]
-    outputs = trace.jaxpr.outvars[len(trace.jaxpr.outvars) - trace.num_state :]
-    changes = []
-    for name, before, output in zip(names, inputs, outputs, strict=True):
-        after = _origin(output, trace.jaxpr)
-        if after is before:
-            continue
-        if name in names_of_params:
-            raise ConfigError(
-                f"the loss assigns the parameter {name}, which only the optimizer changes; make it "
-                "another nnx.Variable"
-            )
-        old = before.aval.str_short()
-        new = after.aval.str_short()
-        if old != new:
-            raise ConfigError(
-                f"a call of the model changes {name} from {old} to {new}; keep its shape and dtype"
-            )
-        changes.append(name)
-    return tuple(changes)
-
-
-def _warning(results: tuple[object, ...]) -> str | None:
-    # Returns a warning if the sum or the weight has 16 bits: bfloat16 has three digits, and no odd
-    # number above 256.
-    narrow = []
-    for name, result in zip(("sum", "weight"), results, strict=False):
-        dtype = getattr(result, "dtype", None)
-        if dtype is not None and dtype != np.bool_ and jnp.dtype(dtype).itemsize <= 2:
-            narrow.append(f"its {name} in {dtype}")
-    if not narrow:
-        return None
-    return (
-        f"WARNING: the loss returns {' and '.join(narrow)}, which has too few digits for a sum "
-        "over a batch; convert the terms to float32 before the sum, as in "
-        "losses.astype(jnp.float32).sum()"
-    )
-
-
 def changeable(model: nnx.Module, like: nnx.State) -> nnx.State:
     """Returns the variables at the paths of `like` that are neither parameters nor random keys."""
     variables = dict(nnx.to_flat_state(nnx.state(model, STATEFUL)))
     paths = [path for path, _ in nnx.to_flat_state(like)]
     return nnx.from_flat_state([(path, variables[path]) for path in paths if path in variables])
-
-
-def _depends(jaxpr: Any, outputs: list[Any], variable: Any) -> bool:
-    # Whether the outputs depend on a variable of the jaxpr. Literals have a `val`; variables do
-    # not.
-    needed = {var for var in outputs if not hasattr(var, "val")}
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            needed |= {var for var in equation.invars if not hasattr(var, "val")}
-    return variable in needed
-
-
-def _origin(var: object, jaxpr: Any) -> Any:
-    # Follows `var` to the variable whose value it has: calls and scans may return an input
-    # unchanged.
-    for equation in reversed(jaxpr.eqns):
-        body = getattr(equation.params.get("jaxpr"), "jaxpr", equation.params.get("jaxpr"))
-        if body is None or var not in equation.outvars:
-            continue
-        index = equation.outvars.index(var)
-        inner = _origin(body.outvars[index], body)
-        if inner not in body.invars:
-            break
-        place = body.invars.index(inner)
-        if equation.primitive.name == "scan":
-            # Constants and carry precede what is sliced.
-            unsliced = _num_unsliced(equation.invars, body.invars)
-            carries = _num_unsliced(equation.outvars, body.outvars)
-            is_stacked = index >= carries
-            if not (place >= unsliced if is_stacked else place == unsliced - carries + index):
-                break
-        var = equation.invars[place]
-    return var
-
-
-def _num_unsliced(outer: list[Any], inner: list[Any]) -> int:
-    # Compares ranks, because the parameters of a scan differ between versions of JAX.
-    return sum(o.aval.ndim == i.aval.ndim for o, i in zip(outer, inner, strict=True))
-
-
-def require_sums(
-    loss: Loss,
-    blueprint: Blueprint,
-    state: nnx.State,
-    batch: Mapping[str, Array],
-    accumulation: int,
-) -> str | None:
-    """Checks that a loss is a sum over rows: twice the rows have to give twice the sum.
-
-    Reads one row on each device. Call it with the run's mesh in context.
-
-    Returns:
-      A warning if the loss is not a sum over rows.
-
-    Raises:
-      ConfigError: the loss returns a mean instead of a sum, or a weight that does not count rows;
-        or accumulation would change the loss.
-    """
-    devices = batch_parts(mesh_sizes(blueprint.mesh))
-
-    def terms(batch: Mapping[str, Array], copies: int, key: Array) -> Terms:
-        def rows(array: Array) -> Array:
-            row_shape = array.shape[1:]
-            first = array.reshape(devices, -1, *row_shape)[:, :1]
-            return constrain(jnp.repeat(first, copies, 1).reshape(-1, *row_shape), batch_spec())
-
-        model = blueprint.merge(state, key).model
-        model.eval()
-        return call(loss, model, {name: rows(array) for name, array in batch.items()}, key)
-
-    def run(batch: Mapping[str, Array], key: Array) -> tuple[Terms, Terms]:
-        return terms(batch, 1, key), terms(batch, 2, key)
-
-    key = jax.random.key(0)
-    try:
-        once, twice = jax.device_get(jax.jit(run)(dict(batch), key))
-        jaxpr = jax.make_jaxpr(lambda key: terms(batch, 1, key))(key).jaxpr
-    # The loss may only take batches of the run's size.
-    except Exception:
-        return None
-    random_key = jaxpr.invars[0]
-    loss_sum, weight, *_ = jaxpr.outvars
-    # The weight is random in masked language models.
-    if _depends(jaxpr, [weight], random_key):
-        return None
-    loss_is_random = _depends(jaxpr, [loss_sum], random_key)
-    warning = _compare(_numbers(once), _numbers(twice), loss_is_random=loss_is_random)
-    if warning and accumulation > 1:
-        raise ConfigError(
-            f"{warning}. Micro-batches change it: use --train.accumulation 1, or sum over rows"
-        )
-    return warning and f"WARNING: {warning}. If it should be a sum, look for a mistake in shapes"
-
-
-Numbers = dict[str, tuple[float, float]]  # The loss and each metric, with their weights
-
-
-def _numbers(terms: Terms) -> Numbers:
-    numbers = {}
-    for name, (total, weight) in terms.pairs.items():
-        label = name if name == "loss" else f"metric {name!r}"
-        numbers[label] = (float(total), float(weight))
-    return numbers
-
-
-def _compare(once: Numbers, twice: Numbers, *, loss_is_random: bool) -> str | None:
-    # Compares sums over some rows with sums over each of these rows twice. Returns a warning.
-    warning = None
-    for name, (a, n) in once.items():
-        b, m = twice[name]
-        measured = (
-            f"it is {a:.6g} with weight {n:g} for some rows, and {b:.6g} with weight {m:g} "
-            "for each of them twice"
-        )
-        grows = _close(2 * n, m)
-        if name == "loss" and not grows:
-            raise ConfigError(
-                f"the weight of the loss does not grow with the rows: {measured}. Return the sum "
-                "over rows, and the number of rows (or tokens) in the sum"
-            )
-        if a and _close(a, b) and grows:
-            hint = ""
-            if name != "loss":
-                hint = "; for a number that is not a mean over rows return a pair (number, 1)"
-            raise ConfigError(
-                f"the {name} is a mean: {measured}. Return the sum over rows; the step divides it "
-                f"by the weight{hint}"
-            )
-        if name == "loss" and not loss_is_random and not _close(2 * a, b):
-            warning = f"the loss is not a sum over rows: {measured}"
-    return warning
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= 1e-3 * max(abs(a), abs(b))

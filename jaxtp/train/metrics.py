@@ -11,10 +11,10 @@ import socket
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import jax
 import numpy as np
@@ -23,6 +23,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 
 from jaxtp.config.files import open_directly, write_atomically
+from jaxtp.config.python_object import describe_value
 from jaxtp.config.reading import MAX_JSON, read_bytes
 from jaxtp.config.schema import ConfigError, to_plain
 from jaxtp.train.config import TrainConfig
@@ -36,6 +37,35 @@ _MAX_BYTES = 2**30  # Maximum bytes of `metrics.jsonl`
 TENSORBOARD = "tensorboard"
 _TRACKER_IDS = "trackers.json"
 _FLUSH_SECONDS = 30.0  # Between flushes of TensorBoard's file, which wait for the disk
+
+_RESERVED = {
+    "step",
+    "loss",
+    "eval_loss",
+    "eval_perplexity",
+    "learning_rate",
+    "grad_norm",
+    "param_norm",
+    "skipped",
+    "loss_tokens",
+    "loss_weight",
+    "tokens",
+    "rows",
+    "data_wait_seconds",
+    "goodput",
+    "mfu",
+    "memory_bytes",
+    "memory_peak_bytes",
+}
+_RESERVED_GROUPS = (
+    "grad_norm/",
+    "param_norm/",
+    "lost_to_",
+    "step_seconds",
+    "tokens_per_second",
+    "rows_per_second",
+)
+"""Prefixes of names."""
 
 
 class Timing:
@@ -323,3 +353,42 @@ def last_values(run: Path) -> dict[str, float]:
     for record in read_metrics(run):
         values |= record
     return values
+
+
+def check_names(metrics: Iterable[object], who: str) -> None:
+    """Raises ConfigError if a metric has the name of a metric that a run logs itself."""
+    for name in metrics:
+        if not isinstance(name, str):
+            raise ConfigError(f"{who} a metric named {name!r}; a name must be a string")
+        if name in _RESERVED or name.startswith(_RESERVED_GROUPS):
+            raise ConfigError(
+                f"{who} a metric named {name!r}, which a run logs itself; give it another name"
+            )
+
+
+def logged_numbers(metrics: object, who: str) -> dict[str, float]:
+    """Returns a user's metrics as floats; raises ConfigError unless they are numbers by name."""
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(f"{who} {describe_value(metrics)}; metrics are a dict of numbers by name")
+    check_names(metrics, who)
+    return {name: _number(name, value, who) for name, value in metrics.items()}
+
+
+def _number(name: str, value: Any, who: str) -> float:
+    is_text = isinstance(value, str | bytes)
+    if not is_text and tuple(getattr(value, "shape", ())) == ():
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            return float(value)
+    text = f"{describe_value(value)}, a {type(value).__name__}" if is_text else describe_type(value)
+    raise ConfigError(
+        f"{who} a metric {name!r} that is {text}; it should be a number, or an array of shape ()"
+    )
+
+
+def describe_type(value: object) -> str:
+    """Returns what kind of value something is: `an array float32[3]`."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array {value.dtype}{list(value.shape)}"
+    if isinstance(value, tuple):
+        return f"{len(value)} values"
+    return f"a {type(value).__name__}"

@@ -33,6 +33,7 @@ from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.run_data import ROWS, RunData
+from jaxtp.train.sharded_optimizer import replicated_bytes
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, total_bytes
 from jaxtp.train.validation import attention_blocks, chosen_kernels, share_of
 
@@ -141,7 +142,8 @@ def summary(
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {python}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
         "model": _describe_model(blueprint, config),
-        "state": f"{per_device} of parameters and optimizer on each device, of {total} in all",
+        "state": f"{per_device} of parameters and optimizer on each device, of {total} in all"
+        + _describe_replicated(blueprint),
         "context": is_decoder and describe_context(config, sizes),
         "experts": is_decoder and describe_experts(model, sizes[TP]),
         "kernels": is_decoder and describe_kernels(config, sizes, architecture_of(device)),
@@ -429,6 +431,18 @@ def _describe_batch(config: TrainConfig, sizes: Sizes, rows: str) -> str:
     return (
         f"{batch} {rows} = {describe_mesh(sizes, BATCH)} x accumulation {accumulation} x "
         f"{per_device} per device"
+    )
+
+
+def _describe_replicated(blueprint: Blueprint) -> str:
+    replicated = replicated_bytes(blueprint.sharded)
+    total = sum(replicated.values())
+    if total < bytes_per_device(blueprint) / 100:
+        return ""
+    largest = sorted(replicated, key=replicated.__getitem__, reverse=True)[:3]
+    return (
+        f"; {size_text(total, binary=True)} of it is replicated, although parameters are split: "
+        f"{', '.join(largest)}{', ...' if len(replicated) > len(largest) else ''}"
     )
 
 

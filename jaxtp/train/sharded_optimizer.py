@@ -5,14 +5,13 @@ labels get this dict. A stack of layers is one array `[layers, ...]`. Arrays hav
 shapes: the mesh pads some dims, and norms, factored moments and orthogonalization must not depend
 on the mesh. Only `OnPaddedArrays` sees the padded arrays.
 
-An array of the state is sharded like the parameter whose path is among its keys: dims of equal
-size, counted from the end and then from the beginning, are split over the same axes. Other arrays,
-such as the state of `optax.flatten`, are replicated.
+An array of the state is sharded like the parameter whose path is among its keys: from the last dim
+on, each dim is split like the parameter's next dim of its size, so factored moments keep the shards
+of their dims. Other dims and arrays, such as the state of `optax.flatten`, are replicated.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from jaxtp.checkpoint.logical import (
 )
 from jaxtp.collectives import axis_size, constrain
 from jaxtp.config.entry import UserError
-from jaxtp.config.hints import by_dotted_path
+from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.parameter import logical_shape, pad, padding_of, spec_of, unpad
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
@@ -89,9 +88,9 @@ class Optimizer(nnx.Module):
 
         def variable(path: KeyPath, leaf: Any) -> OptimizerState:
             array = _as_array(path, leaf)
-            metadata = _sharding_metadata(
-                array.shape, _parameter_at(path, variables), self.sees_padding
-            )
+            keys = [getattr(key, "key", None) for key in path]
+            owner = _parameter_at(keys, variables)
+            metadata = _sharding_metadata(array.shape, owner, self.sees_padding)
             if _is_key(leaf):
                 metadata["key_impl"] = jax.random.key_impl(leaf)
             elif not jnp.size(leaf):
@@ -238,11 +237,12 @@ def _parameters(model: nnx.Module) -> Variables:
     )
 
 
-def _parameter_at(path: KeyPath, params: Variables) -> Variable | None:
+def _parameter_at(path: Sequence[object], params: Variables) -> Variable | None:
     # Takes the innermost key, because a group of `optax.multi_transform` may have the name of a
     # parameter.
-    keys = (getattr(key, "key", None) for key in reversed(path))
-    return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
+    return next(
+        (params[key] for key in reversed(path) if isinstance(key, str) and key in params), None
+    )
 
 
 def _sharding_metadata(
@@ -254,32 +254,37 @@ def _sharding_metadata(
     if owner is None:
         return metadata | {"out_sharding": PartitionSpec()}
     owner_shape = tuple(owner.shape) if padded else logical_shape(owner)
-    owner_axes = split_dims(owner)
-    shared = _shared_dims(shape, owner_shape)
-    axes = [owner_axes[shared[dim]] if dim in shared else () for dim in range(len(shape))]
-    # A dim that the parameter lacks, as in statistics [n, n] of a matrix [m, n], takes the axes
-    # that no other dim has.
-    free = [names for dim, names in enumerate(owner_axes) if dim not in shared.values()]
-    for dim in reversed(range(len(shape))):
-        if free and dim not in shared:
-            axes[dim] = free.pop()
-    spec = PartitionSpec(*divisible_axes(shape, axes, mesh_sizes(current_mesh())))
     if padded and shape == owner_shape and padding_of(owner):
         metadata["padding"] = padding_of(owner)
+    owner_axes = split_dims(owner)
+    axes: list[tuple[str, ...]] = [()] * len(shape)
+    end = len(owner_shape)
+    for dim in reversed(range(len(shape))):
+        same_size = [place for place in range(end) if owner_shape[place] == shape[dim]]
+        if same_size:
+            end = same_size[-1]
+            axes[dim] = owner_axes[end]
+    spec = PartitionSpec(*divisible_axes(shape, axes, mesh_sizes(current_mesh())))
     return metadata | {"out_sharding": spec}
 
 
-def _shared_dims(shape: tuple[int, ...], owner_shape: tuple[int, ...]) -> dict[int, int]:
-    # Returns the parameter's dim for each dim of equal size, counted from the end and then from the
-    # beginning. The factored moments [L, m] and [L, n] of [L, m, n] share all their dims.
-    suffix = _num_equal(shape[::-1], owner_shape[::-1])
-    begin = len(shape) - suffix
-    offset = len(owner_shape) - len(shape)
-    prefix = _num_equal(shape[:begin], owner_shape[: begin + offset])
-    shared = {dim: dim for dim in range(prefix)}
-    return shared | {dim: dim + offset for dim in range(begin, len(shape))}
+def replicated_bytes(state: nnx.State) -> dict[str, int]:
+    """Returns the bytes of the optimizer's arrays that are replicated, unlike their parameters.
+
+    Args:
+      state: an abstract `TrainState`, with its shardings.
+    """
+    params = named_variables(state["model"])
+    any_split = any(map(_is_split, params.values()))
+    replicated = {}
+    for path, variable in nnx.to_flat_state(state["optimizer"]):
+        owner = _parameter_at(path, params)
+        is_owner_split = any_split if owner is None else _is_split(owner)
+        if variable.size > 1 and is_owner_split and not _is_split(variable):
+            replicated[dotted(path[1:])] = variable.size * variable.dtype.itemsize
+    return replicated
 
 
-def _num_equal(sizes: tuple[int, ...], owner_sizes: tuple[int, ...]) -> int:
-    pairs = zip(sizes, owner_sizes, strict=False)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+def _is_split(variable: Variable) -> bool:
+    shape = tuple(variable.shape)
+    return variable.sharding.shard_shape(shape) != shape

@@ -44,8 +44,8 @@ from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import run_folder
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import Decided, decide_task
-from jaxtp.train.loss import Objective, Terms, logged_numbers, require_sums
-from jaxtp.train.metrics import MEAN_LOSS, Trackers
+from jaxtp.train.loss import Objective, Terms
+from jaxtp.train.metrics import MEAN_LOSS, Trackers, logged_numbers
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
 from jaxtp.train.state import finite_arrays
@@ -386,6 +386,8 @@ class Trainer:
             if self._profiler is not None:
                 self._profiler.before(run.step + 1)
             if run.step + 1 == self._first and not run.objective.is_by_row:
+                from jaxtp.train.loss_checks import require_sums
+
                 with self._timing.lost_to("start"):
                     accumulation = self.config.train.accumulation
                     warning = require_sums(

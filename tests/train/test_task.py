@@ -35,7 +35,7 @@ import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
-from jaxtp.train.loss import inspect_loss
+from jaxtp.train.loss_checks import inspect_loss
 from jaxtp.train.own_model import set_precision
 
 
@@ -378,6 +378,31 @@ def test_what_scans_and_recomputation_return_unchanged_is_not_assigned(layer, ch
     assert inspect_loss(loss, model, jax.eval_shape(lambda: batches(0))).changes == changes
 
 
+class Swapping(nnx.Linear):
+    """Exchanges two variables in a call: each is then an input, but not its own."""
+
+    def __init__(self, *, rngs):
+        super().__init__(16, 10, rngs=rngs)
+        self.old = nnx.BatchStat(jnp.zeros(3))
+        self.new = nnx.BatchStat(jnp.ones(3))
+        self.kept = nnx.BatchStat(jnp.ones(3))
+
+    def __call__(self, x):
+        @nnx.jit
+        def swap(layer):
+            old = layer.old[...]
+            layer.old[...] = layer.new[...]
+            layer.new[...] = old
+
+        swap(self)
+        return super().__call__(x)
+
+
+def test_variables_that_exchange_their_values_are_changed():
+    shapes = jax.eval_shape(lambda: batches(0))
+    assert inspect_loss(loss, Swapping(rngs=nnx.Rngs(0)), shapes).changes == ("new", "old")
+
+
 def in_16_bits(model, batch, key):
     total, count, _ = loss(model, batch, key)
     return total.astype(jnp.bfloat16), count
@@ -387,6 +412,10 @@ NOTES = {
     "another column": ({"validation": lambda step: batches(step) | {"z": np.ones(ROWS)}}, []),
     "rows": ({"batches": ROWS_IN_MEMORY}, []),
     "a sum in 16 bits": ({"loss": in_16_bits}, ["WARNING", "its sum in bfloat16, which"]),
+    "what an optimizer replicates": (
+        {"mesh": "fsdp=2", "optimizer": optax.flatten(optax.adam(1e-3))},
+        ["of it is replicated", "0.mu, 0.nu"],
+    ),
 }
 
 

@@ -17,7 +17,8 @@ import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.loss import call, check_names
+from jaxtp.train.loss import call
+from jaxtp.train.metrics import check_names
 
 
 def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):

@@ -29,7 +29,7 @@ from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.loss import require_sums
+from jaxtp.train.loss_checks import require_sums
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, trained_parameters
 from jaxtp.train.step import fetch, make_train_step
