@@ -189,8 +189,8 @@ def devices(machine: Machine, out: Path, log: Path) -> Result:
     import jax
 
     from jaxtp.config.entry import NumericsError
+    from jaxtp.guards.self_check import check_devices, check_outside_of_jit
     from jaxtp.mesh import make_mesh
-    from jaxtp.train.self_check import check_devices, check_outside_of_jit
 
     mesh = make_mesh(fsdp=jax.device_count())
     started = time.perf_counter()
@@ -249,7 +249,7 @@ def first_line(error: Exception) -> str:
 
 def compare_attention(case: tuple[Kernel, Use, tuple[int, int]]) -> tuple[str, Result]:
     """Returns a name for the case, and the errors of its output and gradients."""
-    from jaxtp.train.self_check import TOLERANCE, relative_errors
+    from jaxtp.guards.self_check import TOLERANCE, relative_errors
 
     kernel, use, heads = case
     what = (
@@ -288,8 +288,8 @@ def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
     import jax
     from bench import medians
 
+    from jaxtp.guards.self_check import problem, results
     from jaxtp.layers.kernels.select import architecture_of
-    from jaxtp.train.self_check import problem, results
 
     most = ceiling(machine, out, log)["flops_per_second"]
     found: Result = {}
@@ -339,10 +339,10 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
     import numpy as np
     from bench import medians
 
+    from jaxtp.guards.self_check import TOLERANCE
     from jaxtp.layers.kernels.grouped import grouped_matmul, unsupported
     from jaxtp.mesh import platform_of
     from jaxtp.tools.check.parity import relative_error
-    from jaxtp.train.self_check import TOLERANCE
 
     groups, rows, width, features = (4, 64, 16, 24) if machine.is_small else (32, 8192, 2048, 768)
     random = np.random.default_rng(0)

@@ -6,8 +6,7 @@ collective that layers use moves integers along each mesh axis.
 """
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -29,13 +28,11 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
-from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, pick_kernel
+from jaxtp.guards.finding import Finding, wrong
+from jaxtp.guards.known_versions import known_problems, versions_here
+from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of
 from jaxtp.layers.positions import Part
-from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.known_versions import known_problems, native_versions
-from jaxtp.train.validation import attention_blocks, run_uses
+from jaxtp.mesh import AXES, describe_mesh, mesh_sizes
 
 HostArray = np.ndarray[Any, Any]
 
@@ -64,15 +61,19 @@ class Operation:
 
 
 @cache
-def operations(dtype: str) -> dict[str, Operation]:
-    """Returns the operations by name: a product in `dtype`, and operations in float32."""
+def operations(dtypes: Sequence[str]) -> dict[str, Operation]:
+    """Returns the operations by name: a product in each of `dtypes`, the others in float32."""
     random = np.random.default_rng(0)
 
-    def draw(rows: int, columns: int, dtype: str = "float32") -> HostArray:
-        return random.standard_normal((rows, columns)).astype(jnp.dtype(dtype))
+    def draw(rows: int, columns: int) -> HostArray:
+        return random.standard_normal((rows, columns)).astype(np.float32)
 
-    a = draw(256, 512, dtype)
-    b = draw(512, 256, dtype)
+    factors = (draw(256, 512), draw(512, 256))
+    products = {}
+    for dtype in dtypes:
+        arguments = (factors[0].astype(jnp.dtype(dtype)), factors[1].astype(jnp.dtype(dtype)))
+        case = Operation(jnp.matmul, np.matmul, arguments, TOLERANCE[dtype])
+        products[f"a product in {dtype}"] = case
     numbers = draw(8, 2**17)
     logits = draw(64, 4096)
     rows = draw(4096, 64)
@@ -87,11 +88,10 @@ def operations(dtype: str) -> dict[str, Operation]:
         np.add.at(sums, index.astype(int), rows)
         return sums
 
-    return {
+    return products | {
         "an elementwise operation": Operation(
             lambda x: jnp.sqrt(x + 1), lambda x: np.sqrt(x + 1), (np.abs(numbers[0, :512]),)
         ),
-        "a product": Operation(jnp.matmul, np.matmul, (a, b), TOLERANCE[dtype]),
         "a sum over a long axis": Operation(
             lambda x: x.sum(-1), lambda x: x.sum(-1), (np.abs(numbers),)
         ),
@@ -104,33 +104,26 @@ def operations(dtype: str) -> dict[str, Operation]:
     }
 
 
-def check_outside_of_jit(mesh: Mesh, dtype: str) -> None:
-    """Raises NumericsError if this process's first device computes something wrong, outside of jit.
-
-    It takes the arguments of `check_devices`.
-    """
+def check_outside_of_jit(mesh: Mesh, dtypes: Sequence[str]) -> list[Finding]:
+    """Compares operations of this process's first device, outside of jit, with the host."""
     # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and 2 inside
     # (jax-ml/jax#40633).
     first = mesh.local_devices[0]
+    findings: list[Finding] = []
     with jax.default_device(first):
-        for name, case in operations(dtype).items():
+        for name, case in operations(tuple(dtypes)).items():
             result = case.run(*map(jnp.asarray, case.arguments))
-            _compare(f"{name} outside of jit", case, result, first)
+            findings += _compare(f"{name} outside of jit", case, {first: np.asarray(result)})
+    return findings
 
 
-def check_devices(mesh: Mesh, dtype: str) -> str:
-    """Checks all devices and, in a single process, the collectives; all processes must call it.
-
-    With several processes, `preflight` checks the collectives. Returns a line for the summary.
+def check_devices(mesh: Mesh, dtypes: Sequence[str]) -> Iterator[Finding]:
+    """Compares operations of all devices with the host; all processes must call it.
 
     Args:
-      dtype: compute dtype of the product.
-
-    Raises:
-      NumericsError: a device or collective is wrong.
+      dtypes: compute dtypes of products.
     """
-    started = time.perf_counter()
-    cases = operations(dtype)
+    cases = operations(tuple(dtypes))
 
     def body(arguments: Mapping[str, tuple[Array, ...]]) -> dict[str, Array]:
         return {
@@ -142,44 +135,42 @@ def check_devices(mesh: Mesh, dtype: str) -> str:
     check = device_view(body, "device_check", replicated, dict.fromkeys(cases, _PER_DEVICE))
     with jax.set_mesh(mesh):
         results = jax.block_until_ready(jax.jit(check)(arguments))
-    with raise_everywhere():
-        for name, case in cases.items():
-            for shard in results[name].addressable_shards:
-                _compare(name, case, np.asarray(shard.data)[0], shard.device)
-    if not is_multiprocess():
-        check_collectives(mesh)
-    seconds = time.perf_counter() - started
-    return (
-        "checked products, sums, softmax, scatter-add and collectives on every device, in "
-        f"{seconds:.1f} s"
-    )
+    for name, case in cases.items():
+        shards = results[name].addressable_shards
+        yield from _compare(name, case, {s.device: np.asarray(s.data)[0] for s in shards})
 
 
-def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.Device) -> None:
-    difference = np.abs(np.asarray(result, np.float64) - case.expected)
-    error = np.max(difference) / np.max(np.abs(case.expected))
-    # Also refuses NaN
-    if not error <= case.tolerance:
-        versions = {"jax": jax.__version__, **native_versions()}
-        problems = known_problems(versions, device.device_kind, architecture_of(device))
+def _compare(
+    name: str, case: Operation, results: Mapping[jax.Device, HostArray]
+) -> Iterator[Finding]:
+    worst = 0.0
+    failed = False
+    for device, result in results.items():
+        difference = np.abs(result.astype(np.float64) - case.expected)
+        error = np.max(difference) / np.max(np.abs(case.expected))
+        # Also refuses NaN
+        if error <= case.tolerance:
+            worst = max(worst, error)
+            continue
+        failed = True
+        problems = known_problems(versions_here(), device.device_kind, architecture_of(device))
         message = (
             f"{_describe(device)} computes {name} wrong: the result is off by {error:.1e} of its "
             f"largest value, and rounding explains {case.tolerance:.0e}; try another device, "
-            "driver or version of JAX (--launch.no-self-check starts the run anyway)"
+            "driver or version of JAX (--launch.no-self-check starts a run anyway)"
         )
-        raise NumericsError("\n".join([message, *problems]))
+        yield wrong("devices", name, NumericsError("\n".join([message, *problems])))
+    if not failed:
+        devices = f"{len(results)} device{'s' * (len(results) > 1)}"
+        yield Finding("devices", name, f"{devices}, off by {worst:.0e} of {case.tolerance:.0e}")
 
 
 def _describe(device: jax.Device) -> str:
     return f"device {device.id} of process {device.process_index} ({device.device_kind})"
 
 
-def check_collectives(mesh: Mesh) -> None:
-    """Moves integers along each axis by each collective; all processes must call it.
-
-    Raises:
-      NumericsError: a device received wrong numbers.
-    """
+def check_collectives(mesh: Mesh) -> Iterator[Finding]:
+    """Moves integers along each axis by each collective; all processes must call it."""
     numbers = {
         axis: exact_numbers(mesh.size, size) for axis, size in mesh_sizes(mesh).items() if size > 1
     }
@@ -206,26 +197,32 @@ def check_collectives(mesh: Mesh) -> None:
         }
         exchange = jax.jit(device_view(body, "collectives", (specs,), specs))
         results = jax.block_until_ready(exchange(rows))
-    with raise_everywhere():
-        for axis, moved in results.items():
-            for name, array in moved.items():
-                for shard in array.addressable_shards:
-                    _check_received(mesh, axis, name, numbers[axis], shard)
+    for axis, moved in results.items():
+        for name, array in moved.items():
+            check = partial(_check_received, mesh, axis, name, numbers[axis])
+            problems = list(filter(None, map(check, array.addressable_shards)))
+            subject = f"{name} over {axis}"
+            for problem in problems:
+                yield wrong("collectives", subject, NumericsError(problem))
+            if not problems:
+                yield Finding("collectives", subject, f"{mesh.shape[axis]} devices, equal")
 
 
-def _check_received(mesh: Mesh, axis: str, name: str, numbers: HostArray, shard: jax.Shard) -> None:
+def _check_received(
+    mesh: Mesh, axis: str, name: str, numbers: HostArray, shard: jax.Shard
+) -> str | None:
     devices = mesh.devices.shape
     position = list(map(int, np.unravel_index(shard.index[0].start or 0, devices)))
     dim = mesh.axis_names.index(axis)
     index = position.pop(dim)
     # The rows of all devices along the axis
     rows = np.moveaxis(numbers.reshape(*devices, -1), dim, -2)[tuple(position)]
-    if not np.array_equal(np.asarray(shard.data)[0], _EXPECTED[name](rows, index)):
-        raise NumericsError(
-            f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
-            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are "
-            "broken"
-        )
+    if np.array_equal(np.asarray(shard.data)[0], _EXPECTED[name](rows, index)):
+        return None
+    return (
+        f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
+        f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are broken"
+    )
 
 
 _EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
@@ -266,47 +263,42 @@ _RESULTS = (
 )
 
 
-def check_attention(config: TrainConfig, mesh: Mesh) -> None:
-    """Checks a run's attention kernels.
+Case = tuple[Kernel, Use, tuple[int, int]]
+"""A kernel, its use, and the query and kv heads of a device."""
 
-    Each process's first device computes a small problem of the run's shape, forward and backward,
-    and compares it with the `xla` kernel in float32.
 
-    Raises:
-      ConfigError: a kernel does not run, or gives wrong results.
-    """
+def check_attention(
+    device: jax.Device, kernel: Kernel, use: Use, heads: tuple[int, int]
+) -> Finding:
+    """Compares a small problem of a kernel, forward and backward, with `xla` in float32."""
     # Some kernels were wrong on one model of GPU, or with one kind of mask.
-    device = mesh.local_devices[0]
-    sizes = mesh_sizes(mesh)
-    uses = run_uses(config, sizes, architecture_of(device))
-    # The query and kv heads of a device
-    heads = (block.heads.on_device(sizes[TP]) for block in attention_blocks(config.model))
-    for use, on_device in dict.fromkeys(zip(uses, heads, strict=True)):
-        kernel, _ = pick_kernel(config.model.attention, use)
-        with jax.default_device(device):
-            failure = _kernel_problem(kernel, use, on_device, device.device_kind)
-        if failure is not None:
-            other = "xla" if kernel.name == "blockwise" else "blockwise"
-            raise ConfigError(f"model.attention: {failure}; try --model.attention {other}")
-
-
-def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str) -> str | None:
-    try:
-        errors = relative_errors(kernel.run, use, *heads)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
-        return (
-            f"the kernel {kernel.name} does not run on {where}: {str(reason).partition(chr(10))[0]}"
-        )
+    masks = f"{' packed' * bool(use.packed)}{(use.window and f' window {use.window}') or ''}"
+    subject = f"{kernel.name} {use.dtype}{masks}"
+    obstacle = next(kernel.problems(use), None)
+    if obstacle is not None:
+        return Finding("attention", subject, obstacle, "--")
+    where = device.device_kind
     tolerance = TOLERANCE[str(use.dtype)]
+    problem = None
+    try:
+        with jax.default_device(device):
+            errors = relative_errors(kernel.run, use, *heads)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
+        errors = []
+        problem = f"does not run on {where}: {str(reason).partition(chr(10))[0]}"
     # A run may have no sinks.
     for result, error in zip(_RESULTS, errors, strict=False):
         # Also refuses NaN
-        if not error <= tolerance:
-            return (
-                f"the kernel {kernel.name} is wrong on {where}: {result} is off by {error:.1e} of "
-                f"its norm, and {use.dtype} explains {tolerance:.0e}"
+        if problem is None and not error <= tolerance:
+            problem = (
+                f"is wrong on {where}: {result} is off by {error:.1e} of its norm, and {use.dtype} "
+                f"explains {tolerance:.0e}"
             )
-    return None
+    if problem is None:
+        return Finding("attention", subject, f"off by {max(errors):.0e} of {tolerance:.0e}")
+    other = "xla" if kernel.name == "blockwise" else "blockwise"
+    advice = f"model.attention: the kernel {kernel.name} {problem}; try --model.attention {other}"
+    return wrong("attention", subject, ConfigError(advice))
 
 
 def relative_errors(
