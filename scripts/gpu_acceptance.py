@@ -107,7 +107,6 @@ STEPS = {
 
 
 ON_DEVICE = (
-    "devices",
     "attention",
     "attention-speed",
     "experts",
@@ -185,21 +184,15 @@ def run(command: list[str], log: Path, *, codes: tuple[int, ...] = (0,), **envir
 
 
 def devices(machine: Machine, out: Path, log: Path) -> Result:
-    """Times the self-check of the devices and their collectives."""
-    import jax
-
-    from jaxtp.config.entry import NumericsError
-    from jaxtp.guards.self_check import check_devices, check_outside_of_jit
-    from jaxtp.mesh import make_mesh
-
-    mesh = make_mesh(fsdp=jax.device_count())
+    """Times `jaxtp doctor`, which checks devices, collectives, kernels and versions."""
+    file = out / "doctor.json"
+    words = ["-m", "jaxtp", "doctor", "--folder", str(out), "--json", str(file)]
     started = time.perf_counter()
-    try:
-        for check in (check_outside_of_jit, check_devices):
-            check(mesh, "float32" if machine.is_small else "bfloat16")
-    except NumericsError as error:
-        return {"right": False, "wrong": str(error)}
-    return {"right": True, "check_seconds": time.perf_counter() - started}
+    run([sys.executable, *words], log, codes=(0, 3))
+    seconds = time.perf_counter() - started
+    rows = json.loads(file.read_text())["findings"]
+    wrong = [row["text"] for row in rows if row["exit_code"]]
+    return {"right": not wrong, "wrong": "; ".join(wrong) or "none", "doctor_seconds": seconds}
 
 
 def attention_cases(machine: Machine) -> Iterator[tuple[Kernel, Use, tuple[int, int]]]:
