@@ -191,7 +191,7 @@ def devices(machine: Machine, out: Path, log: Path) -> Result:
     run([sys.executable, *words], log, codes=(0, 3))
     seconds = time.perf_counter() - started
     rows = json.loads(file.read_text())["findings"]
-    wrong = [row["text"] for row in rows if row["exit_code"]]
+    wrong = [row["text"] for row in rows if row["error"]]
     return {"right": not wrong, "wrong": "; ".join(wrong) or "none", "doctor_seconds": seconds}
 
 

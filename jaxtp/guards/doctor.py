@@ -4,12 +4,13 @@ A run raises the first error (`finding.conclude`); `jaxtp doctor` shows all find
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from jax.sharding import Mesh
 
 from jaxtp.distributed.agreement import is_multiprocess
-from jaxtp.guards.finding import Finding, wrong
+from jaxtp.guards.finding import Finding, findings
 from jaxtp.guards.known_versions import check_versions
 from jaxtp.guards.preflight import check_folder, check_processes
 from jaxtp.guards.self_check import (
@@ -43,12 +44,14 @@ def examine(
     first = mesh.local_devices[0]
     if computes:
         yield _stage("devices", lambda: check_outside_of_jit(mesh, dtypes))
-        yield _stage("attention", lambda: (check_attention(first, *case) for case in attention))
+        yield _stage(
+            "attention", lambda: chain(*(check_attention(first, *case) for case in attention))
+        )
     yield check_versions(first)
     if is_multiprocess():
-        findings = check_processes(mesh, settings, tp_across_hosts=tp_across_hosts)
-        yield findings
-        if any(finding.error for finding in findings):
+        compared = check_processes(mesh, settings, tp_across_hosts=tp_across_hosts)
+        yield compared
+        if any(finding.error for finding in compared):
             # Collectives of processes that differ may wait for ever.
             yield [Finding("collectives", "all", "the processes differ", "--")]
             return
@@ -60,10 +63,10 @@ def examine(
 
 
 def _stage(area: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    findings: list[Finding] = []
+    stage: list[Finding] = []
     try:
-        findings += check()
+        stage += check()
     # Of JAX and XLA: a program does not compile or run.
     except (RuntimeError, NotImplementedError) as error:
-        findings.append(wrong(area, "its program does not run", error))
-    return findings
+        stage += findings(area, "its program", [error])
+    return stage

@@ -7,9 +7,6 @@ from typing import Literal
 from jaxtp.config.entry import MISTAKE, WRONG
 from jaxtp.distributed.agreement import raise_everywhere
 
-Verdict = Literal["ok", "--", "WARNING", "WRONG"]
-"""`--` was not examined."""
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -18,7 +15,9 @@ class Finding:
     area: str
     subject: str
     text: str = ""
-    verdict: Verdict = "ok"
+    verdict: Literal["ok", "--", "WARNING", "WRONG"] = "ok"
+    """`--` if it was not examined."""
+
     error: Exception | None = None
 
     @property
@@ -29,9 +28,10 @@ class Finding:
         return MISTAKE if self.area in ("processes", "folder") else WRONG
 
 
-def wrong(area: str, subject: str, error: Exception) -> Finding:
-    """Returns the finding of an error."""
-    return Finding(area, subject, str(error), "WRONG", error)
+def findings(area: str, subject: str, errors: Iterable[Exception], text: str = "") -> list[Finding]:
+    """Returns a finding for each error; without errors, that the subject is right."""
+    problems = [Finding(area, subject, str(error), "WRONG", error) for error in errors]
+    return problems or [Finding(area, subject, text)]
 
 
 def conclude(stages: Iterable[list[Finding]]) -> list[str]:
@@ -40,17 +40,16 @@ def conclude(stages: Iterable[list[Finding]]) -> list[str]:
     All processes must call it. Raises the first error of any process, before later stages.
     """
     warnings = []
-    areas = dict[str, str]()
-    for findings in stages:
+    areas: dict[str, None] = {}
+    for stage in stages:
         with raise_everywhere():
-            for finding in findings:
+            for finding in stage:
                 if finding.error is not None:
                     raise finding.error
                 if finding.verdict == "WARNING":
                     warnings.append(finding.text)
                 elif finding.area == "processes":
-                    areas[finding.area] = f" ({finding.text})"
+                    areas[f"processes ({finding.text})"] = None
                 else:
-                    areas.setdefault(finding.area, "")
-    right = ", ".join(map("".join, areas.items()))
-    return [*warnings, f"doctor  no problem in {right}; jaxtp doctor says more"]
+                    areas[finding.area] = None
+    return [*warnings, f"doctor  no problem in {', '.join(areas)}; jaxtp doctor says more"]

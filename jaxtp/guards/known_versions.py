@@ -97,18 +97,12 @@ def versions() -> dict[str, str]:
     return installed | {"python": platform.python_version()}
 
 
-def native_versions() -> dict[str, str]:
-    """Returns the installed versions of `NATIVE`."""
-    installed = {}
+def versions_here() -> dict[str, str]:
+    """Returns the versions that affect computation and communication."""
+    installed = versions()
     for package in NATIVE:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
-    return installed
-
-
-def versions_here() -> dict[str, str]:
-    """Returns the versions that affect computation and communication."""
-    installed = versions() | native_versions()
     if DRIVER.exists():
         installed["NVIDIA's driver"] = DRIVER.read_text(errors="replace").partition("\n")[0]
     return installed

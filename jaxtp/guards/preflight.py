@@ -19,9 +19,9 @@ from jaxtp.config.hints import divisors
 from jaxtp.config.schema import ConfigError, differences
 from jaxtp.distributed.agreement import all_gather_json, first_disagreeing, process_name
 from jaxtp.distributed.environment import gpus_present, names_of_gpus, process_counts
-from jaxtp.guards.finding import Finding, wrong
+from jaxtp.guards.finding import Finding, findings
 from jaxtp.guards.known_versions import versions_here
-from jaxtp.mesh import TP
+from jaxtp.mesh import AXES
 
 
 class Record(TypedDict):
@@ -38,38 +38,33 @@ def check_processes(
 ) -> list[Finding]:
     """Compares all processes, which must call it; its findings are equal in all of them."""
     records: list[Record] = all_gather_json(record(settings))
-    hosts = [record["host"] for record in records]
+    names = [record["host"] for record in records]
+    hosts = hosts_of_devices(mesh, names)
     errors = [*differing(records), *idle_gpus(records)]
     if not tp_across_hosts:
-        errors += tp_between_hosts(mesh, hosts)
-    if errors:
-        return [wrong("processes", "agreement", error) for error in errors]
+        errors += tp_between_hosts(hosts)
     devices = jax.local_devices()
     count = len(devices)
     counts = ", ".join(
         f"{count * processes} x {devices[0].device_kind} on {host}"
-        for host, processes in Counter(hosts).items()
+        for host, processes in Counter(names).items()
     )
-    between = ", ".join(axes_between_hosts(mesh, hosts)) or "none"
+    between = ", ".join(axes_between_hosts(hosts)) or "none"
     text = (
         f"{len(records)} of {count} device{'s' if count != 1 else ''}: {counts}; axes between "
         f"hosts: {between}"
     )
-    return [Finding("processes", "agreement", text)]
+    return findings("processes", "agreement", errors, text)
 
 
 def record(settings: Mapping[str, object]) -> Record:
     """Returns the record of this process."""
     devices = jax.local_devices()
-    visible: list[str] = []
-    driven: list[int] = []
-    if devices[0].platform == "gpu":
-        visible = names_of_gpus(gpus_present())
-        driven = [device.local_hardware_id for device in devices]
+    driven = [device.local_hardware_id for device in devices if device.platform == "gpu"]
     kinds = {"kind": devices[0].device_kind, "number": len(devices)}
     return {
         "host": socket.gethostname(),
-        "visible": visible,
+        "visible": names_of_gpus(gpus_present()) if driven else [],
         "driven": driven,
         "settings": {"devices": kinds, "versions": versions_here(), **settings},
     }
@@ -113,36 +108,31 @@ def idle_gpus(records: Sequence[Record]) -> Iterator[ConfigError]:
         )
 
 
-def _hosts_of_devices(mesh: Mesh, host_names: Sequence[str]) -> np.ndarray:
+def hosts_of_devices(mesh: Mesh, host_names: Sequence[str]) -> np.ndarray:
+    """Returns the host of each device of a mesh; `host_names` is by process."""
     return np.vectorize(lambda device: host_names[device.process_index])(mesh.devices)
 
 
-def tp_between_hosts(mesh: Mesh, host_names: Sequence[str]) -> Iterator[ConfigError]:
-    """Yields an error if a tp group spans hosts; `host_names` is by process."""
-    tp = mesh.shape[TP]
-    hosts = _hosts_of_devices(mesh, host_names)
-    for group in np.moveaxis(hosts, mesh.axis_names.index(TP), -1).reshape(-1, tp):
+def tp_between_hosts(hosts: np.ndarray) -> list[ConfigError]:
+    """Returns an error if a tp group, along the last axis of the hosts of devices, spans hosts."""
+    tp = hosts.shape[-1]
+    devices = min(Counter(hosts.flat).values())
+    for group in hosts.reshape(-1, tp):
         names = np.unique(group)
-        if len(names) == 1:
-            continue
-        devices = min(Counter(hosts.flat).values())
-        yield ConfigError(
-            f"mesh.tp={tp} spreads layers over the hosts {' and '.join(names)}, so every layer "
-            f"waits for the network between them; with {devices} devices on a host tp can be "
-            f"{', '.join(map(str, divisors(devices)))}, with the other devices along cp, fsdp or "
-            "dp; --mesh.tp-across-hosts allows it"
-        )
-        return
+        if len(names) > 1:
+            message = (
+                f"mesh.tp={tp} spreads layers over the hosts {' and '.join(names)}, so every layer "
+                f"waits for the network between them; with {devices} devices on a host tp can be "
+                f"{', '.join(map(str, divisors(devices)))}, with the other devices along cp, fsdp "
+                "or dp; --mesh.tp-across-hosts allows it"
+            )
+            return [ConfigError(message)]
+    return []
 
 
-def axes_between_hosts(mesh: Mesh, host_names: Sequence[str]) -> list[str]:
-    """Returns the axes along which devices are on several hosts; `host_names` is by process."""
-    hosts = _hosts_of_devices(mesh, host_names)
-    return [
-        axis
-        for dim, axis in enumerate(mesh.axis_names)
-        if (hosts != hosts.take([0], axis=dim)).any()
-    ]
+def axes_between_hosts(hosts: np.ndarray) -> list[str]:
+    """Returns the axes along which the hosts of devices differ."""
+    return [axis for dim, axis in enumerate(AXES) if (hosts != hosts.take([0], axis=dim)).any()]
 
 
 def check_folder(folder: Path) -> list[Finding]:
@@ -166,7 +156,7 @@ def check_folder(folder: Path) -> list[Finding]:
             )
     if jax.process_index() == 0:
         path.unlink(missing_ok=True)
-    if problems:
-        return [wrong("folder", str(folder), ConfigError(text)) for text in problems]
-    free = size_text(shutil.disk_usage(folder).free, binary=True)
-    return [Finding("folder", str(folder), f"can be written, {free} free")]
+    text = ""
+    if not problems:
+        text = f"can be written, {size_text(shutil.disk_usage(folder).free, binary=True)} free"
+    return findings("folder", str(folder), map(ConfigError, problems), text)

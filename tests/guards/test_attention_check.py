@@ -36,7 +36,8 @@ def check(dtype="float32", length=50, **model):
     run = TrainConfig(model=model, data=DataConfig(sequence_length=length))
     mesh = jaxtp.make_mesh(tp=2)
     (case,) = attention_cases(run, mesh)
-    return check_attention(mesh.local_devices[0], *case)
+    (finding,) = check_attention(mesh.local_devices[0], *case)
+    return finding
 
 
 @swept("dtype", ["float32", "bfloat16"], "bfloat16")
@@ -149,6 +150,6 @@ def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
 
 def test_a_kernel_that_is_not_for_this_device_is_not_examined():
     use = kernels.Use(head_dim=8, dtype="bfloat16", platform="cpu")
-    finding = check_attention(jax.devices()[0], kernels.KERNELS["cudnn"], use, (1, 1))
+    (finding,) = check_attention(jax.devices()[0], kernels.KERNELS["cudnn"], use, (1, 1))
     assert finding.verdict == "--"
     assert "it runs on cuda, not on cpu" in finding.text

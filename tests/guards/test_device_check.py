@@ -14,9 +14,8 @@ from jaxtp.collectives import axis_index
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.guards import doctor, known_versions, self_check
-from jaxtp.guards.finding import wrong
+from jaxtp.guards.finding import findings
 from jaxtp.guards.self_check import (
-    Operation,
     check_collectives,
     check_devices,
     check_outside_of_jit,
@@ -33,15 +32,15 @@ def texts(findings, verdict="WRONG"):
 
 @swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_right_devices_pass(dtype):
-    findings = list(check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), (dtype,)))
-    assert texts(findings) == []
-    assert [finding.text[:9] for finding in findings] == ["8 devices"] * 5
+    found = list(check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), (dtype,)))
+    assert texts(found) == []
+    assert [finding.text[:9] for finding in found] == ["8 devices"] * 5
 
 
 def planted(monkeypatch, name, run):
     """Has one operation computed in another way on devices, and alone."""
     case = operations(("float32",))[name]
-    fault = Operation(run, case.on_host, case.arguments, case.tolerance)
+    fault = replace(case, run=run, on_host=lambda *_: case.expected)
     monkeypatch.setattr(self_check, "operations", lambda dtypes: {name: fault})
 
 
@@ -107,16 +106,16 @@ FAULTS = {
 def test_a_wrong_collective_is_named_with_its_axis(monkeypatch, collective):
     name, fault = FAULTS[collective]
     monkeypatch.setattr(self_check, name, fault)
-    findings = list(check_collectives(jaxtp.make_mesh(1, 2, 1)))
-    assert texts(findings)
-    assert all(f"by {collective} over mesh.fsdp" in text for text in texts(findings))
-    assert len(texts(findings, "ok")) == 4
+    found = list(check_collectives(jaxtp.make_mesh(1, 2, 1)))
+    assert texts(found)
+    assert all(f"by {collective} over mesh.fsdp" in text for text in texts(found))
+    assert len(texts(found, "ok")) == 4
 
 
 def test_collectives_are_right_over_every_axis():
     for mesh in (jaxtp.make_mesh(2, 1, 1, cp=2), jaxtp.make_mesh(1, 3, 2)):
-        findings = list(check_collectives(mesh))
-        assert [finding.verdict for finding in findings] == ["ok"] * 10
+        found = list(check_collectives(mesh))
+        assert [finding.verdict for finding in found] == ["ok"] * 10
 
 
 def test_the_numbers_that_collectives_sum_are_exact_for_a_thousand_devices():
@@ -134,8 +133,7 @@ def test_a_run_checks_its_gpus_unless_self_check_is_off(
     checked, platform, flags, code, tmp_path, monkeypatch, capsys
 ):
     def broken(*_):
-        finding = wrong("devices", "all", NumericsError("device 0 is wrong"))
-        return finding if checked == "check_attention" else [finding]
+        return findings("devices", "all", [NumericsError("device 0 is wrong")])
 
     def reached(*_):
         raise ConfigError("the folder is locked next")

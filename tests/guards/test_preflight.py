@@ -75,7 +75,8 @@ def processes(*shape, devices_each=1):
 def test_layers_stay_on_one_host(sizes):
     """Two hosts of two processes of two devices; sequences may reach over them."""
     mesh = processes(*sizes, devices_each=2)
-    errors = list(map(str, preflight.tp_between_hosts(mesh, ["a", "a", "b", "b"])))
+    hosts = preflight.hosts_of_devices(mesh, ["a", "a", "b", "b"])
+    errors = list(map(str, preflight.tp_between_hosts(hosts)))
     assert len(errors) == (sizes[-1] == 8)
     assert all("mesh.tp=8 spreads layers over the hosts a and b" in error for error in errors)
 
@@ -122,5 +123,6 @@ def test_all_processes_end_with_the_mistake_of_one(mistake, tmp_path, monkeypatc
 
 def test_axes_between_hosts_are_found():
     axes = {"aaaa": [], "aabb": ["dp"], "abab": ["tp"], "abcd": ["dp", "tp"]}
-    made = processes(2, 1, 1, 2)
-    assert {places: preflight.axes_between_hosts(made, list(places)) for places in axes} == axes
+    for places, between in axes.items():
+        hosts = preflight.hosts_of_devices(processes(2, 1, 1, 2), list(places))
+        assert preflight.axes_between_hosts(hosts) == between

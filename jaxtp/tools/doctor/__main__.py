@@ -10,7 +10,7 @@ import platform
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from jaxtp.distributed.agreement import (
     run_and_report,
     watch,
 )
-from jaxtp.distributed.devices import build_mesh, bytes_limit, host_memory
+from jaxtp.distributed.devices import build_mesh, host_memory, memory_per_device
 from jaxtp.distributed.environment import enable_compilation_cache, gpus_present
 from jaxtp.distributed.joining import join_processes
 from jaxtp.guards.doctor import examine
@@ -40,7 +40,7 @@ from jaxtp.guards.finding import Finding
 from jaxtp.guards.known_versions import versions_here
 from jaxtp.guards.self_check import MAX_TOKENS, TOLERANCE, Case
 from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of
-from jaxtp.mesh import AXES, describe_mesh, mesh_sizes
+from jaxtp.mesh import describe_mesh, mesh_sizes
 
 PROGRAM = "jaxtp doctor"
 DESCRIPTION = """Examines this machine without a run, for a first look or a bug report.
@@ -103,7 +103,7 @@ def _doctor(argv: Sequence[str]) -> int:
         machine = dict(_host())
         _show(machine)
         try:
-            mesh = build_mesh({axis: getattr(options.mesh, axis) for axis in AXES})
+            mesh = build_mesh(asdict(options.mesh))
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(f"JAX cannot start the devices: {reason}") from None
@@ -114,7 +114,7 @@ def _doctor(argv: Sequence[str]) -> int:
             _report(rows)
             record = {"machine": machine | devices, "findings": rows}
             write_json("--json", options.json, record)
-    return max(row["exit_code"] for row in rows)
+    return max(row["error"] for row in rows)
 
 
 def _show(lines: Mapping[str, str]) -> None:
@@ -133,11 +133,9 @@ def _host() -> Iterator[tuple[str, str]]:
 def _devices(mesh: Mesh) -> Iterator[tuple[str, str]]:
     first = mesh.local_devices[0]
     enable_compilation_cache(first.platform)
-    limit = bytes_limit(first)
-    memory = size_text(limit, binary=True) if limit else "unknown memory"
-    if first.platform == "cpu":
-        memory = "which share the cores and the memory of their host"
-    yield "devices", f"{mesh.size} x {first.device_kind} ({architecture_of(first)}), {memory}"
+    memory = size_text(memory_per_device(mesh.local_devices) or 0, binary=True)
+    kind = f"{first.device_kind} ({architecture_of(first)})"
+    yield "devices", f"{mesh.size} x {kind}, {memory} for JAX on each"
     hardware = of_kind(first.device_kind)
     links = "unknown"
     if hardware is not None:
@@ -183,11 +181,11 @@ def _attention(device: jax.Device) -> Iterator[Case]:
 
 
 def merged(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """Returns the findings of all processes, which must call it; what several found is one row."""
-    report = []
-    for finding in findings:
-        fields = ("verdict", "area", "subject", "text", "exit_code")
-        report.append({name: getattr(finding, name) for name in fields})
+    """Returns the findings of all processes, which must call it; what several found is one row.
+
+    The error of a row is its exit code.
+    """
+    report = [vars(finding) | {"error": finding.exit_code} for finding in findings]
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for process, records in enumerate(all_gather_json(report)):
         for record in records:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import jax.numpy as jnp
 import pytest
 
 from jaxtp.guards import known_versions, self_check
@@ -39,7 +38,7 @@ def test_a_right_machine_is_shown_and_recorded(quick, tmp_path, capsys):
 
 def test_every_problem_is_reported(quick, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(self_check, "permute", lambda x, axis: x)
-    fault = replace(quick, run=lambda x: 2 * jnp.sqrt(x))
+    fault = replace(quick, run=lambda x: 2 * x, on_host=lambda x: x)
     monkeypatch.setattr(self_check, "operations", lambda dtypes: {"a root": fault})
     everywhere = replace(known_versions.TABLE[0], devices="", first=(0,), fixed=(99,))
     monkeypatch.setattr(known_versions, "TABLE", (everywhere,))
@@ -61,7 +60,7 @@ def test_a_mistake_alone_is_no_wrong_number(quick, tmp_path, capsys):
 
 def test_processes_are_merged(monkeypatch):
     right, wrong = (
-        {"verdict": verdict, "area": "devices", "subject": "sum", "text": text, "exit_code": code}
+        {"verdict": verdict, "area": "devices", "subject": "sum", "text": text, "error": code}
         for verdict, text, code in (("ok", "1e-7", 0), ("WRONG", "off by 1", 3))
     )
     reports = [[right], [right | {"text": "2e-7"}], [wrong]]
