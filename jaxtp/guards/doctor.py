@@ -24,7 +24,7 @@ from jaxtp.guards.self_check import (
 
 def examine(
     mesh: Mesh,
-    settings: Mapping[str, object],
+    settings: Mapping[str, Mapping[str, object]],
     folder: Path,
     *,
     dtypes: Sequence[str],

@@ -30,11 +30,11 @@ class Record(TypedDict):
     host: str
     visible: list[str]
     driven: list[int]
-    settings: dict[str, object]
+    settings: Mapping[str, Mapping[str, object]]
 
 
 def check_processes(
-    mesh: Mesh, settings: Mapping[str, object], *, tp_across_hosts: bool
+    mesh: Mesh, settings: Mapping[str, Mapping[str, object]], *, tp_across_hosts: bool
 ) -> list[Finding]:
     """Compares all processes, which must call it; its findings are equal in all of them."""
     records: list[Record] = all_gather_json(record(settings))
@@ -57,7 +57,7 @@ def check_processes(
     return findings("processes", "agreement", errors, text)
 
 
-def record(settings: Mapping[str, object]) -> Record:
+def record(settings: Mapping[str, Mapping[str, object]]) -> Record:
     """Returns the record of this process."""
     devices = jax.local_devices()
     driven = [device.local_hardware_id for device in devices if device.platform == "gpu"]

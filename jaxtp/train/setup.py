@@ -287,7 +287,7 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
     from jaxtp.guards.finding import conclude
 
     attention = attention_cases(config, mesh) if blueprint.is_decoder else []
-    settings = {"configuration": to_plain(config), "data": data.description}
+    settings = {"configuration": to_plain(config), "data": dict(data.description)}
     stages = examine(
         mesh,
         settings,
