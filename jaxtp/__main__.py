@@ -19,6 +19,7 @@ COMMANDS = {
     "check": "jaxtp.tools.check",
     "checkpoint": "jaxtp.checkpoint",
     "convert": "jaxtp.tools.convert",
+    "doctor": "jaxtp.tools.doctor",
     "estimate": "jaxtp.tools.estimate",
     "evaluate": "jaxtp.tools.evaluate",
     "explain": "jaxtp.tools.explain",

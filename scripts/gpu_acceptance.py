@@ -107,7 +107,6 @@ STEPS = {
 
 
 ON_DEVICE = (
-    "devices",
     "attention",
     "attention-speed",
     "experts",
@@ -185,21 +184,15 @@ def run(command: list[str], log: Path, *, codes: tuple[int, ...] = (0,), **envir
 
 
 def devices(machine: Machine, out: Path, log: Path) -> Result:
-    """Times the self-check of the devices and their collectives."""
-    import jax
-
-    from jaxtp.config.entry import NumericsError
-    from jaxtp.mesh import make_mesh
-    from jaxtp.train.self_check import check_devices, check_outside_of_jit
-
-    mesh = make_mesh(fsdp=jax.device_count())
+    """Times `jaxtp doctor`, which checks devices, collectives, kernels and versions."""
+    file = out / "doctor.json"
+    words = ["-m", "jaxtp", "doctor", "--folder", str(out), "--json", str(file)]
     started = time.perf_counter()
-    try:
-        for check in (check_outside_of_jit, check_devices):
-            check(mesh, "float32" if machine.is_small else "bfloat16")
-    except NumericsError as error:
-        return {"right": False, "wrong": str(error)}
-    return {"right": True, "check_seconds": time.perf_counter() - started}
+    run([sys.executable, *words], log, codes=(0, 3))
+    seconds = time.perf_counter() - started
+    rows = json.loads(file.read_text())["findings"]
+    wrong = [row["text"] for row in rows if row["error"]]
+    return {"right": not wrong, "wrong": "; ".join(wrong) or "none", "doctor_seconds": seconds}
 
 
 def attention_cases(machine: Machine) -> Iterator[tuple[Kernel, Use, tuple[int, int]]]:
@@ -249,7 +242,7 @@ def first_line(error: Exception) -> str:
 
 def compare_attention(case: tuple[Kernel, Use, tuple[int, int]]) -> tuple[str, Result]:
     """Returns a name for the case, and the errors of its output and gradients."""
-    from jaxtp.train.self_check import TOLERANCE, relative_errors
+    from jaxtp.guards.self_check import TOLERANCE, relative_errors
 
     kernel, use, heads = case
     what = (
@@ -288,8 +281,8 @@ def attention_speed(machine: Machine, out: Path, log: Path) -> Result:
     import jax
     from bench import medians
 
+    from jaxtp.guards.self_check import problem, results
     from jaxtp.layers.kernels.select import architecture_of
-    from jaxtp.train.self_check import problem, results
 
     most = ceiling(machine, out, log)["flops_per_second"]
     found: Result = {}
@@ -339,10 +332,10 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
     import numpy as np
     from bench import medians
 
+    from jaxtp.guards.self_check import TOLERANCE
     from jaxtp.layers.kernels.grouped import grouped_matmul, unsupported
     from jaxtp.mesh import platform_of
     from jaxtp.tools.check.parity import relative_error
-    from jaxtp.train.self_check import TOLERANCE
 
     groups, rows, width, features = (4, 64, 16, 24) if machine.is_small else (32, 8192, 2048, 768)
     random = np.random.default_rng(0)

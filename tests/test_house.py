@@ -18,6 +18,7 @@ LEVELS = [
     {"layers", "plans", "data"},
     {"models", "checkpoint"},
     {"hf", "analysis"},
+    {"guards"},
     {"train", "generate"},
     {"tools"},
 ]
@@ -194,9 +195,9 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 315_000,
-    "files": 250,
-    "rooms": 14,
-    "arrows between rooms": 72,
+    "files": 252,
+    "rooms": 15,
+    "arrows between rooms": 78,
     "files that training imports": 92,
 }
 MODULES = {

@@ -129,7 +129,7 @@ class Reader:
         if name == "prepare" and "--verify" not in rest:
             self.prepared(rest)
             return
-        if name == "launch":
+        if name == "launch" and "train" in rest:
             at = rest.index("--") + 1
             rest = [*rest[:at], *rest[at : at + 2], *self.shortened(rest[at + 2 :])]
         flags = self.shortened(rest) if name == "train" else [*rest, *SHORTER.get(name, [])]

@@ -3,14 +3,12 @@
 import errno
 import fcntl
 import os
-import platform
 import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +156,8 @@ def checkpoint_info(
     config: TrainConfig, data: Mapping[str, Any], next_sample: int, mesh: Sizes
 ) -> dict[str, Any]:
     """Returns the info that a checkpoint stores next to its arrays."""
+    from jaxtp.guards.known_versions import versions
+
     return {
         "next_sample": next_sample,
         "corpus": dict(data),
@@ -166,9 +166,3 @@ def checkpoint_info(
         "processes": jax.process_count(),
         "versions": versions(),
     }
-
-
-def versions() -> dict[str, str]:
-    """Returns versions of Python and packages that affect a run's numbers and files."""
-    packages = ("jaxtp", "jax", "flax", "optax", "orbax-checkpoint")
-    return {name: version(name) for name in packages} | {"python": platform.python_version()}

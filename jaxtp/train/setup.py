@@ -18,7 +18,7 @@ from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import Info
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
-from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.config.schema import ConfigError, replace_nested, to_plain
 from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
@@ -41,7 +41,14 @@ from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import make_eval_step, make_train_step
 from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts
-from jaxtp.train.validation import batch_problems, check_decoder, open_mesh, refuse, violations_on
+from jaxtp.train.validation import (
+    attention_cases,
+    batch_problems,
+    check_decoder,
+    open_mesh,
+    refuse,
+    violations_on,
+)
 
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
 _NOTHING_LOST = "interrupted before the first step; nothing is lost, and the same command {}"
@@ -269,34 +276,28 @@ def _check_validation(config: TrainConfig, task: Task, data: RunData) -> None:
 
 
 def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) -> list[str]:
-    # Checks devices and processes, and prepares the folder; returns lines for the summary.
+    # Prepares the folder, and examines devices and processes; returns lines for the summary.
+    with raise_everywhere():
+        run_folder.prepare(config.run.dir)
     mesh = blueprint.mesh
     on_accelerator = platform_of(mesh.devices.flat[0]) != "cpu"
-    lines = []
-    self_check = on_accelerator and config.launch.self_check
-    with raise_everywhere():
-        if self_check:
-            from jaxtp.train.self_check import (
-                check_attention,
-                check_devices,
-                check_outside_of_jit,
-            )
+    if not on_accelerator and not is_multiprocess():
+        return []
+    from jaxtp.guards.doctor import examine
+    from jaxtp.guards.finding import conclude
 
-            check_outside_of_jit(mesh, config.model.precision.compute)
-            if blueprint.is_decoder:
-                check_attention(config, mesh)
-        run_folder.prepare(config.run.dir)
-    if on_accelerator:
-        from jaxtp.train.known_versions import version_warnings
-
-        lines += version_warnings()
-    if is_multiprocess():
-        from jaxtp.train.preflight import preflight
-
-        lines += preflight(config, mesh, data.description)
-    if self_check:
-        lines.append(check_devices(mesh, config.model.precision.compute))
-    return lines
+    attention = attention_cases(config, mesh) if blueprint.is_decoder else []
+    settings = {"configuration": to_plain(config), "data": dict(data.description)}
+    stages = examine(
+        mesh,
+        settings,
+        config.run.dir,
+        dtypes=(config.model.precision.compute,),
+        attention=attention,
+        tp_across_hosts=config.mesh.tp_across_hosts,
+        computes=on_accelerator and config.launch.self_check,
+    )
+    return conclude(stages)
 
 
 def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) -> TrainConfig:

@@ -22,6 +22,7 @@ from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import (
+    Kernel,
     KernelName,
     Use,
     architecture_of,
@@ -135,6 +136,15 @@ def run_uses(config: TrainConfig, mesh: Sizes, platform: str | None) -> list[Use
     share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
     dtype = config.model.precision.compute
     return [block.use_on(share, dtype) for block in attention_blocks(config.model)]
+
+
+def attention_cases(config: TrainConfig, mesh: Mesh) -> list[tuple[Kernel, Use, tuple[int, int]]]:
+    """Returns a run's attention kernels, their uses, and query and kv heads of a device."""
+    sizes = mesh_sizes(mesh)
+    uses = run_uses(config, sizes, architecture_of(mesh.local_devices[0]))
+    heads = [block.heads.on_device(sizes[TP]) for block in attention_blocks(config.model)]
+    kernels = [pick_kernel(config.model.attention, use)[0] for use in uses]
+    return list(dict.fromkeys(zip(kernels, uses, heads, strict=True)))
 
 
 def attention_blocks(model: ModelConfig) -> list[BlockConfig]:

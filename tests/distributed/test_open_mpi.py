@@ -73,7 +73,7 @@ def test_four_processes_equal_one_and_signal_to_mpirun_saves(tmp_path, arguments
     wait_for_step(four, 3, process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(120) == 0, log.read_text()
-    assert "hosts   4 processes of 1 device:" in log.read_text()
+    assert "processes (4 of 1 device: " in log.read_text()
     stopped = max(records(four))
     assert f"stopped by SIGUSR1 at step {stopped} and saved" in log.read_text()
 

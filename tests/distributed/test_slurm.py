@@ -200,7 +200,7 @@ def test_lost_tasks_are_named_and_scancel_leaves_a_complete_checkpoint(cluster, 
 def test_two_tasks_per_node_train_and_scancel_saves(cluster, tmp_path, text, undisturbed):
     job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 2)), "--ntasks-per-node=2")
     job.wait_for_steps()
-    assert "hosts   4 processes of 1 device: 2 x cpu on n1, 2 x cpu on n2" in job.log
+    assert "processes (4 of 1 device: 2 x cpu on n1, 2 x cpu on n2; " in job.log
     cluster("scancel", job.number)
     job.wait_for_state("CANCELLED")
     cluster.wait_until_idle()
@@ -266,6 +266,6 @@ def test_two_node_example_of_the_guide(cluster, shared):
     number = done.stdout.split()[-1]
     log = folder / f"runs/slurm-{number}.log"
     wait_for(lambda: cluster.job(number)["JobState"] == "COMPLETED", "its end", 180, log.read_text)
-    assert "hosts   2 processes of 2 devices: 2 x cpu on n1, 2 x cpu on n2" in log.read_text()
+    assert "processes (2 of 2 devices: 2 x cpu on n1, 2 x cpu on n2; " in log.read_text()
     assert "no settings" not in log.read_text()
     assert list(records(folder / "runs/chat")) == [1, 3]

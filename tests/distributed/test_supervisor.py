@@ -236,7 +236,7 @@ def test_cpu_processes_divide_the_mesh_and_equal_one_process(tmp_path, capfd):
     run = [*SMALL, "--mesh=fsdp=2,tp=2", "--train.steps=4", "--run.dir"]
     launch = [f"--logs={tmp_path}", "--", "jaxtp", "train"]
     assert main(["--processes=2", *launch, *run, str(tmp_path / "two")]) == 0
-    assert "hosts   2 processes of 2 devices" in "".join(capfd.readouterr())
+    assert "processes (2 of 2 devices: " in "".join(capfd.readouterr())
     assert train([*run, str(tmp_path / "one")]) == 0
     assert records(tmp_path / "two") == pytest.approx(records(tmp_path / "one"), rel=1e-5)
 

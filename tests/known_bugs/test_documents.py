@@ -27,13 +27,13 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import Packed
 from jaxtp.data.samples import RowSettings, make_rows
+from jaxtp.guards.self_check import relative_errors
 from jaxtp.layers import gated_delta
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.positions import segment_mask, segment_positions
 from jaxtp.models import decoder
 from jaxtp.tools.evaluate.inputs import Document
 from jaxtp.tools.evaluate.measure import Scorer, measure
-from jaxtp.train.self_check import relative_errors
 
 T = 12
 V = 19

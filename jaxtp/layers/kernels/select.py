@@ -4,7 +4,7 @@ No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused
 last key of each query (`positions.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to
 2.3 times as fast as FlashAttention on an H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000
 (huggingface/transformers#48163). On GPUs a run checks its kernel against plain products
-(`train/self_check.py`). `pick_scan` chooses the scan of Gated DeltaNet.
+(`guards/self_check.py`). `pick_scan` chooses the scan of Gated DeltaNet.
 """
 
 import importlib.metadata

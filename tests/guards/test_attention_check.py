@@ -10,13 +10,13 @@ import pytest
 from support import swept
 
 import jaxtp
-from jaxtp.config.schema import ConfigError
+from jaxtp.guards.self_check import TOLERANCE, check_attention, relative_errors
 from jaxtp.layers.kernels import select as kernels
 from jaxtp.layers.kernels.fused_attention import fused_attention
 from jaxtp.layers.parameter import Precision
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import DataConfig, TrainConfig
-from jaxtp.train.self_check import TOLERANCE, check_attention, relative_errors
+from jaxtp.train.validation import attention_cases
 
 MODEL = ModelConfig(
     num_heads=4,
@@ -34,17 +34,20 @@ RIGHT = kernels.KERNELS["blockwise"]
 def check(dtype="float32", length=50, **model):
     model = replace(MODEL, precision=Precision(compute=dtype), **model)
     run = TrainConfig(model=model, data=DataConfig(sequence_length=length))
-    check_attention(run, jaxtp.make_mesh(tp=2))
+    mesh = jaxtp.make_mesh(tp=2)
+    (case,) = attention_cases(run, mesh)
+    (finding,) = check_attention(mesh.local_devices[0], *case)
+    return finding
 
 
 @swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_a_right_kernel_passes(dtype):
-    check(dtype)
+    assert check(dtype).verdict == "ok"
 
 
 @pytest.mark.wide
 def test_a_right_kernel_passes_where_gradients_are_zero():
-    check("bfloat16", length=7, sliding_window=3, attention_softcap=None)
+    assert check("bfloat16", length=7, sliding_window=3, attention_softcap=None).verdict == "ok"
 
 
 def planted(change):
@@ -81,10 +84,9 @@ WRONG_GRADIENT = {
 def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, mistake):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", planted(MISTAKES[mistake]))
     wrong = WRONG_GRADIENT.get(mistake, "its output")
-    with pytest.raises(
-        ConfigError, match=f"blockwise is wrong on cpu: {wrong} is off .* try --model.attention xla"
-    ):
-        check()
+    error = str(check().error)
+    assert f"blockwise is wrong on cpu: {wrong} is off " in error
+    assert error.endswith("try --model.attention xla")
 
 
 PART = kernels.Use(
@@ -143,7 +145,11 @@ def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
         raise NotImplementedError("no such instruction\nand more")
 
     monkeypatch.setitem(kernels.KERNELS, "blockwise", replace(RIGHT, run=unsupported))
-    with pytest.raises(
-        ConfigError, match="the kernel blockwise does not run on cpu: no such instruction; try"
-    ):
-        check()
+    assert "the kernel blockwise does not run on cpu: no such instruction; try" in check().text
+
+
+def test_a_kernel_that_is_not_for_this_device_is_not_examined():
+    use = kernels.Use(head_dim=8, dtype="bfloat16", platform="cpu")
+    (finding,) = check_attention(jax.devices()[0], kernels.KERNELS["cudnn"], use, (1, 1))
+    assert finding.verdict == "--"
+    assert "it runs on cuda, not on cpu" in finding.text

@@ -1,12 +1,13 @@
 """Versions that are known to be bad, on fakes of devices and of what is installed."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from tables import read_table
 
-from jaxtp.train import known_versions
-from jaxtp.train.known_versions import TABLE, known_problems
+from jaxtp.guards import known_versions
+from jaxtp.guards.known_versions import TABLE, known_problems
 
 DEVICES = {
     "A6000": ("NVIDIA RTX A6000", "cuda 8.6"),
@@ -36,11 +37,15 @@ def test_each_row_names_a_thread_and_packages_that_the_preflight_looks_up():
         assert known.first < known.fixed
 
 
-def test_a_run_warns(monkeypatch):
+def test_a_bad_version_is_a_warning(monkeypatch):
+    device = SimpleNamespace(device_kind="NVIDIA H100", platform="gpu", compute_capability="9.0")
+    monkeypatch.setattr(known_versions, "versions_here", lambda: {"nvidia-nccl-cu13": "2.31.2"})
+    (finding,) = known_versions.check_versions(device)
+    assert finding.verdict == "ok"
     monkeypatch.setattr(known_versions, "versions_here", lambda: {"nvidia-nccl-cu13": "2.30.7"})
-    assert known_versions.version_warnings() == []
-    monkeypatch.setattr(known_versions, "architecture_of", lambda device: "cuda 9.0")
-    (line,) = known_versions.version_warnings()
-    assert line.startswith(
-        "WARNING nvidia-nccl-cu13 2.30.7, cpu: transfers between processes can hang"
+    (finding,) = known_versions.check_versions(device)
+    assert finding.verdict == "WARNING"
+    assert finding.exit_code == 0
+    assert finding.text.startswith(
+        "WARNING nvidia-nccl-cu13 2.30.7, NVIDIA H100: transfers between processes can hang"
     )

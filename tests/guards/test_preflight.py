@@ -3,6 +3,7 @@ compared.
 """
 
 import copy
+import re
 import socket
 from types import SimpleNamespace
 
@@ -10,13 +11,13 @@ import numpy as np
 import pytest
 from runs import SMALL
 from support import journeys
-from tables import assert_errors, raised_by, read_table
+from tables import assert_errors, read_table
 
-from jaxtp.config.schema import ConfigError
+from jaxtp.config.schema import to_plain
 from jaxtp.distributed import agreement
+from jaxtp.guards import preflight
 from jaxtp.mesh import AXES
 from jaxtp.tools.launch.__main__ import main as launch
-from jaxtp.train import preflight
 from jaxtp.train.config import TrainConfig
 
 DATA = {"source": "text", "train_tokens": 100, "sha256": "ab", "order": {"rows": {"sha256": "ab"}}}
@@ -25,12 +26,12 @@ DATA = {"source": "text", "train_tokens": 100, "sha256": "ab", "order": {"rows":
 @pytest.fixture
 def records():
     """Returns what three processes that are alike say."""
-    first = preflight.record(TrainConfig(), DATA)
+    first = preflight.record({"configuration": to_plain(TrainConfig()), "data": DATA})
     return [copy.deepcopy(first) | {"host": f"node{index}"} for index in range(3)]
 
 
 def test_processes_that_are_alike_pass(records):
-    preflight.compare(records)
+    assert list(preflight.differing(records)) == []
 
 
 TABLES = read_table(__file__)
@@ -40,22 +41,20 @@ TABLES = read_table(__file__)
 def test_a_process_that_differs_is_named_with_both_values(path, records):
     lie, message = TABLES["lies"][path]
     *parents, last = path.split("/")
-    place = records[2]
+    place = records[2]["settings"]
     for name in parents:
         place = place[name]
     place[last] = lie
-    with pytest.raises(
-        ConfigError, match=rf"(?s)process 2 \(on node2\) and process 0 \(on node0\) .*{message}"
-    ):
-        preflight.compare(records)
+    (error,) = preflight.differing(records)
+    said = rf"(?s)process 2 \(on node2\) and process 0 \(on node0\) .*{message}"
+    assert re.search(said, str(error))
 
 
 def test_gpus_that_nobody_drives_are_named():
     def error_of(row):
         each = zip(row["visible"], row["driven"], strict=True)
-        return raised_by(
-            preflight.check_gpus, [{"host": "a", "visible": v, "driven": d} for v, d in each]
-        )
+        records = [{"host": "a", "visible": v, "driven": d} for v, d in each]
+        return next(map(str, preflight.idle_gpus(records)), "no error")
 
     assert_errors(TABLES["gpus"], error_of)
 
@@ -75,21 +74,28 @@ def processes(*shape, devices_each=1):
 )
 def test_layers_stay_on_one_host(sizes):
     """Two hosts of two processes of two devices; sequences may reach over them."""
-    said = raised_by(
-        preflight.check_hosts_of_tp, ["a", "a", "b", "b"], processes(*sizes, devices_each=2)
-    )
-    refusal = "mesh.tp=8 spreads layers over the hosts a and b"
-    assert said.startswith("no error" if sizes[-1] < 8 else f"ConfigError: {refusal}")
+    mesh = processes(*sizes, devices_each=2)
+    hosts = preflight.hosts_of_devices(mesh, ["a", "a", "b", "b"])
+    errors = list(map(str, preflight.tp_between_hosts(hosts)))
+    assert len(errors) == (sizes[-1] == 8)
+    assert all("mesh.tp=8 spreads layers over the hosts a and b" in error for error in errors)
 
 
 def test_a_folder_that_one_host_does_not_see_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(agreement, "PAUSES", ())
     monkeypatch.setattr(agreement, "all_gather_json", lambda seen: [seen, ["node1", False], seen])
-    with pytest.raises(
-        ConfigError, match=r"is not one folder for all: process 1 \(on node1\) does not see"
-    ):
-        preflight.check_folder(tmp_path)
+    (finding,) = preflight.check_folder(tmp_path)
+    assert "is not one folder for all: process 1 (on node1) does not see" in finding.text
+    assert finding.exit_code == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (finding,) = preflight.check_folder(tmp_path / "absent")
+    assert f"{tmp_path}/absent cannot be written by process 0" in finding.text
+    assert "No such file or directory" in finding.text
+    (finding,) = preflight.check_folder(tmp_path)
+    assert re.fullmatch(r"can be written, [\d.,]+ .?i?B free", finding.text)
 
 
 MISTAKES = {
@@ -117,5 +123,6 @@ def test_all_processes_end_with_the_mistake_of_one(mistake, tmp_path, monkeypatc
 
 def test_axes_between_hosts_are_found():
     axes = {"aaaa": [], "aabb": ["dp"], "abab": ["tp"], "abcd": ["dp", "tp"]}
-    made = processes(2, 1, 1, 2)
-    assert {places: preflight.axes_between_hosts(made, list(places)) for places in axes} == axes
+    for places, between in axes.items():
+        hosts = preflight.hosts_of_devices(processes(2, 1, 1, 2), list(places))
+        assert preflight.axes_between_hosts(hosts) == between

@@ -6,21 +6,23 @@ A row stays as long as it can affect a supported JAX. Versions that JAX rejects 
 import contextlib
 import importlib.metadata
 import itertools
+import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 
+from jaxtp.guards.finding import Finding
 from jaxtp.layers.kernels.select import architecture_of
-from jaxtp.train.run_folder import versions
 
 Version = tuple[int, ...]
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _CUDNN = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
-NATIVE = ("jaxlib", *_NCCL, *_CUDNN)
-"""Packages with native code; `run_folder.versions` lists the other packages."""
+_CUDA = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12")
+NATIVE = ("jaxlib", *_CUDA, *_NCCL, *_CUDNN)
+"""Packages with native code; `versions` has the other packages."""
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -88,27 +90,30 @@ TABLE = (
 )
 
 
-def native_versions() -> dict[str, str]:
-    """Returns the installed versions of `NATIVE`."""
-    installed = {}
-    for package in NATIVE:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
+def versions() -> dict[str, str]:
+    """Returns versions of Python and packages that affect a run's numbers and files."""
+    packages = ("jaxtp", "jax", "flax", "optax", "orbax-checkpoint")
+    installed = {name: importlib.metadata.version(name) for name in packages}
+    return installed | {"python": platform.python_version()}
 
 
 def versions_here() -> dict[str, str]:
     """Returns the versions that affect computation and communication."""
-    installed = versions() | native_versions()
+    installed = versions()
+    for package in NATIVE:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[package] = importlib.metadata.version(package)
     if DRIVER.exists():
         installed["NVIDIA's driver"] = DRIVER.read_text(errors="replace").partition("\n")[0]
     return installed
 
 
-def version_warnings() -> list[str]:
-    """Returns warnings for this process's first device."""
-    first = jax.local_devices()[0]
-    return list(known_problems(versions_here(), first.device_kind, architecture_of(first)))
+def check_versions(device: jax.Device) -> list[Finding]:
+    """Returns a warning for each installed version that is known to be bad on a device."""
+    installed = versions_here()
+    problems = known_problems(installed, device.device_kind, architecture_of(device))
+    warnings = [Finding("versions", "known problems", text, "WARNING") for text in problems]
+    return warnings or [Finding("versions", "known problems", "none")]
 
 
 def known_problems(

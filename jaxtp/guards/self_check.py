@@ -6,17 +6,17 @@ collective that layers use moves integers along each mesh axis.
 """
 
 import math
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from operator import matmul
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxtp.collectives import (
     all_gather,
@@ -29,13 +29,11 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
-from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, pick_kernel
+from jaxtp.guards.finding import Finding, findings
+from jaxtp.guards.known_versions import known_problems, versions_here
+from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of
 from jaxtp.layers.positions import Part
-from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.known_versions import known_problems, native_versions
-from jaxtp.train.validation import attention_blocks, run_uses
+from jaxtp.mesh import AXES, describe_mesh, mesh_sizes
 
 HostArray = np.ndarray[Any, Any]
 
@@ -50,87 +48,78 @@ _PER_DEVICE = PartitionSpec(AXES)  # One row per device
 
 @dataclass(frozen=True)
 class Operation:
-    """A device operation, its float64 reference on the host, and arguments."""
+    """A device operation, its arguments, and its reference on the host in float64.
 
-    run: Callable[..., Array]
-    on_host: Callable[..., HostArray]
+    By default the reference is the operation itself, on arrays of NumPy.
+    """
+
+    run: Callable[..., Any]
     arguments: tuple[HostArray, ...]
     tolerance: float = EXACT
+    on_host: Callable[..., HostArray] | None = None
 
     @cached_property
     def expected(self) -> HostArray:
         """The reference result."""
-        return self.on_host(*(np.asarray(array, np.float64) for array in self.arguments))
+        wide = (np.asarray(array, np.float64) for array in self.arguments)
+        return np.asarray((self.on_host or self.run)(*wide))
 
 
 @cache
-def operations(dtype: str) -> dict[str, Operation]:
-    """Returns the operations by name: a product in `dtype`, and operations in float32."""
+def operations(dtypes: tuple[str, ...]) -> dict[str, Operation]:
+    """Returns the operations by name: a product in each of `dtypes`, the others in float32."""
     random = np.random.default_rng(0)
 
-    def draw(rows: int, columns: int, dtype: str = "float32") -> HostArray:
-        return random.standard_normal((rows, columns)).astype(jnp.dtype(dtype))
+    def draw(rows: int, columns: int) -> HostArray:
+        return random.standard_normal((rows, columns)).astype(np.float32)
 
-    a = draw(256, 512, dtype)
-    b = draw(512, 256, dtype)
-    numbers = draw(8, 2**17)
-    logits = draw(64, 4096)
+    a = draw(256, 512)
+    b = draw(512, 256)
+    numbers = np.abs(draw(8, 2**17))
+    logits = 8 * draw(64, 4096)
     rows = draw(4096, 64)
-    index = random.integers(64, size=4096)
+    index = random.integers(64, size=4096, dtype=np.int32)
+    cases = {}
+    for dtype in map(jnp.dtype, dtypes):
+        factors = (a.astype(dtype), b.astype(dtype))
+        cases[f"a product in {dtype}"] = Operation(matmul, factors, TOLERANCE[dtype.name])
 
     def softmax(x: HostArray) -> HostArray:
         shares = np.exp(x - x.max(-1, keepdims=True))
         return np.asarray(shares / shares.sum(-1, keepdims=True))
 
-    def scatter_add(rows: HostArray, index: HostArray) -> HostArray:
-        sums = np.zeros((64, 64))
-        np.add.at(sums, index.astype(int), rows)
-        return sums
-
-    return {
-        "an elementwise operation": Operation(
-            lambda x: jnp.sqrt(x + 1), lambda x: np.sqrt(x + 1), (np.abs(numbers[0, :512]),)
-        ),
-        "a product": Operation(jnp.matmul, np.matmul, (a, b), TOLERANCE[dtype]),
-        "a sum over a long axis": Operation(
-            lambda x: x.sum(-1), lambda x: x.sum(-1), (np.abs(numbers),)
-        ),
-        "a softmax": Operation(jax.nn.softmax, softmax, (8 * logits,)),
+    return cases | {
+        "an elementwise operation": Operation(lambda x: (x + 1) ** 0.5, (numbers[0, :512],)),
+        "a sum over a long axis": Operation(lambda x: x.sum(-1), (numbers,)),
+        "a softmax": Operation(jax.nn.softmax, (logits,), on_host=softmax),
         "a scatter-add": Operation(
             lambda rows, index: jnp.zeros((64, 64)).at[index].add(rows),
-            scatter_add,
-            (rows, index.astype(np.int32)),
+            (rows, index),
+            on_host=lambda rows, index: (np.arange(64)[:, None] == index) @ rows,
         ),
     }
 
 
-def check_outside_of_jit(mesh: Mesh, dtype: str) -> None:
-    """Raises NumericsError if this process's first device computes something wrong, outside of jit.
-
-    It takes the arguments of `check_devices`.
-    """
+def check_outside_of_jit(mesh: Mesh, dtypes: Sequence[str]) -> list[Finding]:
+    """Compares operations of this process's first device, outside of jit, with the host."""
     # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and 2 inside
     # (jax-ml/jax#40633).
     first = mesh.local_devices[0]
+    compared = []
     with jax.default_device(first):
-        for name, case in operations(dtype).items():
+        for name, case in operations(tuple(dtypes)).items():
             result = case.run(*map(jnp.asarray, case.arguments))
-            _compare(f"{name} outside of jit", case, result, first)
+            compared += _compare(f"{name} outside of jit", case, {first: np.asarray(result)})
+    return compared
 
 
-def check_devices(mesh: Mesh, dtype: str) -> str:
-    """Checks all devices and, in a single process, the collectives; all processes must call it.
-
-    With several processes, `preflight` checks the collectives. Returns a line for the summary.
+def check_devices(mesh: Mesh, dtypes: Sequence[str]) -> Iterator[Finding]:
+    """Compares operations of all devices with the host; all processes must call it.
 
     Args:
-      dtype: compute dtype of the product.
-
-    Raises:
-      NumericsError: a device or collective is wrong.
+      dtypes: compute dtypes of products.
     """
-    started = time.perf_counter()
-    cases = operations(dtype)
+    cases = operations(tuple(dtypes))
 
     def body(arguments: Mapping[str, tuple[Array, ...]]) -> dict[str, Array]:
         return {
@@ -142,101 +131,98 @@ def check_devices(mesh: Mesh, dtype: str) -> str:
     check = device_view(body, "device_check", replicated, dict.fromkeys(cases, _PER_DEVICE))
     with jax.set_mesh(mesh):
         results = jax.block_until_ready(jax.jit(check)(arguments))
-    with raise_everywhere():
-        for name, case in cases.items():
-            for shard in results[name].addressable_shards:
-                _compare(name, case, np.asarray(shard.data)[0], shard.device)
-    if not is_multiprocess():
-        check_collectives(mesh)
-    seconds = time.perf_counter() - started
-    return (
-        "checked products, sums, softmax, scatter-add and collectives on every device, in "
-        f"{seconds:.1f} s"
-    )
+    for name, case in cases.items():
+        shards = results[name].addressable_shards
+        yield from _compare(name, case, {s.device: np.asarray(s.data)[0] for s in shards})
 
 
-def _compare(name: str, case: Operation, result: Array | HostArray, device: jax.Device) -> None:
-    difference = np.abs(np.asarray(result, np.float64) - case.expected)
-    error = np.max(difference) / np.max(np.abs(case.expected))
-    # Also refuses NaN
-    if not error <= case.tolerance:
-        versions = {"jax": jax.__version__, **native_versions()}
-        problems = known_problems(versions, device.device_kind, architecture_of(device))
+def _compare(name: str, case: Operation, results: Mapping[jax.Device, HostArray]) -> list[Finding]:
+    size = np.max(np.abs(case.expected))
+    worst = 0.0
+    errors = []
+    for device, result in results.items():
+        error = np.max(np.abs(result.astype(np.float64) - case.expected)) / size
+        # Also refuses NaN
+        if error <= case.tolerance:
+            worst = max(worst, error)
+            continue
         message = (
             f"{_describe(device)} computes {name} wrong: the result is off by {error:.1e} of its "
             f"largest value, and rounding explains {case.tolerance:.0e}; try another device, "
-            "driver or version of JAX (--launch.no-self-check starts the run anyway)"
+            "driver or version of JAX (--launch.no-self-check starts a run anyway)"
         )
-        raise NumericsError("\n".join([message, *problems]))
+        problems = known_problems(versions_here(), device.device_kind, architecture_of(device))
+        errors.append(NumericsError("\n".join([message, *problems])))
+    devices = f"{len(results)} device{'s' * (len(results) > 1)}"
+    text = f"{devices}, off by {worst:.0e} of {case.tolerance:.0e}"
+    return findings("devices", name, errors, text)
 
 
 def _describe(device: jax.Device) -> str:
     return f"device {device.id} of process {device.process_index} ({device.device_kind})"
 
 
-def check_collectives(mesh: Mesh) -> None:
-    """Moves integers along each axis by each collective; all processes must call it.
-
-    Raises:
-      NumericsError: a device received wrong numbers.
-    """
+def check_collectives(mesh: Mesh) -> Iterator[Finding]:
+    """Moves integers along each axis by each collective; all processes must call it."""
     numbers = {
         axis: exact_numbers(mesh.size, size) for axis, size in mesh_sizes(mesh).items() if size > 1
     }
     specs = dict.fromkeys(numbers, _PER_DEVICE)
-    sharding = NamedSharding(mesh, _PER_DEVICE)
 
     def along(axis: str, x: Array) -> dict[str, Array]:
-        moved = {
-            "all-gather": all_gather(x, axis),
-            "all-reduce": all_reduce(x, axis),
-            "reduce-scatter": reduce_scatter(x, axis),
-            "all-to-all": all_to_all(x, axis, split=0, join=0),
-            "permute": permute(x, axis),
+        return {
+            name: vary_everywhere(move(x, axis))[None] for name, (move, _) in _COLLECTIVES.items()
         }
-        return {name: vary_everywhere(array)[None] for name, array in moved.items()}
 
     def body(rows: dict[str, Array]) -> dict[str, dict[str, Array]]:
         return {axis: along(axis, row[0]) for axis, row in rows.items()}
 
     with jax.set_mesh(mesh):
-        rows = {
-            axis: jax.make_array_from_callback(a.shape, sharding, a.__getitem__)
-            for axis, a in numbers.items()
-        }
         exchange = jax.jit(device_view(body, "collectives", (specs,), specs))
-        results = jax.block_until_ready(exchange(rows))
-    with raise_everywhere():
-        for axis, moved in results.items():
-            for name, array in moved.items():
-                for shard in array.addressable_shards:
-                    _check_received(mesh, axis, name, numbers[axis], shard)
+        results = jax.block_until_ready(exchange(numbers))
+    for axis, moved in results.items():
+        for name, array in moved.items():
+            check = partial(_check_received, mesh, axis, name, numbers[axis])
+            errors = filter(None, map(check, array.addressable_shards))
+            text = f"{mesh.shape[axis]} devices, equal"
+            yield from findings("collectives", f"{name} over {axis}", errors, text)
 
 
-def _check_received(mesh: Mesh, axis: str, name: str, numbers: HostArray, shard: jax.Shard) -> None:
+def _check_received(
+    mesh: Mesh, axis: str, name: str, numbers: HostArray, shard: jax.Shard
+) -> NumericsError | None:
     devices = mesh.devices.shape
     position = list(map(int, np.unravel_index(shard.index[0].start or 0, devices)))
     dim = mesh.axis_names.index(axis)
     index = position.pop(dim)
     # The rows of all devices along the axis
     rows = np.moveaxis(numbers.reshape(*devices, -1), dim, -2)[tuple(position)]
-    if not np.array_equal(np.asarray(shard.data)[0], _EXPECTED[name](rows, index)):
-        raise NumericsError(
-            f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
-            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are "
-            "broken"
-        )
+    _, expected = _COLLECTIVES[name]
+    if np.array_equal(np.asarray(shard.data)[0], expected(rows, index)):
+        return None
+    return NumericsError(
+        f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
+        f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are broken"
+    )
 
 
-_EXPECTED: dict[str, Callable[[HostArray, int], HostArray]] = {
-    "all-gather": lambda rows, index: rows.ravel(),
-    "all-reduce": lambda rows, index: rows.sum(0),
-    "reduce-scatter": lambda rows, index: np.split(rows.sum(0), len(rows))[index],
-    "all-to-all": lambda rows, index: np.split(rows, len(rows), axis=1)[index].ravel(),
-    "permute": lambda rows, index: rows[index - 1],
+_COLLECTIVES: dict[
+    str, tuple[Callable[[Array, str], Array], Callable[[HostArray, int], HostArray]]
+] = {
+    "all-gather": (lambda x, axis: all_gather(x, axis), lambda rows, index: rows.ravel()),
+    "all-reduce": (lambda x, axis: all_reduce(x, axis), lambda rows, index: rows.sum(0)),
+    "reduce-scatter": (
+        lambda x, axis: reduce_scatter(x, axis),
+        lambda rows, index: np.split(rows.sum(0), len(rows))[index],
+    ),
+    "all-to-all": (
+        lambda x, axis: all_to_all(x, axis, split=0, join=0),
+        lambda rows, index: np.split(rows, len(rows), axis=1)[index].ravel(),
+    ),
+    "permute": (lambda x, axis: permute(x, axis), lambda rows, index: rows[index - 1]),
 }
-"""For each collective, the array that the device at `index` of an axis receives, given the rows of
-all devices along this axis."""
+"""Collectives, each with the array that the device at `index` of an axis receives, given the rows
+of all devices along this axis."""
 
 
 def exact_numbers(devices: int, size: int) -> HostArray:
@@ -266,47 +252,41 @@ _RESULTS = (
 )
 
 
-def check_attention(config: TrainConfig, mesh: Mesh) -> None:
-    """Checks a run's attention kernels.
+Case = tuple[Kernel, Use, tuple[int, int]]
+"""A kernel, its use, and the query and kv heads of a device."""
 
-    Each process's first device computes a small problem of the run's shape, forward and backward,
-    and compares it with the `xla` kernel in float32.
 
-    Raises:
-      ConfigError: a kernel does not run, or gives wrong results.
-    """
+def check_attention(
+    device: jax.Device, kernel: Kernel, use: Use, heads: tuple[int, int]
+) -> list[Finding]:
+    """Compares a small problem of a kernel, forward and backward, with `xla` in float32."""
     # Some kernels were wrong on one model of GPU, or with one kind of mask.
-    device = mesh.local_devices[0]
-    sizes = mesh_sizes(mesh)
-    uses = run_uses(config, sizes, architecture_of(device))
-    # The query and kv heads of a device
-    heads = (block.heads.on_device(sizes[TP]) for block in attention_blocks(config.model))
-    for use, on_device in dict.fromkeys(zip(uses, heads, strict=True)):
-        kernel, _ = pick_kernel(config.model.attention, use)
-        with jax.default_device(device):
-            failure = _kernel_problem(kernel, use, on_device, device.device_kind)
-        if failure is not None:
-            other = "xla" if kernel.name == "blockwise" else "blockwise"
-            raise ConfigError(f"model.attention: {failure}; try --model.attention {other}")
-
-
-def _kernel_problem(kernel: Kernel, use: Use, heads: tuple[int, int], where: str) -> str | None:
-    try:
-        errors = relative_errors(kernel.run, use, *heads)
-    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
-        return (
-            f"the kernel {kernel.name} does not run on {where}: {str(reason).partition(chr(10))[0]}"
-        )
+    masks = f"{' packed' * bool(use.packed)}{(use.window and f' window {use.window}') or ''}"
+    subject = f"{kernel.name} {use.dtype}{masks}"
+    obstacle = next(kernel.problems(use), None)
+    if obstacle is not None:
+        return [Finding("attention", subject, obstacle, "--")]
     tolerance = TOLERANCE[str(use.dtype)]
+    errors: list[float] = []
+    problem = None
+    try:
+        with jax.default_device(device):
+            errors = relative_errors(kernel.run, use, *heads)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
+        problem = f"does not run on {device.device_kind}: {str(reason).partition(chr(10))[0]}"
     # A run may have no sinks.
     for result, error in zip(_RESULTS, errors, strict=False):
         # Also refuses NaN
-        if not error <= tolerance:
-            return (
-                f"the kernel {kernel.name} is wrong on {where}: {result} is off by {error:.1e} of "
-                f"its norm, and {use.dtype} explains {tolerance:.0e}"
+        if problem is None and not error <= tolerance:
+            problem = (
+                f"is wrong on {device.device_kind}: {result} is off by {error:.1e} of its norm, "
+                f"and {use.dtype} explains {tolerance:.0e}"
             )
-    return None
+    if problem is None:
+        return [Finding("attention", subject, f"off by {max(errors):.0e} of {tolerance:.0e}")]
+    other = "xla" if kernel.name == "blockwise" else "blockwise"
+    advice = f"model.attention: the kernel {kernel.name} {problem}; try --model.attention {other}"
+    return findings("attention", subject, [ConfigError(advice)])
 
 
 def relative_errors(
