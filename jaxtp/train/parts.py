@@ -7,7 +7,7 @@ no code asks whether they are jaxtp's.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import optax
 
@@ -111,7 +111,7 @@ def _with_arguments(loss: Any, settings: LoopConfig) -> Any:
         return partial(loss, **arguments)
     with user_code(name, ConfigError):
         if is_dataclass(loss):
-            return validate(loss, arguments, source=LOSS_ARGUMENTS)
+            return validate(cast(type[Any], loss), arguments, source=LOSS_ARGUMENTS)
         check_arguments(name, loss, LOSS_ARGUMENTS, arguments)
         return loss(**arguments)
 
@@ -146,8 +146,8 @@ def _unused(config: TrainConfig, parts: Mapping[str, object]) -> Iterator[str]:
 
 def build_optimizer(
     config: TrainConfig, parts: Parts
-) -> tuple[optax.GradientTransformation | optax.MultiSteps, optax.Schedule | None]:
-    """Returns the optimizer of a run, and its learning rate, unless the optimizer is a user's.
+) -> optax.GradientTransformation | optax.MultiSteps:
+    """Returns the optimizer of a run.
 
     Raises:
       ConfigError: the optimizer is not an Optax transformation, or the function fails.
@@ -155,8 +155,7 @@ def build_optimizer(
     optimizer: Any = parts.optimizer
     steps = config.train.steps
     if optimizer is None:
-        schedule = optimizers.learning_rate(config.optimizer, steps)
-        return optimizers.build(config.optimizer, steps), schedule
+        return optimizers.build(config.optimizer, steps)
     if callable(optimizer):
         signature = signature_of(optimizer)
         takes_steps = signature is not None and "steps" in signature.parameters
@@ -167,12 +166,14 @@ def build_optimizer(
             "optimizer must be an Optax transformation, such as optax.adamw(3e-4), not "
             f"{describe_value(optimizer)}"
         )
-    return optimizer, None
+    return optimizer
 
 
 def step_settings(config: TrainConfig, parts: Parts = Parts()) -> StepSettings:
     """Returns the settings of a run's steps and evaluations."""
-    _, schedule = build_optimizer(config, parts)
+    schedule = None
+    if parts.optimizer is None:
+        schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
     return StepSettings(
         objective=parts.loss.configured(config.train, config.mesh.context),
         accumulation=config.train.accumulation,

@@ -79,7 +79,7 @@ class Plan:
         make_model, lines = self.parts.model.split(
             config.model, mesh, settings.objective, settings.seed, self.shapes
         )
-        optimizer, _ = build_optimizer(config, self.parts)
+        optimizer = build_optimizer(config, self.parts)
         blueprint = plan_state(config.model, optimizer, mesh, make_model)
         paths = list(trained_parameters(blueprint))
         optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
@@ -192,7 +192,7 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
     if restored is None:
         report.line(f"making the initial state: {parameter_count(blueprint):,} parameters")
-    initial = decided.init.create_state(config, blueprint, restored)
+    initial = decided.init.create_state(config.run, blueprint, restored)
     if restored is None:
         check_scored_model(data.tokens, initial, blueprint.mesh)
     if initial.description:

@@ -148,7 +148,7 @@ def decoder_maker(config: ModelConfig) -> MakeModel:
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = create_decoder(config, rngs=rngs)
-        _, _, arrays = nnx.split(model, nnx.Variable, ...)
+        _, _, arrays = nnx.split(model, nnx.Variable, ...)  # type: ignore[misc]
         for path, _ in nnx.to_flat_state(arrays):
             name = f"model.{dotted(path)}"
             raise ConfigError(f"{name} is an array of a jaxtp.Decoder, {_NO_VARIABLE}")

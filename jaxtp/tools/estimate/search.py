@@ -144,8 +144,8 @@ def describe_model(config: TrainConfig) -> Model:
 
 def _loss_work(row: Plan) -> LossWork:
     flops, saved = _row_work(row)
-    cross_entropy = {"train.loss": None, "train.loss_arguments": {}}
-    usual_flops, usual_saved = _row_work(plan_step(replace_nested(row.config, cross_entropy)))
+    usual = replace_nested(row.config, {"train.loss": None, "train.loss_arguments": {}})
+    usual_flops, usual_saved = _row_work(plan_step(usual))
     columns = sum(column.size * column.dtype.itemsize for column in row.shapes.values())
     return LossWork(flops, flops / usual_flops, max(0.0, saved - usual_saved), columns)
 
