@@ -316,7 +316,7 @@ class Defaults:
         smallest = {axis: max(size, 1) for axis, size in mesh_shape(**fixed).items()}
         smallest_run = with_divisible_batch(self.config, smallest) if any_batch else self.config
         if any(problems(smallest_run, smallest)):
-            # `open_mesh` then blames only the explicit sizes.
+            # `ModelSource.open_mesh` then blames only the explicit sizes.
             if self.has_model:
                 self.override("mesh", self.config.mesh.of_sizes(mesh_shape(**fixed)))
             # Before JAX's backend starts

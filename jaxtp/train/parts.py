@@ -97,7 +97,7 @@ def _with_arguments(loss: Any, settings: LoopConfig) -> Any:
     # Returns the loss with `train.loss_arguments`.
     arguments = settings.loss_arguments
     if not isinstance(loss, type) and not (callable(loss) and arguments):
-        if arguments and not loss:
+        if arguments and loss is None:
             raise ConfigError(f"{LOSS_ARGUMENTS}={dict(arguments)} need a loss: set --train.loss")
         return loss
     name = settings.loss or repr(loss)
@@ -117,7 +117,7 @@ def _with_arguments(loss: Any, settings: LoopConfig) -> Any:
 
 
 def _check_functions(loss: object, callbacks: Sequence[object]) -> None:
-    if loss:
+    if loss is not None:
         _check_function("loss", loss, ("model", "batch", "key"))
     for callback in callbacks:
         if isinstance(callback, type):

@@ -112,7 +112,7 @@ def _check(argv: Sequence[str]) -> int:
     small, subject = open_subject(config, config.meshes)
     cases = small.cases
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
-    shown = ("model",) if config.meshes else ("model", "mesh")
+    shown = ("model",) if config.meshes else small.noted
     print("".join(f"default {note}\n" for note in notes if note.startswith(shown)), end="")
     print(*small.lines, sep="\n")
     if not subject.is_audited:

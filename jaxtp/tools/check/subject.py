@@ -89,6 +89,8 @@ class Small:
     cases: list[Case]
     # Lines on what was shrunk
     lines: list[str]
+    # Settings whose defaults are explained
+    noted: tuple[str, ...] = ("model", "mesh")
 
 
 @singledispatch
@@ -111,7 +113,7 @@ def _(model: OwnModel, config: TrainConfig, meshes: Sequence[str]) -> Small:
     if model.plan is None:
         lines.append("plan    none: with tp, the one that jaxtp proposes")
     cases = own_model_cases(config, meshes, over_cp=over_cp)
-    return Small(in_three_updates(config), cases, lines)
+    return Small(in_three_updates(config), cases, lines, noted=("model",))
 
 
 def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[Small, Subject]:
