@@ -106,6 +106,7 @@ def summary(
     rows: dict[str, object] = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {python}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
+        "model": model["model"],
         "state": f"{per_device} of parameters and optimizer on each device, of {total} in all",
         **model,
         "loss": describe_loss(config.train),
