@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import singledispatch
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -100,42 +100,46 @@ def load_run(
         )
     recorded = own_or_decoder(checkpoint.folder, checkpoint.info, source)
     # Without a mesh and a plan a user's model stays plain Flax.
-    loading = _Loading(checkpoint, source, styles, base, mesh, has_mesh or styles is not None)
-    return _load(recorded, loading)
-
-
-class _Loading(NamedTuple):
-    checkpoint: StoredCheckpoint
-    build: Any
-    plan: Plan | None
-    base: str | Path | None
-    mesh: Mesh
-    is_split: bool
+    is_split = has_mesh or styles is not None
+    folder = None if base is None else expand(Path(base))
+    return _load(recorded, checkpoint, source, styles, folder, mesh, is_split)
 
 
 @singledispatch
-def _load(recorded: RecordedModel, loading: _Loading) -> nnx.Module:
-    checkpoint = loading.checkpoint
-    mesh = loading.mesh
-    if loading.plan is not None:
+def _load(
+    recorded: RecordedModel,
+    checkpoint: StoredCheckpoint,
+    build: Any,
+    plan: Plan | None,
+    base: Path | None,
+    mesh: Mesh,
+    is_split: bool,
+) -> nnx.Module:
+    if plan is not None:
         raise ConfigError(
             "a plan splits a model of your own; the decoder has its own PartitionSpecs"
         )
     if recorded.config.lora.rank:
-        folder = None if loading.base is None else expand(Path(loading.base))
-        return load_adapted(checkpoint.folder, checkpoint.info, mesh, folder)
+        return load_adapted(checkpoint.folder, checkpoint.info, mesh, base)
     return load_merged(checkpoint.folder, checkpoint.info, recorded.config, mesh)
 
 
 @_load.register
-def _(recorded: RecordedFlaxModel, loading: _Loading) -> nnx.Module:
-    checkpoint, source, plan, base, mesh, is_split = loading
+def _(
+    recorded: RecordedFlaxModel,
+    checkpoint: StoredCheckpoint,
+    build: Any,
+    plan: Plan | None,
+    base: Path | None,
+    mesh: Mesh,
+    is_split: bool,
+) -> nnx.Module:
     if base is not None:
         raise ConfigError(
             "base is for the base model of a decoder's adapters, but the run's model is not a "
             "Decoder"
         )
-    make = builder(source, recorded.origin)
+    make = builder(build, recorded.origin)
     if plan is None:
         _require_whole_sequences(mesh)
 
