@@ -37,7 +37,14 @@ from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.tools.check.shrink import Case
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig, TrainConfig
-from jaxtp.train.state import Blueprint, TrainState, bytes_per_device, plan_state
+from jaxtp.train.parts import step_settings
+from jaxtp.train.state import (
+    Blueprint,
+    TrainState,
+    bytes_per_device,
+    decoder_maker,
+    plan_state,
+)
 from jaxtp.train.step import make_train_step
 
 MODEL = jaxtp.ModelConfig(
@@ -76,7 +83,7 @@ class Measured:
         self.sizes = mesh_sizes(self.mesh)
         plan = plan_state if explicit else plan_without_layers
         self.plan = plan(model, optimizers.build(SETTINGS, 10), self.mesh)
-        step = make_train_step(TrainConfig(optimizer=SETTINGS), self.plan)
+        step = make_train_step(step_settings(TrainConfig(optimizer=SETTINGS)), self.plan)
         with jax.set_mesh(self.mesh) if explicit else constraints_only(self.mesh):
             lowered = step.lower(self.plan.sharded, abstract_batch(self.mesh, rows, length))
             started = time.perf_counter()
@@ -99,7 +106,7 @@ def plan_without_layers(
 
     Its modules are built without a mesh.
     """
-    built = nnx.eval_shape(lambda: TrainState(model, optimizer, seed=0))
+    built = nnx.eval_shape(lambda: TrainState(decoder_maker(model), optimizer, seed=0))
     return dataclasses.replace(plan_state(model, optimizer, mesh), graph=nnx.split(built)[0])
 
 

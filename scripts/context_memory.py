@@ -25,10 +25,8 @@ from jaxtp.analysis.tables import columns
 from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
-from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import plan_state
-from jaxtp.train.step import trace_step
+from jaxtp.train.setup import plan_step
 
 CONFIG = Path(__file__).parents[1] / "configs" / "llama31_8b_128k.yaml"
 DEVICES = 16
@@ -51,9 +49,8 @@ def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int
         {**values, "data.global_batch_size": rows, "train.accumulation": 1, "model.remat": "full"},
     )
     mesh = mesh_of(sizes, topology("h100", HOSTS, DEVICES // HOSTS).devices())
-    blueprint = plan_state(run.model, optimizers.build(run.optimizer, run.train.steps), mesh)
     with jax.set_mesh(mesh):
-        program = trace_step(run, blueprint).lower().compile(compiler_options=ABSENT_GPU)
+        program = plan_step(run).trace_on(mesh).lower().compile(compiler_options=ABSENT_GPU)
     positions = {length, length // sizes["cp"], length // (2 * sizes["cp"])} - {run.model.d_model}
     shapes = {tuple(map(int, dims.split(","))) for dims in _ARRAY.findall(program.as_text())}
     pairs = sum(sum(dim in positions for dim in shape) > 1 for shape in shapes)

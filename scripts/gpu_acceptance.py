@@ -436,8 +436,9 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     from jaxtp.data.loader import abstract_batch
     from jaxtp.tools.estimate.search import describe_model, estimate, target
     from jaxtp.train import optimizer as optimizers
+    from jaxtp.train.setup import plan_step
     from jaxtp.train.state import plan_state
-    from jaxtp.train.step import compiler_options, trace_step
+    from jaxtp.train.step import compiler_options
 
     case = STEPS[name]
     hardware = find(machine.hardware)
@@ -449,8 +450,10 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     rows = data.global_batch_size
     length = data.sequence_length
     plan = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
-    options = compiler_options(config, "cuda" if machine.platform == "gpu" else machine.platform)
-    lowered = trace_step(config, plan).lower()
+    options = compiler_options(
+        config.model, "cuda" if machine.platform == "gpu" else machine.platform
+    )
+    lowered = plan_step(config).trace_on(mesh).lower()
     create = partial(plan.create, 0)
     ours = Runner(name, lowered, create, options)
     batch = make_batch(mesh, config.model.vocab_size, rows, length)

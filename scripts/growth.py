@@ -24,8 +24,8 @@ def measure(layers: int, devices: int) -> dict[str, float]:
     import jaxtp
     from jaxtp.train import optimizer
     from jaxtp.train.config import DataConfig, TrainConfig
+    from jaxtp.train.setup import plan_step
     from jaxtp.train.state import plan_state
-    from jaxtp.train.step import trace_step
 
     tiny = {
         "vocab_size": 256,
@@ -48,8 +48,8 @@ def measure(layers: int, devices: int) -> dict[str, float]:
         times[name] = time.perf_counter() - started
         return done
 
-    plan = note("plan", lambda: plan_state(model, optimizer.build(config.optimizer, 10), mesh))
-    traced = note("trace", lambda: trace_step(config, plan))
+    note("plan", lambda: plan_state(model, optimizer.build(config.optimizer, 10), mesh))
+    traced = note("trace", lambda: plan_step(config).trace_on(mesh))
     lowered = note("lower", traced.lower)
     note("compile", lowered.compile)
     return times

@@ -353,7 +353,7 @@ def main() -> None:
     traced = trace(config, mesh)
     with jax.set_mesh(mesh):
         lowered = traced.lower()
-    options = {**compiler_options(config, "cuda"), **ABSENT_GPU}
+    options = {**compiler_options(config.model, "cuda"), **ABSENT_GPU}
     text = lowered.compile(compiler_options=options).as_text()
     setting = estimate(config, target(hardware, devices), describe_model(config))
     parts = roofline(setting, read_parts(text), read_schedule(text, sizes))

@@ -112,14 +112,14 @@ def plain_step() -> None:
     from jaxtp.data.loader import abstract_batch
     from jaxtp.train import optimizer
     from jaxtp.train.config import TrainConfig
+    from jaxtp.train.setup import plan_step
     from jaxtp.train.state import plan_state
-    from jaxtp.train.step import trace_step
 
     config = TrainConfig()
     mesh = jaxtp.make_mesh(**({"fsdp": 2, "tp": 4} if jax.device_count() == 8 else {}))
     plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
     state = plan.create(seed=0)
-    step = trace_step(config, plan).lower().compile()
+    step = plan_step(config).trace_on(mesh).lower().compile()
     data = config.data
     batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
     zeros = {
@@ -148,10 +148,10 @@ def tiny_step(folder: Path, repeats: int) -> Times:
             next(steps)
         batches = run.data.batches(trainer.mesh, run.position, 10**6)
         batch, _ = next(batches)
-        step = make_train_step(run.config, run.blueprint)
+        step = make_train_step(run.step_settings, run.blueprint)
         on_state = step.trace(run.state, batch).lower().compile()
         leaves = [leaf + 0 for leaf in run.leaves]
-        step = make_train_step(run.config, run.blueprint, on_leaves=True)
+        step = make_train_step(run.step_settings, run.blueprint, on_leaves=True)
         on_leaves = step.trace(leaves, batch).lower().compile()
         state = run.blueprint.unflatten([leaf + 0 for leaf in leaves])
 

@@ -43,8 +43,9 @@ from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 from jaxtp.tools.estimate.search import describe_model, estimate, target
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.setup import plan_step
 from jaxtp.train.state import Blueprint, named_arrays, plan_state
-from jaxtp.train.step import compiler_options, fetch, trace_step
+from jaxtp.train.step import compiler_options, fetch
 
 MODELS = {
     "tiny": {
@@ -332,10 +333,12 @@ def runners(
             config, {name: yaml.safe_load(value) for name, value in changes.items()}
         )
         ours = plan_state(changed.model, plan.optimizer, mesh)
-        lowered = trace_step(changed, ours).lower()
+        lowered = plan_step(changed).trace_on(mesh).lower()
         create = functools.partial(ours.create, 0)
         found.append(
-            Runner(variant, lowered, create, {**options, **compiler_options(changed, platform)})
+            Runner(
+                variant, lowered, create, {**options, **compiler_options(changed.model, platform)}
+            )
         )
     return found
 

@@ -36,8 +36,8 @@ from step_beside_plain import (
 import jaxtp
 from jaxtp.analysis.tables import columns
 from jaxtp.train import optimizer as optimizers
+from jaxtp.train.setup import plan_step
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import trace_step
 
 MODEL = MODELS["25m"]
 ROWS = 8
@@ -180,7 +180,7 @@ def our_step(folder: str, tp: int) -> tuple[Runner, Any]:
     config = our_config(model.config, ROWS, LENGTH)
     plan = plan_state(model.config, optimizers.build(config.optimizer, config.train.steps), mesh)
     create = functools.partial(plan.create, 0, nnx.state(model, nnx.Param))
-    runner = Runner("jaxtp", trace_step(config, plan).lower(), create, {})
+    runner = Runner("jaxtp", plan_step(config).trace_on(mesh).lower(), create, {})
     runner.start()
     return runner, make_batch(mesh, MODEL["vocab_size"], ROWS, LENGTH)
 

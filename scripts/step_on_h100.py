@@ -59,7 +59,7 @@ from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_flops_in_hlo
 from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.mesh import make_mesh
-from jaxtp.train import optimizer, step
+from jaxtp.train import optimizer, setup, step
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
 
@@ -70,8 +70,12 @@ mesh = make_mesh(*asked["mesh"], devices=described.devices)
 config = replace_nested(from_yaml(TrainConfig, asked["config"]), asked["changes"])
 plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
 with jax.set_mesh(mesh):
-    lowered = step.trace_step(config, plan).lower()
-options = getattr(step, "compiler_options", lambda *_: {})(config, "cuda")
+    if hasattr(setup, "plan_step"):
+        lowered = setup.plan_step(config).trace_on(mesh).lower()
+        options = step.compiler_options(config.model, "cuda")
+    else:  # before 0.3
+        lowered = step.trace_step(config, plan).lower()
+        options = getattr(step, "compiler_options", lambda *_: {})(config, "cuda")
 # Without a GPU some products then have no kernel.
 options.pop("xla_gpu_exclude_nondeterministic_ops", None)
 compiled, text = compile_with_spmd_text(lowered, {"xla_gpu_autotune_level": 0, **options})

@@ -28,8 +28,9 @@ from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.train import optimizer, verify
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory_check import verification_bytes
+from jaxtp.train.setup import plan_step
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
-from jaxtp.train.step import fetch, trace_step
+from jaxtp.train.step import fetch
 
 
 class Bench:
@@ -57,7 +58,7 @@ class Bench:
         self.batch = {name: jax.device_put(part, where) for name, part in parts.items()}
         self.state = self.plan.create(seed=0)
         self.plain, self.summed = (
-            trace_step(self.config, self.plan, with_checksums=each).lower().compile()
+            plan_step(self.config).trace_on(self.mesh, with_checksums=each).lower().compile()
             for each in (False, True)
         )
         self.verifier = verify.Verifier(

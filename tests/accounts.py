@@ -21,6 +21,7 @@ from jaxtp.layers import remat
 from jaxtp.mesh import mesh_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, MeshConfig, TrainConfig
+from jaxtp.train.parts import step_settings
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 
@@ -35,7 +36,7 @@ def step_of(config, mesh, accumulation, context="auto"):
         model=config, train=LoopConfig(accumulation=accumulation), mesh=MeshConfig(context=context)
     )
     plan = plan_state(config, optimizers.build(run.optimizer, run.train.steps), mesh)
-    return make_train_step(run, plan), plan
+    return make_train_step(step_settings(run), plan), plan
 
 
 @dataclass(frozen=True)

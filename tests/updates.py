@@ -7,6 +7,7 @@ from flax import nnx
 import jaxtp
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.parts import step_settings
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import fetch, make_train_step
 
@@ -29,7 +30,8 @@ def updated(folder, mesh, batches, eps):
     state = blueprint.create(0)
     state["model"] = nnx.state(model)
     loop = LoopConfig(steps=len(batches), balance_loss=0, selection_bias_rate=0)
-    step = make_train_step(TrainConfig(optimizer=settings, train=loop), blueprint)
+    config = TrainConfig(optimizer=settings, train=loop)
+    step = make_train_step(step_settings(config), blueprint)
     losses = []
     norms = []
     with jax.set_mesh(mesh):

@@ -4,9 +4,9 @@ A run that starts from a Hugging Face model also stores its config.json and toke
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +44,28 @@ ORIGIN = "origin.json"
 """File in `HF_FILES` that names the folder of a model with tensors outside of the text model."""
 
 
-class RecordedModel(NamedTuple):
-    """The model that a checkpoint records."""
+@dataclass(frozen=True)
+class RecordedModel:
+    """The decoder that a checkpoint records."""
 
-    config: ModelConfig  # Of a user's Flax model only the precision has an effect
+    config: ModelConfig
     origin: OriginConfig
-    is_decoder: bool
+
+    def decoder(self, checkpoint: Path) -> ModelConfig:
+        """Returns the settings of the decoder; raises CheckpointError for another model."""
+        return self.config
+
+
+class RecordedFlaxModel(RecordedModel):
+    """A user's Flax model that a checkpoint records; only the precision of `config` has effect."""
+
+    def decoder(self, checkpoint: Path) -> ModelConfig:
+        """See `RecordedModel`."""
+        raise CheckpointError(
+            f"{checkpoint} has a model of {self.origin.build}, which is not a jaxtp.Decoder, and "
+            "commands that generate, evaluate, score or export take only decoders; in Python, "
+            f"{call_of_load(checkpoint, self.origin.build)} returns it"
+        )
 
 
 def load_merged(
@@ -117,14 +133,7 @@ def run_model_config(checkpoint: Path, info: Info, build: object = None) -> Mode
     Raises:
       CheckpointError: as `own_or_decoder`, or the model is no decoder.
     """
-    model = own_or_decoder(checkpoint, info, build)
-    if model.is_decoder:
-        return model.config
-    raise CheckpointError(
-        f"{checkpoint} has a model of {model.origin.build}, which is not a jaxtp.Decoder, and "
-        "commands that generate, evaluate, score or export take only decoders; in Python, "
-        f"{call_of_load(checkpoint, model.origin.build)} returns it"
-    )
+    return own_or_decoder(checkpoint, info, build).decoder(checkpoint)
 
 
 def own_or_decoder(checkpoint: Path, info: Info, build: object = None) -> RecordedModel:
@@ -155,7 +164,7 @@ def own_or_decoder(checkpoint: Path, info: Info, build: object = None) -> Record
             raise CheckpointError(
                 f"{checkpoint} has jaxtp's own decoder, which needs no code: leave build out"
             )
-        return RecordedModel(validate(ModelConfig, model, source=source), origin, is_decoder=True)
+        return RecordedModel(validate(ModelConfig, model, source=source), origin)
     if build is None:
         described = truncate(origin.build, 300)
         if origin.arguments:
@@ -168,9 +177,9 @@ def own_or_decoder(checkpoint: Path, info: Info, build: object = None) -> Record
         )
     settings = decoder_settings(build, origin)
     if settings is None:
-        return RecordedModel(validate(ModelConfig, model, source=source), origin, is_decoder=False)
+        return RecordedFlaxModel(validate(ModelConfig, model, source=source), origin)
     decoder = validate(type(settings), model, source=source)
-    return RecordedModel(replace(decoder, decoder=settings.decoder), origin, is_decoder=True)
+    return RecordedModel(replace(decoder, decoder=settings.decoder), origin)
 
 
 def _has_adapters(info: Info) -> bool:

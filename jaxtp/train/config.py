@@ -437,14 +437,6 @@ class TrainConfig:
     profile: Annotated[ProfileConfig, NOTHING] = ProfileConfig()
     launch: Annotated[LaunchConfig, NOTHING] = LaunchConfig()
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether `model.build` names a model that the section `model` does not describe.
-
-        Also true for a user's Decoder that is not imported yet.
-        """
-        return self.origin.build is not None and self.model.decoder is None
-
 
 IGNORED_BY_STEP = tuple(settings(TrainConfig, lambda mark: not (mark.numbers or mark.cost)))
 """Settings that do not affect a single step; commands that only analyze a step omit them."""

@@ -9,8 +9,6 @@ Python stays as it is (`as_configured`).
 """
 
 import math
-import os
-import re
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -56,6 +54,8 @@ from jaxtp.mesh import (
 from jaxtp.models.config import padded_sizes
 from jaxtp.train.config import LoopConfig, TrainConfig, training_of
 from jaxtp.train.init_source import InitSource, resolve
+from jaxtp.train.model_source import model_source
+from jaxtp.train.parts import Parts
 from jaxtp.train.run_data import load_tokens
 from jaxtp.train.run_folder import CHECKPOINTS
 from jaxtp.train.task import Task, is_replaced, with_references
@@ -152,11 +152,8 @@ def decide(config: TrainConfig, explicit: Set[str], devices: DeviceInfo | None =
     if devices is None:
         # Before JAX's backend starts
         choose_allocator(config.launch.allocator)
-    defaults = _Defaults(config, explicit, devices)
-    if config.is_foreign:
-        defaults.choose_for_own_model()
-    else:
-        defaults.choose_for_decoder()
+    defaults = Defaults(config, explicit, devices)
+    model_source(config).choose(defaults)
     return replace(defaults.decided, config=defaults.config, notes=defaults.lines)
 
 
@@ -208,7 +205,7 @@ def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Dec
     return decide(config, explicit)
 
 
-class _Defaults:
+class Defaults:
     """A configuration whose defaults are chosen one by one; `lines` has the reasons."""
 
     def __init__(self, config: TrainConfig, explicit: Set[str], devices: DeviceInfo | None):
@@ -229,25 +226,17 @@ class _Defaults:
             self.override(name, value, reason)
 
     def override(self, name: str, value: object, reason: str = "") -> None:
+        """Sets a setting."""
         self.config = replace_nested(self.config, {name: value})
         if reason:
             text = " ".join(value) if isinstance(value, tuple) else value
             self.lines.append(f"{name} = {text}: {reason}")
 
     def choose_folder(self) -> None:
-        # The default folder belongs to a run of jaxtp's decoder with random weights.
-        build = self.config.origin.build
-        source = self.config.run.init_from or self.config.origin.from_hf
-        if self.config.is_foreign:
-            name = re.sub(r"\W+", "-", str(build).rpartition(":")[2]).strip("-").lower() or "model"
-            self.choose(RUN_DIR, Path("runs") / name, "for the model of your own")
-        elif source is not None:
-            # The function realpath tolerates a link to itself.
-            path = Path(os.path.realpath(source))
-            if path.parent.name in ("snapshots", "checkpoints"):
-                path = path.parents[1]
-            folder = Path("runs") / f"{path.name}-tuned"
-            self.choose(RUN_DIR, folder, f"for runs that begin with {source}")
+        """Chooses the folder: the setting's default is for a new decoder."""
+        folder = model_source(self.config).default_folder(self.config)
+        if folder is not None:
+            self.choose(RUN_DIR, *folder)
 
     @property
     def fixed(self) -> dict[str, int]:
@@ -295,7 +284,10 @@ class _Defaults:
             self.choose("optimizer.warmup_steps", round(WARMUP * steps), reason)
 
     def choose_vocabulary(self) -> None:
-        # Enlarges the vocabulary of a new model to fit its data; unreadable data is reported later.
+        """Enlarges the vocabulary of a new model to fit its data.
+
+        Unreadable data is reported later.
+        """
         sizes = {}
         data = self.config.data
         for folder in filter(None, (data.path, *map(Path, data.mixture))):
@@ -306,8 +298,11 @@ class _Defaults:
             self.choose("model.vocab_size", sizes[largest], f"the vocabulary of {largest}")
 
     def choose_mesh(self) -> None:
-        # Also chooses the compute dtype, on which the memory of a step depends, and the batch size,
-        # which the mesh has to divide.
+        """Chooses the mesh of a decoder.
+
+        Also chooses the compute dtype, on which the memory of a step depends, and the batch size,
+        which the mesh has to divide.
+        """
         fixed = self.fixed
         begins_with_model = self.has_model and self.resumed is None
         any_batch = (
@@ -321,7 +316,7 @@ class _Defaults:
         smallest = {axis: max(size, 1) for axis, size in mesh_shape(**fixed).items()}
         smallest_run = with_divisible_batch(self.config, smallest) if any_batch else self.config
         if any(problems(smallest_run, smallest)):
-            # `open_mesh` then blames only the explicit sizes.
+            # `ModelSource.open_mesh` then blames only the explicit sizes.
             if self.has_model:
                 self.override("mesh", self.config.mesh.of_sizes(mesh_shape(**fixed)))
             # Before JAX's backend starts
@@ -356,6 +351,7 @@ class _Defaults:
             self.override(BATCH_SIZE, batch, "the next size that the mesh divides")
 
     def choose_compute(self, devices: DeviceInfo) -> None:
+        """Chooses the compute dtype of a decoder."""
         if self.resumed is not None:
             dtype = self.resumed["config"]["model"]["precision"]["compute"]
             reason = self.as_before
@@ -368,10 +364,11 @@ class _Defaults:
             self.choose(COMPUTE, dtype, reason)
 
     def choose_steps(self) -> None:
-        # Computes steps from epochs; needs the sequence length and the batch size.
+        """Computes steps from epochs; needs the sequence length and the batch size."""
         if self.config.train.epochs is None or self.config.data.batches is not None:
             return
-        rows = sum(map(len, load_tokens(self.config, self.decided.init).train_rows))
+        tokens = load_tokens(self.config, self.decided.init, Parts())
+        rows = sum(map(len, tokens.train_rows))
         self.config, reason = with_steps(self.config, rows, self.decided.before)
         self.lines.append(f"train.steps = {self.config.train.steps}: {reason}")
 

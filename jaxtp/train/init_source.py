@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtp.checkpoint.storage import Info
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.manifest import TokenizerInfo
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import RunConfig, TrainConfig
 from jaxtp.train.state import Blueprint
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class InitSource:
         return None
 
     def create_state(
-        self, config: TrainConfig, blueprint: Blueprint, restored: "Restored | None" = None
+        self, run: RunConfig, blueprint: Blueprint, restored: "Restored | None" = None
     ) -> InitialState:
         """Creates the initial state, or completes a restored one; all processes must call it.
 
@@ -74,7 +74,7 @@ class InitSource:
           HFError, CheckpointError: the weights are unreadable, or are not the resumed run's.
         """
         if restored is None:
-            return InitialState(blueprint.create(config.run.seed))
+            return InitialState(blueprint.create(run.seed))
         return InitialState(restored.state)
 
 
@@ -93,15 +93,15 @@ class OwnModelRun(InitSource):
             )
 
     def create_state(
-        self, config: TrainConfig, blueprint: Blueprint, restored: "Restored | None" = None
+        self, run: RunConfig, blueprint: Blueprint, restored: "Restored | None" = None
     ) -> InitialState:
         """Loads the model's variables from the newest checkpoint, unless the run is resumed."""
         if restored is not None:
-            return super().create_state(config, blueprint, restored)
+            return super().create_state(run, blueprint, restored)
         from jaxtp.checkpoint.manager import load_weights
 
         weights, folder = load_weights(self.path, blueprint.abstract["model"], blueprint.mesh)
-        state = blueprint.create(config.run.seed, weights)
+        state = blueprint.create(run.seed, weights)
         return InitialState(state, description=f"weights from {folder}")
 
 

@@ -21,11 +21,12 @@ from jaxtp.data.loader import Batch
 from jaxtp.data.rows import PAIRS, SEGMENTS
 from jaxtp.layers.balance import Balance, Routing
 from jaxtp.layers.context import Context
-from jaxtp.mesh import as_current
+from jaxtp.mesh import abstract_mesh, as_current, mesh_shape
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.metrics import check_names, describe_type
-from jaxtp.train.task import Loss, Result, Shapes, Task
+from jaxtp.train.state import MakeModel
+from jaxtp.train.task import Loss, Result, Shapes
 
 T = TypeVar("T")
 Example = NDArray[np.generic] | jax.ShapeDtypeStruct
@@ -35,6 +36,8 @@ Choices = list[tuple[Array, Array] | None] | None
 
 Experts = tuple[Array | None, ...] | None
 """Experts that replace the router's choices, `[B, layers, T, k]`, for each kind of block."""
+
+ONE_DEVICE = abstract_mesh(mesh_shape())
 
 STATEFUL = nnx.All(nnx.Variable, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 """Filter of the variables that a model may change during a step, such as the statistics of
@@ -104,21 +107,55 @@ class Objective:
     """Whether it ignores the pairs and the scores of a dataset."""
     is_in_nats: ClassVar[bool] = False
     """Whether the exponential of the mean is a perplexity."""
+    has_formulas: ClassVar[bool] = False
+    """Whether the formulas of `memory.py` and `performance.py` describe its step."""
 
-    def __init__(self, function: Loss):
-        self.function = function
+    def __init__(self, loss: Loss):
+        self._loss = loss
+
+    @property
+    def function(self) -> Loss:
+        """The loss as its author wrote it."""
+        return self._loss
+
+    @classmethod
+    def of(cls, loss: Loss) -> "Objective":
+        """Returns the objective of a loss."""
+        return loss if isinstance(loss, Objective) else cls(loss)
+
+    def configured(self, weights: LoopConfig, context: Context) -> "Objective":
+        """Returns the objective with the settings of a run."""
+        return self
+
+    def attribute(self, name: str, default: T) -> T:
+        """Returns an optional attribute of the loss, such as `columns`.
+
+        `train.loss_arguments` may complete the loss.
+        """
+        function = self.function.func if isinstance(self.function, partial) else self.function
+        with user_code(f"the loss's attribute {name}"):
+            return getattr(function, name, default)
+
+    def example(self, rows: int, config: TrainConfig) -> dict[str, Example]:
+        """Returns an example of a decoder's batch, for use without data.
+
+        The loss makes it (`example_batch`), or it has abstract ids, labels and segments.
+        """
+        make: Callable[[int, int, TrainConfig], Mapping[str, Example]] = self.attribute(
+            "example_batch", NextToken.example_batch
+        )
+        return dict(make(rows, config.data.sequence_length, config))
 
     def __call__(self, model: Any, batch: Mapping[str, Array], key: Array) -> Result:
         """See `Loss`."""
         return self.function(model, batch, key)
 
-    def inspect(self, config: TrainConfig, task: Task, batch: Shapes) -> "Traits":
+    def inspect(self, make_model: MakeModel, batch: Shapes) -> "Traits":
         """Returns facts about the loss; raises ConfigError if it does not take the batch."""
         from jaxtp.train.loss_checks import inspect_loss
-        from jaxtp.train.user_step import ONE_DEVICE, on_one_device
 
         with as_current(ONE_DEVICE):
-            return inspect_loss(self.function, on_one_device(config, task), batch)
+            return inspect_loss(self.function, on_one_device(make_model), batch)
 
     def terms(
         self, model: Any, micro: Micro, key: Array, *, step_key: Array, record: bool = False
@@ -147,6 +184,16 @@ class NextToken(Objective):
     is_by_row = True
     reads_only_tokens = True
     is_in_nats = True
+    has_formulas = True
+
+    def configured(self, weights: LoopConfig, context: Context) -> "NextToken":
+        """See `Objective`."""
+        return replace(self, weights=weights, context=context)
+
+    @property
+    def function(self) -> "NextToken":
+        """The loss, which is the objective itself."""
+        return self
 
     def __call__(self, model: Decoder, batch: Mapping[str, Array], key: Array) -> Result:
         """Returns the cross-entropy alone, without dropout."""
@@ -157,7 +204,7 @@ class NextToken(Objective):
             context=self.context,
         )
 
-    def inspect(self, config: TrainConfig, task: Task, batch: Shapes) -> "Traits":
+    def inspect(self, make_model: MakeModel, batch: Shapes) -> "Traits":
         """Checks the columns, without a trace."""
         check_columns(self, batch)
         for name in self.columns:
@@ -201,11 +248,11 @@ class NextToken(Objective):
         return {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in names}
 
 
-def objective_of(loss: Loss | None, config: TrainConfig) -> Objective:
-    """Returns the objective of a loss, which by default is the next token's."""
-    if loss is None:
-        return NextToken(config.train, config.mesh.context)
-    return loss if isinstance(loss, Objective) else Objective(loss)
+def on_one_device(make_model: MakeModel) -> nnx.Module:
+    """Returns an abstract model, not split; call it under `ONE_DEVICE`."""
+    from jaxtp.plans.parallelize import abstract_model
+
+    return abstract_model(lambda: make_model(nnx.Rngs(0)))
 
 
 def row_keys(key: Array, rows: Array) -> Array:
@@ -217,27 +264,6 @@ def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
     if routing is None or routing.experts is None or routing.margin is None:
         return None
     return routing.experts.swapaxes(0, 1), routing.margin.swapaxes(0, 1)
-
-
-def attribute(loss: Loss | None, name: str, default: T) -> T:
-    """Returns an optional attribute of a loss, such as `columns`.
-
-    `train.loss_arguments` may complete the loss.
-    """
-    function = loss.func if isinstance(loss, partial) else loss
-    with user_code(f"the loss's attribute {name}"):
-        return getattr(function, name, default)
-
-
-def example_batch(loss: Loss | None, config: TrainConfig, rows: int) -> dict[str, Example]:
-    """Returns an example of a decoder's batch, for use without data.
-
-    The loss makes it (`example_batch`), or it has abstract ids, labels and segments.
-    """
-    make: Callable[[int, int, TrainConfig], Mapping[str, Example]] = attribute(
-        loss, "example_batch", NextToken.example_batch
-    )
-    return dict(make(rows, config.data.sequence_length, config))
 
 
 def call(loss: Loss, model: nnx.Module, batch: Mapping[str, Array], key: Array) -> Terms:
@@ -301,7 +327,7 @@ class Traits:
 
 def check_columns(loss: Loss, batch: Shapes) -> None:
     """Raises ConfigError if a batch lacks a column that the loss lists."""
-    columns: tuple[str, ...] = attribute(loss, "columns", ())
+    columns: tuple[str, ...] = Objective.of(loss).attribute("columns", ())
     for name in columns:
         if name not in batch:
             how = _ORIGINS.get(name, "bring batches that have it (--data.batches)")

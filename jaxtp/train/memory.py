@@ -22,7 +22,7 @@ from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, Sizes, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import TrainState
+from jaxtp.train.state import TrainState, decoder_maker
 
 MODEL = "model."
 BLOCKS = "model.blocks."
@@ -95,7 +95,9 @@ class Memory:
 def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
     """Returns the arrays of a run's state, which do not depend on the mesh."""
     optimizer = optimizers.build(config.optimizer, config.train.steps)
-    state = nnx.state(nnx.eval_shape(lambda: TrainState(config.model, optimizer, seed=0)))
+    state = nnx.state(
+        nnx.eval_shape(lambda: TrainState(decoder_maker(config.model), optimizer, seed=0))
+    )
     return tuple(
         StoredArray(
             name,

@@ -14,7 +14,7 @@ from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, bytes_per_device, total_bytes
-from jaxtp.train.task import Loss
+from jaxtp.train.step import StepSettings
 
 if TYPE_CHECKING:
     from jaxtp.train.memory import Memory
@@ -55,7 +55,7 @@ class StepMemory:
 def require_memory(
     config: TrainConfig,
     blueprint: Blueprint,
-    loss: Loss | None = None,
+    settings: StepSettings = StepSettings(),
     batch: Mapping[str, jax.ShapeDtypeStruct] = {},
 ) -> StepMemory | None:
     """Checks that a step fits each device, or on virtual CPU devices that the state fits the host.
@@ -90,7 +90,7 @@ def require_memory(
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None:
         return None
-    if loss is None:
+    if settings.objective.has_formulas:
         from jaxtp.train.memory import memory_per_device
 
         step = memory_per_device(
@@ -99,7 +99,7 @@ def require_memory(
     else:
         from jaxtp.train.user_step import trace_step
 
-        step, _ = trace_step(config, blueprint, loss, batch)
+        step, _ = trace_step(settings, blueprint, batch)
     memory = StepMemory(step, limit, config.launch.allocator)
     if not memory.fits and not config.train.allow_oversize:
         raise ConfigError(

@@ -1,6 +1,7 @@
 """User models that are not Decoders: sharding, dtypes, and loading from a run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import singledispatch
 from pathlib import Path
 from typing import Any, overload
 
@@ -17,20 +18,25 @@ from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
 from jaxtp.config.python_object import describe_value, load_object
 from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, expand
-from jaxtp.hf.runs import RecordedModel, load_adapted, load_merged, own_or_decoder
+from jaxtp.hf.runs import (
+    RecordedFlaxModel,
+    RecordedModel,
+    load_adapted,
+    load_merged,
+    own_or_decoder,
+)
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.own_decoder import Builder, builder
 from jaxtp.plans.module_wrappers import find_modules
-from jaxtp.plans.parallelize import parallelize
+from jaxtp.plans.parallelize import mark_arrays_as_data, parallelize
 from jaxtp.plans.plan import Plan, format_style
 from jaxtp.plans.run_styles import role_of
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.loss import call
-from jaxtp.train.state import MakeModel, plan_state
-from jaxtp.train.task import Shapes, Task
+from jaxtp.train.loss import Objective, call
+from jaxtp.train.state import plan_state
+from jaxtp.train.task import Shapes
 
 _MAX_SHOWN = 4  # Maximum number of variables in a message
 
@@ -93,36 +99,47 @@ def load_run(
             f"plan must be a dict of styles, or FILE.py:NAME, not {describe_value(styles)}"
         )
     recorded = own_or_decoder(checkpoint.folder, checkpoint.info, source)
-    if recorded.is_decoder:
-        if styles is not None:
-            raise ConfigError(
-                "a plan splits a model of your own; the decoder has its own PartitionSpecs"
-            )
-        if recorded.config.lora.rank:
-            folder = None if base is None else expand(Path(base))
-            return load_adapted(checkpoint.folder, checkpoint.info, mesh, folder)
-        return load_merged(checkpoint.folder, checkpoint.info, recorded.config, mesh)
+    # Without a mesh and a plan a user's model stays plain Flax.
+    is_split = has_mesh or styles is not None
+    folder = None if base is None else expand(Path(base))
+    return _load(recorded, checkpoint, source, styles, folder, mesh, is_split)
+
+
+@singledispatch
+def _load(
+    recorded: RecordedModel,
+    checkpoint: StoredCheckpoint,
+    build: Any,
+    plan: Plan | None,
+    base: Path | None,
+    mesh: Mesh,
+    is_split: bool,
+) -> nnx.Module:
+    if plan is not None:
+        raise ConfigError(
+            "a plan splits a model of your own; the decoder has its own PartitionSpecs"
+        )
+    if recorded.config.lora.rank:
+        return load_adapted(checkpoint.folder, checkpoint.info, mesh, base)
+    return load_merged(checkpoint.folder, checkpoint.info, recorded.config, mesh)
+
+
+@_load.register
+def _(
+    recorded: RecordedFlaxModel,
+    checkpoint: StoredCheckpoint,
+    build: Any,
+    plan: Plan | None,
+    base: Path | None,
+    mesh: Mesh,
+    is_split: bool,
+) -> nnx.Module:
     if base is not None:
         raise ConfigError(
             "base is for the base model of a decoder's adapters, but the run's model is not a "
             "Decoder"
         )
-    assert callable(source), "settings are a decoder's"
-    # Without a mesh and a plan the model stays plain Flax.
-    is_split = has_mesh or styles is not None
-    build = builder(source, recorded.origin)
-    return _load_own(checkpoint, recorded, build, styles, mesh, is_split=is_split)
-
-
-def _load_own(
-    checkpoint: StoredCheckpoint,
-    recorded: RecordedModel,
-    make: Builder,
-    plan: Plan | None,
-    mesh: Mesh,
-    *,
-    is_split: bool,
-) -> nnx.Module:
+    make = builder(build, recorded.origin)
     if plan is None:
         _require_whole_sequences(mesh)
 
@@ -132,7 +149,9 @@ def _load_own(
         by_build = plan is None and any(role_of(info.module) for info in find_modules(model))
         if by_build or not is_split:
             return model
-        return parallelize(model, plan or {}, mesh=mesh)
+        model = parallelize(model, plan or {}, mesh=mesh)
+        mark_arrays_as_data(model)
+        return model
 
     # Plans the model like the state of a run, so that it has the run's random keys.
     blueprint = plan_state(recorded.config, optax.identity(), mesh, create)
@@ -149,53 +168,35 @@ def _load_own(
     return blueprint.model_of(weights)
 
 
-def split_model(
-    config: TrainConfig, mesh: Mesh, task: Task, batch: Shapes
-) -> tuple[MakeModel, list[str]]:
-    """Returns a function that builds the model, split over the mesh, and lines on the plan.
-
-    Raises:
-      ConfigError: the function that builds it does not take its arguments, or fails.
-      PlanError: the plan does not fit.
-    """
-    assert callable(task.model)
-    build = builder(task.model, config.origin)
-    plan = task.plan
-    lines: list[str] = []
-    if plan is None:
-        plan, lines = _proposed(build, config, mesh, task, batch)
+def split_by(plan: Plan, build: Builder, precision: Precision, mesh: Mesh) -> Builder:
+    """Returns a function that builds a model, and splits it over the mesh by a plan."""
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = build(rngs)
-        set_precision(model, config.model.precision)
-        return parallelize(model, plan, mesh=mesh)
+        set_precision(model, precision)
+        model = parallelize(model, plan, mesh=mesh)
+        mark_arrays_as_data(model)
+        return model
 
-    return make, lines
+    return make
 
 
-def _proposed(
-    build: Callable[[nnx.Rngs], nnx.Module],
-    config: TrainConfig,
-    mesh: Mesh,
-    task: Task,
-    batch: Shapes,
+def propose(
+    build: Builder, mesh: Mesh, objective: Objective, seed: int, batch: Shapes
 ) -> tuple[Plan, list[str]]:
+    """Returns a plan for a model without one, and lines on it."""
     sizes = mesh_sizes(mesh)
-    loss = task.loss
     _require_whole_sequences(mesh)
-    if sizes[TP] == 1 or loss is None:
+    if sizes[TP] == 1:
         return {}, []
     from jaxtp.analysis.propose import propose_plan
 
-    def create() -> nnx.Module:
-        return build(nnx.Rngs(config.run.seed))
-
-    key = jax.random.key(config.run.seed)
+    key = jax.random.key(seed)
     proposal = propose_plan(
-        create,
+        lambda: build(nnx.Rngs(seed)),
         batch,
         mesh=sizes,
-        call=lambda model, batch: call(loss, model, batch, key).loss,
+        call=lambda model, batch: call(objective, model, batch, key).loss,
         report=None,
     )
     styles = ", ".join(f"{pattern}: {format_style(style)}" for pattern, style in proposal.items())

@@ -16,10 +16,10 @@ from jaxtp.analysis.step_costs import active_parameters, costs_of
 from jaxtp.distributed.agreement import host_names, is_multiprocess, process_name
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import ModelConfig
-from jaxtp.train.config import TrainConfig
 from jaxtp.train.metrics import Timing
-from jaxtp.train.state import Blueprint, parameter_count
-from jaxtp.train.task import Shapes, Task
+from jaxtp.train.state import Blueprint, MakeModel, parameter_count
+from jaxtp.train.step import StepSettings
+from jaxtp.train.task import Shapes
 
 LATE = 0.1  # A wait for data is long if it exceeds the median by this fraction of a step
 IN_A_ROW = 3  # Number of logged steps in a row after which a late process is reported
@@ -53,19 +53,24 @@ def peak_flops(device: jax.Device) -> float:
     return math.nan if hardware is None else hardware.flops
 
 
-def row_flops(config: TrainConfig, blueprint: Blueprint, task: Task, batch: Shapes) -> float:
+def row_flops(
+    settings: StepSettings, blueprint: Blueprint, make_model: MakeModel, batch: Shapes
+) -> float:
     """Returns the FLOPs of a row of a batch: `flops_per_token`, or `row_work` for a user's loss.
 
     They are NaN if the loss cannot be traced on one device. Call it without a mesh in context.
+
+    Args:
+      make_model: makes the model, not split over a mesh.
     """
-    if task.loss is None:
+    if settings.objective.has_formulas:
         length = batch["inputs"].shape[1]
-        return length * flops_per_token(config.model, parameter_count(blueprint), length)
+        return length * flops_per_token(blueprint.config, parameter_count(blueprint), length)
     from jaxtp.train.user_step import row_work
 
     # The loss may need the run's mesh, and a missing metric must not end the run.
     try:
-        return row_work(config, task, batch)[0]
+        return row_work(settings, make_model, batch)[0]
     except Exception:
         return math.nan
 

@@ -32,7 +32,7 @@ from jaxtp.hf.wrapper import text_attributes
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import RunConfig, TrainConfig
 from jaxtp.train.init_source import Default, InitialState, InitSource
 from jaxtp.train.resume import Restored
 from jaxtp.train.state import Blueprint
@@ -136,51 +136,50 @@ class Pretrained(InitSource):
             reason = f"the model was trained for {max_length:,}"
         return "data.sequence_length", length, reason
 
-    def changes(self, config: TrainConfig) -> list[str]:
+    def changes(self, model: ModelConfig) -> list[str]:
         """Returns the model settings that differ from the source's."""
         before = architecture(self.model)
-        now = architecture(config.model)
+        now = architecture(model)
         return differences(before | {"lora": now["lora"]}, now, "model.")
 
-    def open_adapters(self, config: TrainConfig) -> PeftFolder:
+    def open_adapters(self, model: ModelConfig) -> PeftFolder:
         """Opens the adapters of `model.lora.from`.
 
         Raises `HFError` if they are unreadable, or belong to another model.
         """
         family = self.attributes.get("model_type")
-        return open_peft(Path(str(config.model.lora.from_peft)), self.model, family)
+        return open_peft(Path(str(model.lora.from_peft)), self.model, family)
 
     def create_state(
-        self, config: TrainConfig, blueprint: Blueprint, restored: Restored | None = None
+        self, run: RunConfig, blueprint: Blueprint, restored: Restored | None = None
     ) -> InitialState:
         """Loads the weights, unless the restored checkpoint has all of them."""
-        if restored is not None and not config.model.lora.rank:
-            return super().create_state(config, blueprint, restored)
+        model = blueprint.config
+        if restored is not None and not model.lora.rank:
+            return super().create_state(run, blueprint, restored)
         base = None
-        changes = self.changes(config)
+        changes = self.changes(model)
         try:
-            if config.model.lora.rank:
+            if model.lora.rank:
                 abstract = blueprint.abstract["model"]
-                weights, base, origin = load_frozen(
-                    self.path, config.model, blueprint.mesh, abstract
-                )
+                weights, base, origin = load_frozen(self.path, model, blueprint.mesh, abstract)
             else:
-                weights, origin = load_base(self.path, config.model, blueprint.mesh)
+                weights, origin = load_base(self.path, model, blueprint.mesh)
         except CheckpointError as error:
             raise CheckpointError("; ".join([str(error), *changes])) from None
         if base is not None and restored is not None:
             check_base(restored.info, base, origin)
         lines = [f"weights from {origin}", *changes]
-        if config.model.lora.from_peft is not None and restored is None:
+        if model.lora.from_peft is not None and restored is None:
             with raise_everywhere():
-                folder = self.adapters or self.open_adapters(config)
+                folder = self.adapters or self.open_adapters(model)
                 adapters = read_peft(folder, blueprint.abstract["model"], blueprint.mesh)
             weights = nnx.merge_state(weights, adapters)
             lines += [f"adapters from {folder.path}", *folder.notes]
-        state = blueprint.create(config.run.seed, weights)
+        state = blueprint.create(run.seed, weights)
         with raise_everywhere():
             if jax.process_index() == 0 and self.files is not None:
-                copy_hf_files(self.files, config.run.dir)
+                copy_hf_files(self.files, run.dir)
         # A checkpoint of adapters does not contain the frozen model.
         if restored is not None:
             state = nnx.merge_state(state, restored.state)
@@ -309,7 +308,7 @@ def resolve_pretrained(
         old = own_or_decoder(config.run.dir, resumed).config.lora
         if old.rank and old.from_peft == lora.from_peft:
             return _with_adapters(config, old, explicit), source
-    adapters = source.open_adapters(config)
+    adapters = source.open_adapters(config.model)
     source = dataclasses.replace(source, adapters=adapters)
     return _with_adapters(config, adapters.lora, explicit), source
 

@@ -16,11 +16,11 @@ from jaxtp.data.loader import Batch, on_mesh
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitialState, InitSource
-from jaxtp.train.loss import attribute, objective_of
-from jaxtp.train.task import Loss, Task
+from jaxtp.train.loss import Objective
 
 if TYPE_CHECKING:
     from jaxtp.data.scores import Record
+    from jaxtp.train.parts import Parts
 
 TOKENS = "tokens"
 ROWS = "rows"
@@ -95,18 +95,11 @@ class RunData:
                 yield batch
 
 
-def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = None) -> Data:
+def load_tokens(config: TrainConfig, source: InitSource, parts: "Parts") -> Data:
     """Opens jaxtp's token data and plans its rows; raises a `UserError` for a mistake."""
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
-    needed = corpus.tokenizer.vocab_size
-    size = config.model.vocab_size
-    if size < needed and not config.is_foreign:
-        raise ConfigError(
-            f"the ids of {corpus.description} go up to {needed - 1}, and model.vocab_size={size} "
-            f"has fewer; a new model needs at least --model.vocab-size {needed}; a run's size is "
-            "in --config RUN/config.yaml"
-        )
+    parts.model.check_vocabulary(corpus, config.model.vocab_size)
     source.check_tokenizer(corpus.tokenizer)
     settings = RowSettings(
         data.sequence_length, config.model.vocab_size, data.packing, data.long_documents
@@ -116,18 +109,18 @@ def load_tokens(config: TrainConfig, source: InitSource, loss: Loss | None = Non
         from jaxtp.data.scores import open_scores
 
         scores = open_scores(data.scores)
-        scores.again = _score_command(config, loss, scores.record)
+        scores.again = _score_command(config, parts.loss, scores.record)
         scores.check(settings)
     return Data(corpus, settings, config.run.seed, scores)
 
 
-def _score_command(config: TrainConfig, loss: Loss | None, record: "Record | None" = None) -> str:
+def _score_command(config: TrainConfig, loss: Objective, record: "Record | None" = None) -> str:
     # Returns a command of `jaxtp score` for the run, like the one of `record`; unknown paths are
     # words in capitals. A loss with a reference needs scores by the run's initial model. A teacher
     # is another model, unknown to the run.
     data = config.data
-    is_reference = attribute(loss, "reads_reference", False)
-    temperature = attribute(loss, "scores_temperature", None)
+    is_reference = loss.attribute("reads_reference", False)
+    temperature = loss.attribute("scores_temperature", None)
     model = (config.run.init_from or config.origin.from_hf) if is_reference else None
     out = "FOLDER" if data.path is None else f"{data.path}-scores"
     flags: list[object] = []
@@ -147,17 +140,17 @@ def _score_command(config: TrainConfig, loss: Loss | None, record: "Record | Non
     return shlex.join(map(str, words + flags))
 
 
-def _check_scores(config: TrainConfig, data: Data, loss: Loss | None) -> None:
+def _check_scores(config: TrainConfig, data: Data, loss: Objective) -> None:
     # A loss with a reference needs log-probabilities of the labels, or a model with adapters.
     scores = data.scores
-    required: float | None = attribute(loss, "scores_temperature", None)
+    required: float | None = loss.attribute("scores_temperature", None)
     if scores is not None and required not in (None, scores.record.temperature):
         raise ConfigError(
             f"data.scores={scores.folder} has scores at temperature {scores.record.temperature:g}, "
             f"and the loss needs scores at {required:g}; score again, or change the loss: "
             f"{scores.again}"
         )
-    if not attribute(loss, "reads_reference", False):
+    if not loss.attribute("reads_reference", False):
         return
     if scores is not None and scores.record.top_k is not None:
         raise ConfigError(
@@ -193,33 +186,34 @@ def check_scored_model(data: Data | None, initial: InitialState, mesh: Mesh) -> 
         )
 
 
-def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
+def open_data(config: TrainConfig, source: InitSource, parts: "Parts") -> RunData:
     """Opens a run's batches; raises a `UserError` for a mistake."""
     size = config.data.global_batch_size
     seed = config.run.seed
-    objective = objective_of(task.loss, config)
+    objective = parts.loss
     micro_batches = 1 if objective.is_by_row else config.train.accumulation
-    if config.data.scores is not None and (objective.reads_only_tokens or task.batches is not None):
+    has_own_batches = parts.batches is not None
+    if config.data.scores is not None and (objective.reads_only_tokens or has_own_batches):
         why = "data.batches replaces them"
         if objective.reads_only_tokens:
             why = "the default loss does not read them; set --train.loss"
         raise ConfigError(f"data.scores={config.data.scores}: {why}, or leave data.scores out")
-    if task.batches is None:
-        tokens = load_tokens(config, source, task.loss)
+    if parts.batches is None:
+        tokens = load_tokens(config, source, parts)
         if tokens.corpus.has_pairs and objective.reads_only_tokens:
             raise ConfigError(
                 f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO"
             )
-        _check_scores(config, tokens, task.loss)
+        _check_scores(config, tokens, objective)
         samples = tokens.validation(config.eval.batches, size)
         held_out = None if samples is None else token_batches(samples, size, once=True)
         return RunData(token_batches(tokens.train, size), held_out, micro_batches, tokens)
     from jaxtp.data.sources import open_batches
 
-    train = open_batches(task.batches, batch_size=size, seed=seed)
+    train = open_batches(parts.batches, batch_size=size, seed=seed)
     validation = None
-    if task.validation is not None:
-        validation = open_batches(task.validation, batch_size=train.global_batch_size, once=True)
+    if parts.validation is not None:
+        validation = open_batches(parts.validation, batch_size=train.global_batch_size, once=True)
     return RunData(train, validation, micro_batches)
 
 

@@ -146,7 +146,7 @@ def write_config(config: TrainConfig) -> None:
         path = config.run.dir / CONFIG
         with writing(path):
             recorded = config
-            if config.origin.build is not None and not config.is_foreign:
+            if config.origin.build is not None and config.model.decoder is not None:
                 # The code of the user's Decoder makes its settings.
                 recorded = replace(config, model=ModelConfig())
             write_atomically(path, configuration.to_yaml(recorded).encode())

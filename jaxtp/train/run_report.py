@@ -2,12 +2,10 @@
 
 import math
 import platform
-import shlex
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import jax
 from flax import nnx
@@ -17,7 +15,7 @@ from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config.console import Display, size_text
 from jaxtp.data.samples import Data
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import architecture_of, pick_scan
+from jaxtp.layers.kernels.select import pick_scan
 from jaxtp.layers.transport import is_split
 from jaxtp.mesh import (
     BATCH,
@@ -78,55 +76,24 @@ class Report(Display):
         self.line(f"step {record['step']}/{total}  {losses}  {rate:,.0f} {unit}/s{left}")
 
 
-def next_steps(config: TrainConfig, saved: Path, *, decoder: bool, pairs: bool) -> list[str]:
-    """Returns lines on the checkpoint: its folder, and commands to use it.
-
-    Args:
-      decoder: whether the model is a `Decoder`.
-      pairs: whether the data are pairs of answers, which `jaxtp evaluate` does not take.
-    """
-    if not decoder:
-        from jaxtp.models.own_decoder import call_of_load
-
-        load = call_of_load(config.run.dir, config.origin.build)
-        return [f"saved in {saved}; next, in Python:", f"  model = {load}"]
-    from jaxtp.data.tokenizer_files import TEMPLATE
-
-    run = shlex.quote(str(config.run.dir))
-    model = f"--model {run}"
-    if config.origin.build:
-        model += f" --build {shlex.quote(config.origin.build)}"
-    trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
-    data = config.data.validation or trained_on
-    lines = [f"saved in {saved}; next:"]
-    if not pairs:
-        kind = "--data" if data.is_dir() else "--text"
-        lines.append(f"  jaxtp evaluate {model} {kind} {shlex.quote(str(data))}")
-    prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
-    generate = f"  jaxtp generate {model} {prompt}"
-    if not config.origin.build:
-        export = f"{config.run.dir}-{'peft' if config.model.lora.rank else 'hf'}"
-        generate += f"; jaxtp convert export {run} {shlex.quote(export)}"
-    return [*lines, generate]
-
-
 def summary(
     config: TrainConfig,
     data: RunData,
     blueprint: Blueprint,
+    model: Mapping[str, object],
     notes: Mapping[str, object],
     progress: tuple[int, int],
 ) -> str:
     """Describes the run: versions, mesh, sizes and bytes.
 
     Args:
+      model: lines on the model (`ModelSource.describe`).
       notes: further lines by name (at most 8 characters); None leaves a line out.
       progress: numbers of finished steps, and of sequences read.
     """
     mesh = blueprint.mesh
     device = mesh.devices.flat[0]
     sizes = mesh_sizes(mesh)
-    model = config.model
     kind = "virtual CPU devices"
     peak = None
     if device.platform != "cpu":
@@ -137,23 +104,17 @@ def summary(
     python = platform.python_version()
     per_device = size_text(bytes_per_device(blueprint), binary=True)
     total = size_text(total_bytes(blueprint), binary=True)
-    is_decoder = blueprint.is_decoder
     rows: dict[str, object] = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {python}",
         "mesh": f"{describe_mesh(sizes)} = {mesh.size} {kind}",
-        "model": _describe_model(blueprint, config),
+        "model": model["model"],
         "state": f"{per_device} of parameters and optimizer on each device, of {total} in all"
         + _describe_replicated(blueprint),
-        "context": is_decoder and describe_context(config, sizes),
-        "experts": is_decoder and describe_experts(model, sizes[TP]),
-        "kernels": is_decoder and describe_kernels(config, sizes, architecture_of(device)),
+        **model,
         "loss": describe_loss(config.train),
         "optim": _named(config.optimizer.build),
         **_data_rows(config, data, sizes, progress),
         "folder": config.run.dir,
-        "matmul": is_decoder and describe_matmul(model),
-        "overlap": is_decoder and describe_overlap(config, sizes),
-        "padding": is_decoder and _describe_padding(model, sizes),
         "peak": peak,
         **notes,
     }
@@ -169,25 +130,24 @@ def describe_loss(train: LoopConfig) -> str | None:
     name = _named(train.loss)
     if name is None or not train.loss_arguments:
         return name
-    return f"{name}({_arguments(train.loss_arguments)})"
+    return f"{name}({arguments_text(train.loss_arguments)})"
 
 
-def _arguments(values: Mapping[str, object]) -> str:
+def arguments_text(values: Mapping[str, object]) -> str:
+    """Returns the arguments of a call."""
     return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
-def _describe_model(blueprint: Blueprint, config: TrainConfig) -> str:
-    model = config.model
-    origin = config.origin
+def describe_decoder(blueprint: Blueprint, build: str | None) -> str:
+    """Describes the sizes of a decoder in one line; `build` names the function that makes it."""
+    model = blueprint.config
     count = parameter_count(blueprint)
     parameters = f"{count:,} parameters"
-    if not blueprint.is_decoder:
-        return f"{parameters}: {origin.build}({_arguments(origin.arguments)})"
     if model.most_experts:
         from jaxtp.analysis.step_costs import describe_active
 
         parameters += describe_active(model, count)
-    builder = f", by {origin.build}" if origin.build else ""
+    builder = f", by {build}" if build else ""
     return (
         f"{parameters}{_describe_trained(blueprint)}: {model.num_layers} layers, "
         f"{describe_block(model)}, vocabulary {model.vocab_size}; "
@@ -221,12 +181,13 @@ def _describe_heads(block: BlockConfig) -> str:
     return f"{block.num_heads} heads ({keys}) of {block.head_dim}"
 
 
-def _describe_padding(model: ModelConfig, sizes: Sizes) -> str | None:
+def describe_padding(model: ModelConfig, sizes: Sizes) -> str | None:
+    """Describes the sizes that tp pads; None without padding."""
     if not padded_sizes(model, sizes[TP]):
         return None
-    from jaxtp.analysis.step_costs import describe_padding
+    from jaxtp.analysis import step_costs
 
-    return describe_padding(model, sizes)
+    return step_costs.describe_padding(model, sizes)
 
 
 def _data_rows(

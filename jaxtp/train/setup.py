@@ -3,16 +3,17 @@
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh
-from jax.stages import Wrapped
+from jax.stages import Traced, Wrapped
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import Info
@@ -21,6 +22,7 @@ from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain
 from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
+from jaxtp.data.loader import split
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.mesh import mesh_sizes, platform_of
@@ -28,52 +30,85 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.defaults import Decided, as_configured, with_steps
-from jaxtp.train.loss import Objective, Traits, attribute, example_batch, objective_of
+from jaxtp.train.loss import ONE_DEVICE, Objective, Traits
 from jaxtp.train.memory_check import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
-from jaxtp.train.run_data import (
-    RunData,
-    check_scored_model,
-    open_data,
-    reading_rows,
-)
+from jaxtp.train.model_source import ModelSource, model_source
+from jaxtp.train.parts import Parts, build_optimizer, load_parts, step_settings
+from jaxtp.train.run_data import RunData, check_scored_model, open_data, reading_rows
 from jaxtp.train.run_report import Report, summary
-from jaxtp.train.state import Blueprint, MakeModel, parameter_count, plan_state, trained_parameters
-from jaxtp.train.step import make_eval_step, make_train_step
-from jaxtp.train.task import Shapes, Task, load_task, transformation, with_parts
-from jaxtp.train.validation import (
-    attention_cases,
-    batch_problems,
-    check_decoder,
-    open_mesh,
-    refuse,
-    violations_on,
-)
+from jaxtp.train.state import Blueprint, parameter_count, plan_state, trained_parameters
+from jaxtp.train.step import StepSettings, make_eval_step, make_train_step, trace_step
+from jaxtp.train.task import Shapes, Task
+from jaxtp.train.validation import batch_problems, check_decoder, refuse, violations_on
 
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
 _NOTHING_LOST = "interrupted before the first step; nothing is lost, and the same command {}"
 
 
 @dataclass(kw_only=True)
-class _Setup:
-    """A run that fits its mesh and memory, before anything is allocated or written."""
+class Plan:
+    """A run that is decided, before anything is allocated or written.
 
+    It does not depend on the mesh, so that commands plan the same run on many.
+    """
+
+    # All settings, for config.yaml and checkpoints
     config: TrainConfig
-    task: Task
+    parts: Parts
+    # A global batch of abstract arrays
+    shapes: Shapes
+    # None if the batches of the settings are known without data
+    data: RunData | None = None
+    traits: Traits = Traits(is_random=True)
+
+    @property
+    def step_settings(self) -> StepSettings:
+        """The settings of the steps."""
+        return step_settings(self.config, self.parts)
+
+    def state_on(self, mesh: Mesh) -> tuple[Blueprint, list[str]]:
+        """Plans the state on a mesh, which may be abstract; also returns lines on the model's plan.
+
+        Raises:
+          ConfigError: a pattern matches no trained parameter, or the model cannot be built.
+          PlanError: the plan does not fit the model or the mesh.
+        """
+        config = self.config
+        settings = self.step_settings
+        make_model, lines = self.parts.model.split(
+            config.model, mesh, settings.objective, settings.seed, self.shapes
+        )
+        optimizer = build_optimizer(config, self.parts)
+        blueprint = plan_state(config.model, optimizer, mesh, make_model)
+        paths = list(trained_parameters(blueprint))
+        optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
+        for pattern in settings.norm_groups:
+            optimizers.matching("metrics.norm_groups", pattern, paths)
+        return blueprint, lines
+
+    def trace_on(self, mesh: Mesh, **options: Any) -> Traced:
+        """Traces the training step on a mesh; the options are of `make_train_step`."""
+        blueprint, _ = self.state_on(mesh)
+        return trace_step(self.step_settings, blueprint, split(self.shapes, mesh), **options)
+
+
+@dataclass(kw_only=True)
+class RunPlan(Plan):
+    """A plan that fits its mesh and the memory."""
+
     data: RunData
     blueprint: Blueprint
     # Lines on the loss and the plan
     lines: list[str]
     # Lines of the summary, by name
     notes: Mapping[str, object]
-    # Names of the metrics of a user's loss
-    own_metrics: tuple[str, ...]
     # FLOPs of a row, for `mfu`; NaN on CPUs
     row_flops: float
 
 
 @dataclass(kw_only=True)
-class Run(_Setup):
+class Run(RunPlan):
     """A run that is ready to step."""
 
     objective: Objective
@@ -122,21 +157,23 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
     """
     timing = Timing()
     with raise_everywhere():
-        setup = _check(decided, task)
-    config = setup.config
-    data = setup.data
-    blueprint = setup.blueprint
-    lines = [*setup.lines, *_startup_checks(config, blueprint, data)]
+        run_plan = plan_run(decided, task)
+    config = run_plan.config
+    data = run_plan.data
+    blueprint = run_plan.blueprint
+    model = run_plan.parts.model
+    lines = [*run_plan.lines, *_startup_checks(config, blueprint, data, model)]
 
     exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
-    report = exit_stack.enter_context(Report(setup.own_metrics))
+    report = exit_stack.enter_context(Report(run_plan.traits.metrics))
     at_start = _NOTHING_LOST.format("resumes" if decided.before.steps else "starts again")
     interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *map("default {}".format, decided.notes)):
         report.line(line)
-    report.line(summary(config, data, blueprint, setup.notes, decided.before))
+    described = model.describe(blueprint, config)
+    report.line(summary(config, data, blueprint, described, run_plan.notes, decided.before))
 
     keeping = config.checkpoint
     checkpoints = exit_stack.enter_context(
@@ -155,7 +192,7 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
         restored = restore(config, data.description, blueprint, checkpoints, report.line)
     if restored is None:
         report.line(f"making the initial state: {parameter_count(blueprint):,} parameters")
-    initial = decided.init.create_state(config, blueprint, restored)
+    initial = decided.init.create_state(config.run, blueprint, restored)
     if restored is None:
         check_scored_model(data.tokens, initial, blueprint.mesh)
     if initial.description:
@@ -168,21 +205,22 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
         if not config.model.lora.rank:
             stored = info["config"]["run"]["init_from"]
             config = replace_nested(config, {"run.init_from": stored and Path(stored)})
-            setup.config = config
+            run_plan.config = config
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
     with raise_everywhere():
         if step < config.train.steps:
             run_folder.write_config(config)
 
+    settings = run_plan.step_settings
     with_checksums = config.train.verify_every > 0
     timing.end_startup()
     return Run(
-        **vars(setup),
-        objective=objective_of(setup.task.loss, config),
+        **vars(run_plan),
+        objective=settings.objective,
         train_step=make_train_step(
-            config, blueprint, with_checksums=with_checksums, on_leaves=True, task=setup.task
+            settings, blueprint, with_checksums=with_checksums, on_leaves=True
         ),
-        eval_step=make_eval_step(config, blueprint, setup.task.loss),
+        eval_step=make_eval_step(settings, blueprint),
         checkpoints=checkpoints,
         report=report,
         interrupt=interrupt,
@@ -196,24 +234,24 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
     )
 
 
-def _check(decided: Decided, task: Task) -> _Setup:
+def plan_run(decided: Decided, task: Task = Task()) -> RunPlan:
+    """Plans a run on this machine's devices; raises as `make_run`."""
     config = decided.config
     source = decided.init
     source.check(config)
-    mesh = open_mesh(config)
+    mesh = model_source(config).open_mesh(config)
     enable_compilation_cache(mesh.devices.flat[0].platform)
     check_installed(config.metrics.trackers)
-    # Imports a user's files, which may use the mesh's devices
-    task = load_task(config, task)
     model = config.model
-    config = with_parts(config, task)
+    # Imports a user's files, which may use the mesh's devices
+    config, parts = load_parts(config, task)
     if config.model is not model:
         check_decoder(config, mesh)
-    data = open_data(config, source, task)
+    data = open_data(config, source, parts)
     config = with_batches(config, data, mesh)
     config, _ = with_steps(config, data.num_rows, decided.before)
-    traits = check_loss_on(config, task, data.train)
-    _check_validation(config, task, data)
+    traits = check_loss_on(config, parts, data.train)
+    _check_validation(config, parts, data)
     if config.model.dropout and not traits.is_random:
         raise ConfigError(
             f"model.dropout={config.model.dropout:g} has no effect: "
@@ -221,11 +259,13 @@ def _check(decided: Decided, task: Task) -> _Setup:
             "dropout_keys to the model; use --model.dropout 0"
         )
     data.pad_short_batches(traits.reads_weights)
-    blueprint, lines = plan(config, mesh, task, data.train.shapes)
+    steps = Plan(config=config, parts=parts, shapes=data.train.shapes, data=data, traits=traits)
+    blueprint, lines = steps.state_on(mesh)
     if traits.warning is not None:
         lines = [traits.warning, *lines]
+    settings = steps.step_settings
     notes = {
-        "memory": require_memory(config, blueprint, task.loss, data.train.shapes),
+        "memory": require_memory(config, blueprint, settings, steps.shapes),
         "length": source.length_warning(config),
     }
     if config.train.verify_every:
@@ -238,44 +278,95 @@ def _check(decided: Decided, task: Task) -> _Setup:
     if platform_of(mesh.devices.flat[0]) != "cpu":
         from jaxtp.train import performance
 
-        row_flops = performance.row_flops(config, blueprint, task, data.train.shapes)
-    return _Setup(
-        config=config,
-        task=task,
-        data=data,
-        blueprint=blueprint,
-        lines=lines,
-        notes=notes,
-        row_flops=row_flops,
-        own_metrics=traits.metrics,
+        make_model = parts.model.maker(config.model)
+        row_flops = performance.row_flops(settings, blueprint, make_model, steps.shapes)
+    return RunPlan(
+        **vars(steps), blueprint=blueprint, lines=lines, notes=notes, row_flops=row_flops
     )
 
 
-def check_loss_on(config: TrainConfig, task: Task, batches: Batches) -> Traits:
+def plan_step(config: TrainConfig) -> Plan:
+    """Plans a run to analyse its step, without devices and validation.
+
+    Raises:
+      ValueError: a user's mistake, as in `make_run`.
+    """
+    decided = as_configured(
+        replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
+    )
+    config, parts = load_parts(decided.config)
+    shapes = _example_shapes(config, parts)
+    if shapes is not None:
+        traits = check_loss(config, parts, shapes)
+        if traits.reads_weights:
+            shapes[WEIGHTS] = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
+        return Plan(config=config, parts=parts, shapes=shapes, traits=traits)
+    data = open_data(config, decided.init, parts)
+    config = with_batches(config, data, ONE_DEVICE)
+    traits = check_loss_on(config, parts, data.train)
+    data.pad_short_batches(traits.reads_weights)
+    shapes = dict(data.train.shapes)
+    return Plan(config=config, parts=parts, shapes=shapes, data=data, traits=traits)
+
+
+def _example_shapes(config: TrainConfig, parts: Parts) -> dict[str, jax.ShapeDtypeStruct] | None:
+    # A decoder's batch shapes need no data. But if the dataset exists and the loss does not list
+    # its columns, only the dataset knows them.
+    data = config.data
+    has_data = bool(data.mixture) or (data.path is not None and data.path.exists())
+    lists_columns = parts.loss.attribute("example_batch", None) is not None
+    example = parts.model.example(parts.loss, config)
+    if example is None or parts.batches is not None or (has_data and not lists_columns):
+        return None
+    return {
+        name: jax.ShapeDtypeStruct((data.global_batch_size, *array.shape[1:]), array.dtype)
+        for name, array in example.items()
+    }
+
+
+def check_loss(config: TrainConfig, parts: Parts, batch: Shapes) -> Traits:
+    """Inspects the loss, without devices.
+
+    Raises:
+      ConfigError: the loss fails, does not return sums, or cannot be accumulated.
+    """
+    traits = parts.loss.inspect(parts.model.maker(config.model), batch)
+    if traits.changes and config.train.accumulation > 1:
+        raise ConfigError(
+            f"train.accumulation={config.train.accumulation}: a step changes "
+            f"{', '.join(traits.changes[:3])}, "
+            "which would depend on the micro-batches; use --train.accumulation 1"
+        )
+    return traits
+
+
+def check_loss_on(config: TrainConfig, parts: Parts, batches: Batches) -> Traits:
     """Calls `check_loss` on batches."""
     try:
-        return check_loss(config, task, batches.shapes)
+        return check_loss(config, parts, batches.shapes)
     except ConfigError as error:
         # Items can be batches only if all their arrays have as many rows.
         lengths = {array.shape[1:2] for array in batches.shapes.values()}
         may_have_batches = len(lengths) == 1 and () not in lengths
-        if task.batches is not None and isinstance(batches, SampleBatches) and may_have_batches:
+        if parts.batches is not None and isinstance(batches, SampleBatches) and may_have_batches:
             raise BatchError(f"{error}; {reading_rows(batches)}") from error
         raise
 
 
-def _check_validation(config: TrainConfig, task: Task, data: RunData) -> None:
+def _check_validation(config: TrainConfig, parts: Parts, data: RunData) -> None:
     # The loss has to take the columns of training and validation batches.
     validation = data.validation
     if validation is None or layout_of(validation.shapes) == layout_of(data.train.shapes):
         return
     try:
-        check_loss_on(config, task, validation)
+        check_loss_on(config, parts, validation)
     except (BatchError, ConfigError) as error:
         raise BatchError(f"validation batches ({validation.name}): {error}") from error
 
 
-def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) -> list[str]:
+def _startup_checks(
+    config: TrainConfig, blueprint: Blueprint, data: RunData, model: ModelSource
+) -> list[str]:
     # Prepares the folder, and examines devices and processes; returns lines for the summary.
     with raise_everywhere():
         run_folder.prepare(config.run.dir)
@@ -286,14 +377,13 @@ def _startup_checks(config: TrainConfig, blueprint: Blueprint, data: RunData) ->
     from jaxtp.guards.doctor import examine
     from jaxtp.guards.finding import conclude
 
-    attention = attention_cases(config, mesh) if blueprint.is_decoder else []
     settings = {"configuration": to_plain(config), "data": dict(data.description)}
     stages = examine(
         mesh,
         settings,
         config.run.dir,
         dtypes=(config.model.precision.compute,),
-        attention=attention,
+        attention=model.attention_cases(config, mesh),
         tp_across_hosts=config.mesh.tp_across_hosts,
         computes=on_accelerator and config.launch.self_check,
     )
@@ -317,96 +407,3 @@ def with_batches(config: TrainConfig, data: RunData, mesh: Mesh | AbstractMesh) 
     find = partial(batch_problems, have_own_rows=have_own_rows)
     refuse(violations_on(config, sizes, math.prod(sizes.values()), find))
     return config
-
-
-def plan(
-    config: TrainConfig,
-    mesh: Mesh,
-    task: Task = Task(),
-    batch: Mapping[str, jax.ShapeDtypeStruct] = {},
-) -> tuple[Blueprint, list[str]]:
-    """Plans the state of a run on a mesh, which may be abstract; also returns lines on the plan.
-
-    Allocates and writes nothing.
-
-    Args:
-      batch: an abstract training batch, needed to split a user's model.
-
-    Raises:
-      ConfigError: a pattern matches no trained parameter, or the model cannot be built.
-      PlanError: the plan does not fit the model or the mesh.
-    """
-    make_model: MakeModel | None = None
-    lines: list[str] = []
-    if task.has_own_model:
-        from jaxtp.train.own_model import split_model
-
-        make_model, lines = split_model(config, mesh, task, batch)
-    optimizer = transformation(task, config.train.steps) or optimizers.build(
-        config.optimizer, config.train.steps
-    )
-    blueprint = plan_state(config.model, optimizer, mesh, make_model)
-    paths = list(trained_parameters(blueprint))
-    optimizers.check_patterns("optimizer.groups", config.optimizer.groups, paths)
-    for pattern in config.metrics.norm_groups:
-        optimizers.matching("metrics.norm_groups", pattern, paths)
-    return blueprint, lines
-
-
-def check_loss(config: TrainConfig, task: Task, batch: Shapes) -> Traits:
-    """Inspects a task's loss, without devices.
-
-    Raises:
-      ConfigError: the loss fails, does not return sums, or cannot be accumulated.
-    """
-    traits = objective_of(task.loss, config).inspect(config, task, batch)
-    if traits.changes and config.train.accumulation > 1:
-        raise ConfigError(
-            f"train.accumulation={config.train.accumulation}: a step changes "
-            f"{', '.join(traits.changes[:3])}, "
-            "which would depend on the micro-batches; use --train.accumulation 1"
-        )
-    return traits
-
-
-def open_task(config: TrainConfig) -> tuple[TrainConfig, Task, dict[str, jax.ShapeDtypeStruct]]:
-    """Opens a task to analyse its step, without devices and validation.
-
-    Returns:
-      The configuration with the batch size, the task with a loss, and an abstract batch.
-
-    Raises:
-      ValueError: a user's mistake, as in `make_run`.
-    """
-    from jaxtp.train.user_step import ONE_DEVICE
-
-    decided = as_configured(config)
-    config = decided.config
-    task = load_task(
-        replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
-    )
-    config = with_parts(config, task)
-    task = replace(task, loss=task.loss or objective_of(None, config))
-    shapes = _example_shapes(config, task)
-    if shapes is not None:
-        if check_loss(config, task, shapes).reads_weights:
-            shapes[WEIGHTS] = jax.ShapeDtypeStruct((config.data.global_batch_size,), jnp.float32)
-        return config, task, shapes
-    data = open_data(config, decided.init, task)
-    config = with_batches(config, data, ONE_DEVICE)
-    data.pad_short_batches(check_loss_on(config, task, data.train).reads_weights)
-    return config, task, data.train.shapes
-
-
-def _example_shapes(config: TrainConfig, task: Task) -> dict[str, jax.ShapeDtypeStruct] | None:
-    # A decoder's batch shapes need no data. But if the dataset exists and the loss does not list
-    # its columns, only the dataset knows them.
-    data = config.data
-    has_data = bool(data.mixture) or (data.path is not None and data.path.exists())
-    lists_columns = attribute(task.loss, "example_batch", None) is not None
-    if task.has_own_model or task.batches is not None or (has_data and not lists_columns):
-        return None
-    return {
-        name: jax.ShapeDtypeStruct((data.global_batch_size, *array.shape[1:]), array.dtype)
-        for name, array in example_batch(task.loss, config, 1).items()
-    }

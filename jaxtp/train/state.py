@@ -50,23 +50,8 @@ class Skipped(nnx.Variable[Any]):
 class TrainState(nnx.Module):
     """Model, optimizer, and number of non-finite steps in a row."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        optimizer: optax.GradientTransformation,
-        seed: int,
-        make_model: MakeModel | None = None,
-    ):
-        rngs = nnx.Rngs(seed)
-        model: nnx.Module
-        if make_model is None:
-            model = create_decoder(config, rngs=rngs)
-        else:
-            from jaxtp.plans.parallelize import mark_arrays_as_data
-
-            model = make_model(rngs)
-            mark_arrays_as_data(model)
-        self.model = model
+    def __init__(self, make_model: MakeModel, optimizer: optax.GradientTransformation, seed: int):
+        self.model = make_model(nnx.Rngs(seed))
         self.optimizer = Optimizer(self.model, optimizer)
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
 
@@ -100,13 +85,7 @@ class Blueprint:
     mesh: Mesh
     config: ModelConfig
     optimizer: optax.GradientTransformation
-    # None for the `Decoder` of `config`
-    make_model: MakeModel | None = None
-
-    @property
-    def is_decoder(self) -> bool:
-        """Whether `config` describes the model."""
-        return self.make_model is None
+    make_model: MakeModel
 
     @property
     def abstract_model(self) -> Any:
@@ -138,9 +117,7 @@ class Blueprint:
         """
 
         def init(weights: nnx.State) -> nnx.State:
-            state = nnx.state(
-                TrainState(self.config, self.optimizer, seed, self.make_model), STORED
-            )
+            state = nnx.state(TrainState(self.make_model, self.optimizer, seed), STORED)
             state["model"] = nnx.merge_state(state["model"], weights)
             return state
 
@@ -163,6 +140,23 @@ class Blueprint:
         return jax.tree.map(lambda a, s: a.update(sharding=s), self.abstract, self.shardings)
 
 
+def decoder_maker(config: ModelConfig) -> MakeModel:
+    """Returns a function that makes a decoder.
+
+    It raises ConfigError if an array of the decoder is an attribute and not a variable.
+    """
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        model = create_decoder(config, rngs=rngs)
+        _, _, arrays = nnx.split(model, nnx.Variable, ...)  # type: ignore[misc]
+        for path, _ in nnx.to_flat_state(arrays):
+            name = f"model.{dotted(path)}"
+            raise ConfigError(f"{name} is an array of a jaxtp.Decoder, {_NO_VARIABLE}")
+        return model
+
+    return make
+
+
 def plan_state(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
@@ -171,13 +165,18 @@ def plan_state(
 ) -> Blueprint:
     """Traces a `TrainState` on a mesh, which may be abstract.
 
+    Args:
+      config: the settings of the model; of a user's model only the precision has an effect.
+      make_model: by default makes the decoder of `config`.
+
     Raises:
       ConfigError: nothing is trained; or a random array, or any array of a Decoder, is an attribute
         and not a variable. On an abstract mesh, no array is known to be random.
       UserError: two variables have the same dotted path.
     """
+    make_model = make_model or decoder_maker(config)
     with as_current(mesh):
-        abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, 0, make_model))
+        abstract_state = nnx.eval_shape(lambda: TrainState(make_model, optimizer, 0))
         # This refuses two variables with one path.
         by_dotted_path(nnx.to_flat_state(nnx.state(abstract_state)))
         graph, rngs, abstract, constants = nnx.split(abstract_state, nnx.RngState, STORED, ...)  # type: ignore[misc]
@@ -185,18 +184,14 @@ def plan_state(
     if "model" not in abstract or not nnx.to_flat_state(
         nnx.filter_state(abstract["model"], nnx.Param)
     ):
-        if make_model is not None:
-            raise ConfigError("the model has no nnx.Param, so nothing is trained")
-        targets = ", ".join(config.lora.targets) or "nothing"
-        raise ConfigError(
-            f"model.lora.targets={targets}: the model has no such projection, so nothing is trained"
-        )
+        problem = "the model has no nnx.Param"
+        if config.lora.rank:
+            targets = ", ".join(config.lora.targets) or "nothing"
+            problem = f"model.lora.targets={targets}: the model has no such projection"
+        raise ConfigError(f"{problem}, so nothing is trained")
     _check_dtypes(abstract["model"])
-    names = list(by_dotted_path(nnx.to_flat_state(constants)))
-    if names:
-        if make_model is None:
-            raise ConfigError(f"{names[0]} is an array of a jaxtp.Decoder, {_NO_VARIABLE}")
-        constants = _values(constants, config, optimizer, mesh, make_model)
+    if nnx.to_flat_state(constants):
+        constants = _values(constants, optimizer, mesh, make_model)
     return Blueprint(
         graph, abstract, rngs, constants, shardings, mesh, config, optimizer, make_model
     )
@@ -219,17 +214,16 @@ def _check_dtypes(model: nnx.State) -> None:
 
 def _values(
     constants: nnx.State,
-    config: ModelConfig,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    make_model: MakeModel | None,
+    make_model: MakeModel,
 ) -> nnx.State:
     # On an abstract mesh only shapes matter.
     if not isinstance(mesh, Mesh):
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), constants)
 
     def create(seed: int) -> nnx.State:
-        state = TrainState(config, optimizer, seed, make_model)
+        state = TrainState(make_model, optimizer, seed)
         return nnx.split(state, nnx.RngState, STORED, ...)[3]  # type: ignore[misc]
 
     def values_of(seed: int) -> nnx.State:

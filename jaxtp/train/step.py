@@ -32,24 +32,23 @@ from jaxtp.collectives import (
     vary_everywhere,
 )
 from jaxtp.config.hints import matches
-from jaxtp.data.loader import Batch, abstract_batch
+from jaxtp.data.loader import Batch
 from jaxtp.layers.parameter import Precision, mark_unreduced, spec_of, sum_over_replicas
 from jaxtp.mesh import AXES, axes_of, batch_parts, mesh_sizes
-from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig, TrainConfig
+from jaxtp.models.config import ModelConfig
 from jaxtp.train.loss import (
     Choices,
     Experts,
     Micro,
+    NextToken,
     Objective,
     Terms,
     call,
     changeable,
-    objective_of,
 )
+from jaxtp.train.optimizer import current_learning_rate
 from jaxtp.train.sharded_optimizer import Optimizer
 from jaxtp.train.state import OPTIMIZER_SCOPE, STORED, Blueprint, rng_state
-from jaxtp.train.task import Loss, Shapes, Task
 
 
 @jax.tree_util.register_dataclass
@@ -83,6 +82,25 @@ class Scalars:
 TrainStep = Callable[..., tuple[Any, "StepOutput"]]
 """Maps a state and a batch to the next state and the step's output."""
 
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings of a run that its steps and evaluations read (`setup.step_settings`)."""
+
+    objective: Objective = NextToken()
+    accumulation: int = 1
+    """Number of micro-batches of a step."""
+    precision: Precision = Precision()
+    """Dtypes of the gradients' sums over micro-batches and devices."""
+    seed: int = 0
+    skips_allowed: int = 0
+    """Maximum number of steps in a row that may be skipped."""
+    norm_groups: tuple[str, ...] = ()
+    """Patterns of parameter paths, whose norms are metrics."""
+    learning_rate: optax.Schedule | None = None
+    """By default the learning rate is read from the optimizer's state, if it has one."""
+
+
 Norm = Callable[[Sequence[Variable]], Array]
 NORM = "norm"  # Name in profiles of the sum of squares over devices
 
@@ -111,14 +129,13 @@ class _Outcome(NamedTuple):
 
 
 def make_train_step(
-    config: TrainConfig,
+    settings: StepSettings,
     blueprint: Blueprint,
     *,
     with_checksums: bool = False,
     with_choices: bool = False,
     with_grads: bool = False,
     on_leaves: bool = False,
-    task: Task = Task(),
 ) -> Wrapped:
     """Returns the jitted training step `state, batch -> state, StepOutput`; donates the state.
 
@@ -129,9 +146,9 @@ def make_train_step(
     The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the
     global L2 norm before clipping; `learning_rate`, if known; `param_norm` after the update;
     `skipped`, the number of non-finite steps in a row; norms such as `grad_norm/blocks.mlp.*` for
-    each of `metrics.norm_groups`; the balance of experts; and the metrics of a user's loss. The
+    each of `norm_groups`; the balance of experts; and the metrics of a user's loss. The
     state but for `skipped` is unchanged if `loss` or `grad_norm` is not finite (a norm can also
-    overflow float32), if `loss_tokens` is 0, and after more than `train.max_skipped` non-finite
+    overflow float32), if `loss_tokens` is 0, and after more than `skips_allowed` non-finite
     steps. If only `param_norm` is not finite, the update overflowed.
 
     Args:
@@ -140,11 +157,10 @@ def make_train_step(
       with_grads: the output has `grads`.
       on_leaves: the step takes and returns the leaves of a state. Flattening a state in each step
         would take as long as a tiny step itself.
-      task: parts that replace the decoder's loss and the optimizer of `config`.
     """
-    objective = objective_of(task.loss, config)
+    objective = settings.objective
     norms = partial(
-        _norms, config.metrics.norm_groups, _norm if objective.is_by_row else _norm_by_one_sum
+        _norms, settings.norm_groups, _norm if objective.is_by_row else _norm_by_one_sum
     )
 
     def step(
@@ -156,9 +172,9 @@ def make_train_step(
         model: Any = train_state.model
         updates = train_state.optimizer.step[...]
 
-        key = dropout_key(config.run.seed, updates)
+        key = dropout_key(settings.seed, updates)
         terms, choices, grads = loss_and_grads(
-            model, batch, config, key, objective, record=with_choices, experts=experts
+            model, batch, settings, key, record=with_choices, experts=experts
         )
         loss = terms.loss / _divisor(terms.weight)
 
@@ -175,14 +191,13 @@ def make_train_step(
             state,
             finite,
             terms.weight != 0,
-            config.train.skips_allowed,
+            settings.skips_allowed,
         )
 
         metrics |= norms("param_norm", nnx.filter_state(new["model"], nnx.Param))
         metrics["skipped"] = skipped
-        metrics = _with_loss(
-            metrics, loss, terms, _learning_rate(config, task, train_state.optimizer, updates)
-        )
+        rate = _learning_rate(settings, train_state.optimizer, updates)
+        metrics = _with_loss(metrics, loss, terms, rate)
         if on_leaves:
             new = jax.tree.leaves(new)
         return new, StepOutput(
@@ -202,13 +217,10 @@ def make_train_step(
     )
 
 
-def _learning_rate(
-    config: TrainConfig, task: Task, optimizer: Optimizer, updates: Array
-) -> Array | None:
-    if task.optimizer is None or isinstance(task.optimizer, OptimizerConfig):
-        schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-        return jnp.asarray(schedule(updates))
-    return optimizers.current_learning_rate(optimizer.optax_state())
+def _learning_rate(settings: StepSettings, optimizer: Optimizer, updates: Array) -> Array | None:
+    if settings.learning_rate is None:
+        return current_learning_rate(optimizer.optax_state())
+    return jnp.asarray(settings.learning_rate(updates))
 
 
 def _with_loss(
@@ -222,9 +234,8 @@ def _with_loss(
 def loss_and_grads(
     model: Any,
     batch: Batch,
-    config: TrainConfig,
+    settings: StepSettings,
     key: Array,
-    loss: Loss | None = None,
     *,
     record: bool = False,
     experts: Experts = None,
@@ -238,12 +249,11 @@ def loss_and_grads(
     Args:
       model: the loss may change its variables that are not parameters, such as the statistics of
         `nnx.BatchNorm`; they are updated in place.
-      loss: by default the next token's.
       record: return the routers' choices, otherwise None; for `jaxtp check`.
       experts: choices of another mesh, which replace the routers' own.
     """
-    accumulation = config.train.accumulation
-    objective = objective_of(loss, config)
+    accumulation = settings.accumulation
+    objective = settings.objective
     graph, stored, rngs, frozen = nnx.split(model, nnx.Param, nnx.RngState, ...)  # type: ignore[misc]
     differentiable = _Differentiable(graph, rngs, frozen, objective, key, record)
     inputs = Micro(batch, jnp.arange(len(jax.tree.leaves(batch)[0])), experts)
@@ -254,7 +264,7 @@ def loss_and_grads(
         nnx.update(model, changed)
     else:
         params = mark_unreduced(stored) if objective.is_by_row else stored
-        sums = _no_gradients(params, config.model.precision)
+        sums = _no_gradients(params, settings.precision)
 
         def add(micro: Micro, index: Array) -> tuple[Terms, Choices]:
             outcome, gradients = differentiable.differentiate(params, micro, index)
@@ -268,7 +278,7 @@ def loss_and_grads(
         terms, choices = _sum_over_micro_batches(add, terms_of, inputs, accumulation)
         grads = jax.tree.map(jax.freeze, sums)
         if objective.is_by_row:
-            grads = sum_over_replicas(grads, stored, config.model.precision.reduce)
+            grads = sum_over_replicas(grads, stored, settings.precision.reduce)
     weight = _divisor(terms.weight)
     return terms, choices, jax.tree.map(lambda g, p: (g / weight).astype(p.dtype), grads, stored)
 
@@ -429,18 +439,18 @@ def _checksums(state: nnx.State) -> Array:
     return device_checksums([v[...] for v in variables], tuple(map(spec_of, variables)))
 
 
-def make_eval_step(config: TrainConfig, blueprint: Blueprint, loss: Loss | None = None) -> Wrapped:
+def make_eval_step(settings: StepSettings, blueprint: Blueprint) -> Wrapped:
     """Returns a jitted `state, batch, number of the batch -> terms`, summed over the batch.
 
     It computes the training step's micro-batches, so it needs no more memory than the training
     step. Dropout is off; for a user's loss the model is in the mode of `nnx.Module.eval()`.
     """
-    accumulation = config.train.accumulation
-    objective = objective_of(loss, config)
+    accumulation = settings.accumulation
+    objective = settings.objective
 
     def evaluation(state: nnx.State, batch: Batch, number: Array | int = 0) -> Terms:
         def terms_of(micro: Batch, index: Array) -> Terms:
-            key = jax.random.fold_in(jax.random.key(config.run.seed), number * accumulation + index)
+            key = jax.random.fold_in(jax.random.key(settings.seed), number * accumulation + index)
             model: Any = blueprint.merge(state, key).model
             if objective.is_by_row:
                 # A `BatchNorm` in an own decoder still reads its batch: `_Differentiable` keeps no
@@ -468,24 +478,20 @@ def fetch(output: StepOutput) -> dict[str, float]:
 
 
 def trace_step(
-    config: TrainConfig, blueprint: Blueprint, batch: Shapes | None = None, **options: Any
+    settings: StepSettings, blueprint: Blueprint, batch: Mapping[str, Any], **options: Any
 ) -> Traced:
     """Traces the training step on its mesh, which may be abstract.
 
-    Args:
-      batch: the abstract batch; by default rows of tokens.
-      options: of `make_train_step`.
+    `batch` is abstract; the options are of `make_train_step`.
     """
-    data = config.data
-    mesh = blueprint.mesh
-    if batch is None:
-        rows = data.global_batch_size
-        batch = abstract_batch(mesh, rows, data.sequence_length, packed=data.packed)
-    with jax.set_mesh(mesh):
-        return make_train_step(config, blueprint, **options).trace(blueprint.sharded, batch)
+    with jax.set_mesh(blueprint.mesh):
+        step = make_train_step(settings, blueprint, **options)
+        return step.trace(blueprint.sharded, batch)
 
 
-def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str]:
+def compiler_options(
+    model: ModelConfig, platform: str, *, deterministic: bool = False
+) -> dict[str, bool | str]:
     """Returns the compiler options of the step."""
     options: dict[str, bool | str] = {}
     if platform in ("cuda", "rocm"):
@@ -494,11 +500,11 @@ def compiler_options(config: TrainConfig, platform: str) -> dict[str, bool | str
         # option for an H100, but no GPU has run it. It is unknown whether cuDNN's attention
         # respects the option, and whether NCCL always sums in the same order. If not, copies differ
         # by rounding, and verification blames devices that are not at fault.
-        if config.train.excludes_nondeterministic:
+        if deterministic:
             options["xla_gpu_exclude_nondeterministic_ops"] = True
         # Otherwise XLA also times Triton's tiles, which are 100 times slower than cuBLAS, and
         # Triton's products cannot add to the sum of a ring.
-        if config.model.precision.matmul == "float8" or config.model.overlap == "ring":
+        if model.precision.matmul == "float8" or model.overlap == "ring":
             options["xla_gpu_enable_triton_gemm"] = False
     return options
 

@@ -46,7 +46,6 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import Decided, decide_task
 from jaxtp.train.loss import Objective, Terms
 from jaxtp.train.metrics import MEAN_LOSS, Trackers, logged_numbers
-from jaxtp.train.run_report import next_steps
 from jaxtp.train.setup import Run, make_run
 from jaxtp.train.state import finite_arrays
 from jaxtp.train.step import StepOutput, TrainStep, compiler_options, fetch
@@ -426,7 +425,8 @@ class Trainer:
         saved = self.save()
         self._report.end()
         pairs = run.data.tokens is not None and run.data.tokens.corpus.has_pairs
-        for line in next_steps(self.config, saved, decoder=run.blueprint.is_decoder, pairs=pairs):
+        first, *commands = run.parts.model.next_steps(self.config, pairs=pairs)
+        for line in (f"saved in {saved}; {first}", *commands):
             self._report.line(line)
         self.done = True
 
@@ -439,7 +439,7 @@ class Trainer:
         self._report.line(text)
 
     def _call_back(self, step: Step) -> None:
-        for callback in self._run.task.callbacks:
+        for callback in self._run.parts.callbacks:
             with user_code(f"callback {reference_to(callback)}", *_ERRORS_OF_RUNS):
                 callback(self, step)
 
@@ -512,7 +512,11 @@ class Trainer:
             batch = split(run.data.train.shapes, self.mesh)
             try:
                 lowered = run.train_step.lower(run.leaves, batch, **self._stopping.flags())
-                options = compiler_options(self.config, self._platform)
+                options = compiler_options(
+                    self.config.model,
+                    self._platform,
+                    deterministic=self.config.train.excludes_nondeterministic,
+                )
                 compiled: TrainStep = in_thread(
                     lambda: lowered.compile(compiler_options=options)
                 ).result()

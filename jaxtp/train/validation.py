@@ -18,7 +18,7 @@ from jaxtp.config.hints import (
     without_effect,
 )
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
+from jaxtp.distributed.devices import most_devices
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.kernels import grouped
 from jaxtp.layers.kernels.select import (
@@ -39,7 +39,6 @@ from jaxtp.mesh import (
     TP,
     Sizes,
     batch_parts,
-    check_sizes,
     describe_mesh,
     mesh_sizes,
     parts,
@@ -48,43 +47,28 @@ from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 from jaxtp.train.config import TrainConfig
 
+Find = Callable[[TrainConfig, Sizes], Iterable[Problem]]
+"""Returns the conflicts of settings and mesh."""
+
 
 def check(
     config: TrainConfig,
     mesh: Sizes,
     available: Callable[[], int | None] = most_devices,
+    find: Find | None = None,
 ) -> None:
     """Checks that settings fit each other and the mesh; ignores `config.mesh`.
 
     Args:
       available: returns the number of available devices; called only if something does not fit.
+      find: by default `problems`.
 
     Raises:
       ConfigError: all violations with the nearest values that work.
     """
-    if any(problems(config, mesh)):
-        refuse(violations_on(config, mesh, available()))
-
-
-def open_mesh(config: TrainConfig) -> Mesh:
-    """Returns a run's checked mesh; unless a size is -1, checks before JAX's backend starts.
-
-    Raises:
-      ConfigError: all violations with the nearest values that work, or an unsupported kernel.
-      MeshError: impossible mesh.
-    """
-    sizes = config.mesh.sizes
-    check_sizes(sizes)
-    if not config.is_foreign and -1 not in sizes.values():
-        check(config, sizes)
-        request_virtual_devices(math.prod(sizes.values()))
-        refuse(violations_on(config, sizes, most_devices()))
-    mesh = build_mesh(sizes)
-    if config.is_foreign:
-        check(config, mesh_sizes(mesh))
-    else:
-        check_decoder(config, mesh)
-    return mesh
+    find = find or problems
+    if any(find(config, mesh)):
+        refuse(violations_on(config, mesh, available(), find))
 
 
 def check_decoder(config: TrainConfig, mesh: Mesh) -> None:
@@ -138,7 +122,11 @@ def run_uses(config: TrainConfig, mesh: Sizes, platform: str | None) -> list[Use
     return [block.use_on(share, dtype) for block in attention_blocks(config.model)]
 
 
-def attention_cases(config: TrainConfig, mesh: Mesh) -> list[tuple[Kernel, Use, tuple[int, int]]]:
+AttentionCase = tuple[Kernel, Use, tuple[int, int]]
+"""A kernel, its use, and the numbers of query and kv heads on a device."""
+
+
+def attention_cases(config: TrainConfig, mesh: Mesh) -> list[AttentionCase]:
     """Returns a run's attention kernels, their uses, and query and kv heads of a device."""
     sizes = mesh_sizes(mesh)
     uses = run_uses(config, sizes, architecture_of(mesh.local_devices[0]))
@@ -160,17 +148,13 @@ def share_of(config: TrainConfig, mesh: Sizes) -> LocalShape:
 
 
 def problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
-    """Yields each conflict of settings and mesh; ignores `config.mesh`."""
-    # With a user's model, the decoder's settings have no effect.
-    if config.is_foreign:
-        yield from _general_problems(config, mesh)
-        return
+    """Yields each conflict of a decoder's settings and the mesh; ignores `config.mesh`."""
     size_problems = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
     yield from size_problems
     if not size_problems:
         yield from map(Problem, kernel_problems(config, mesh))
         yield from padding_problems(config, mesh)
-    yield from _general_problems(config, mesh)
+    yield from general_problems(config, mesh)
     length = config.data.sequence_length
     positions = config.model.learned_positions
     if positions is not None and length > positions:
@@ -185,7 +169,7 @@ def violations_on(
     config: TrainConfig,
     mesh: Sizes,
     devices: int | None = None,
-    find: Callable[[TrainConfig, Sizes], Iterable[Problem]] = problems,
+    find: Find = problems,
 ) -> Iterator[str]:
     """Yields each conflict of settings and mesh, with the nearest values that work.
 
@@ -211,7 +195,8 @@ def violations_on(
     return explained(problems_after, fixed=not is_new)
 
 
-def _general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
+def general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
+    """Yields the conflicts of settings and mesh that any model has."""
     # A user's batches have their own size.
     if config.data.batches is None:
         yield from batch_problems(config, mesh)

@@ -19,6 +19,7 @@ from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig, TrainConfig
+from jaxtp.train.parts import step_settings
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 
@@ -48,7 +49,7 @@ def audited(name, mesh, split):
     model = replace(MODEL, sequence_parallel=split, **VARIANTS[name])
     mesh = jaxtp.make_mesh(*mesh)
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
-    step = make_train_step(TrainConfig(), plan)
+    step = make_train_step(step_settings(TrainConfig()), plan)
     budget = step_costs(model, mesh_sizes(mesh), batch_size=B, sequence_length=T).budget
     return audit(
         step,

@@ -22,8 +22,9 @@ from jaxtp.data.scores import SCORES, Record, Scored, open_scores
 from jaxtp.tools.score.scoring import Job, _Writer
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitSource
+from jaxtp.train.loss import Objective
+from jaxtp.train.parts import Parts
 from jaxtp.train.run_data import open_data
-from jaxtp.train.task import Task
 
 FOLDER = Path("s")
 SETTINGS = RowSettings(64, 256, "documents", "split")
@@ -115,16 +116,16 @@ def test_scores_that_do_not_fit_the_data_are_refused(dataset):
     """Each message names the folder, and what makes the right scores or finishes these."""
     config = DataConfig(path=dataset.folder, scores=FOLDER, sequence_length=64)
 
-    def assert_refused(match, task=Task(loss=lambda *_: None), **changes):
+    def assert_refused(match, parts=Parts(loss=Objective(lambda *_: None)), **changes):
         with pytest.raises((DatasetError, ConfigError), match=match):
-            open_data(replace(TrainConfig(), data=replace(config, **changes)), InitSource(), task)
+            open_data(replace(TrainConfig(), data=replace(config, **changes)), InitSource(), parts)
 
     assert_refused("no such folder")
     assert_refused(r"has no scores\.json", scores=Path("."))
     writer = write(dataset)
     assert_refused("unfinished scores, which the same jaxtp score command finishes")
     writer.finish()
-    assert_refused("the default loss does not read them", Task())
+    assert_refused("the default loss does not read them", Parts())
     assert_refused(r"data.packing: documents -> concatenated.*jaxtp score", packing="concatenated")
     assert_refused(r"data.sequence_length: 64 -> 32", sequence_length=32)
     assert_refused(r"data.long_documents: split -> drop", long_documents="drop")
@@ -160,7 +161,7 @@ def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset):
 
     def refusal(loss=jaxtp.DPO(), **changes):
         with pytest.raises((DatasetError, ConfigError)) as error:
-            open_data(replace_nested(config, changes), InitSource(), Task(loss=loss))
+            open_data(replace_nested(config, changes), InitSource(), Parts(loss=Objective(loss)))
         return str(error.value)
 
     none = refusal()

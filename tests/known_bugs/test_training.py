@@ -29,8 +29,9 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.loss import NextToken, Terms
+from jaxtp.train.parts import step_settings
 from jaxtp.train.performance import flops_per_token
-from jaxtp.train.state import TrainState, parameters, plan_state
+from jaxtp.train.state import TrainState, decoder_maker, parameters, plan_state
 from jaxtp.train.step import fetch, make_train_step
 from jaxtp.train.trainer import evaluation_metrics
 
@@ -49,7 +50,7 @@ WRONG = 1e-2
 
 
 def build():
-    return TrainState(MODEL, optimizers.build(SETTINGS, STEPS), seed=0)
+    return TrainState(decoder_maker(MODEL), optimizers.build(SETTINGS, STEPS), seed=0)
 
 
 @cache
@@ -68,9 +69,8 @@ class Run:
         self.mesh = make_mesh(*devices)
         self.plan = plan_state(MODEL, optimizers.build(SETTINGS, STEPS), self.mesh)
         loop = LoopConfig(steps=STEPS, accumulation=accumulation, non_finite="skip")
-        self._step = make_train_step(
-            TrainConfig(optimizer=SETTINGS, train=loop), self.plan, with_grads=True
-        )
+        settings = step_settings(TrainConfig(optimizer=SETTINGS, train=loop))
+        self._step = make_train_step(settings, self.plan, with_grads=True)
 
     def state(self):
         return state_on_mesh(build, weights(), self.mesh)[1]

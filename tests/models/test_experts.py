@@ -25,6 +25,7 @@ from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.parts import step_settings
 from jaxtp.train.step import loss_and_grads
 
 TABLE = read_table(__file__)
@@ -79,7 +80,7 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
     @jax.jit
     def step(state, batch):
         model = nnx.merge(graph, state)
-        terms, _, grads = loss_and_grads(model, batch, run, jax.random.key(0))
+        terms, _, grads = loss_and_grads(model, batch, step_settings(run), jax.random.key(0))
         model.move_selection_biases(terms.balance, RATE)
         return terms, grads, model.blocks.mlp.selection_bias[...]
 

@@ -29,6 +29,7 @@ from jaxtp.models.block import BlockConfig, padded_dims
 from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.parts import step_settings
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 from jaxtp.train.validation import check
@@ -67,7 +68,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     run = variant(RUN, {"model": model, "optimizer": {"name": optimizer}})
     rule = optimizers.build(run.optimizer, 10)
     plan = plan_state(run.model, rule, jaxtp.make_mesh(tp=8))
-    step = make_train_step(run, plan)
+    step = make_train_step(step_settings(run), plan)
     state = plan.create(seed=0)
     with jax.set_mesh(plan.mesh):
         for batch in random_tokens(run):

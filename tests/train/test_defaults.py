@@ -22,8 +22,9 @@ from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig, training_of
 from jaxtp.train.defaults import Decider, DeviceInfo, decide, missing_bytes
+from jaxtp.train.model_source import ModelSource
 from jaxtp.train.resume import check_resumable
-from jaxtp.train.validation import open_mesh, violations_on
+from jaxtp.train.validation import violations_on
 
 
 def gpus(count):
@@ -398,7 +399,7 @@ def test_spare_virtual_devices_do_not_count_unless_an_axis_takes_them(monkeypatc
 
 def test_an_axis_of_minus_one_takes_all_remaining_devices():
     config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=4"], Decider())
-    assert mesh_sizes(open_mesh(training_of(config))) == mesh_shape(fsdp=4, tp=4)
+    assert mesh_sizes(ModelSource().open_mesh(training_of(config))) == mesh_shape(fsdp=4, tp=4)
     config, _ = TRAIN.load(["--mesh=fsdp=-1,tp=3"], Decider())
     with pytest.raises(MeshError, match=r"16 devices cannot be divided by 3"):
-        open_mesh(training_of(config))
+        ModelSource().open_mesh(training_of(config))

@@ -29,9 +29,10 @@ from jaxtp.mesh import make_mesh
 from jaxtp.models.decoder import create_decoder
 from jaxtp.tools.score.__main__ import main as score
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.distillation import Distillation, with_other_tokens
-from jaxtp.train.step import loss_and_grads
+from jaxtp.train.loss import Objective
+from jaxtp.train.step import StepSettings, loss_and_grads
 
 B = 8
 T = 8
@@ -131,13 +132,13 @@ def dense(loss, teacher_logits):
 def results(loss, batch, model="shallow", accumulation=1, **sizes):
     """Returns loss, weight, metrics and gradients."""
     mesh = make_mesh(**sizes)
-    config = TrainConfig(train=LoopConfig(accumulation=accumulation))
+    settings = StepSettings(objective=Objective(loss), accumulation=accumulation)
     graph, state = state_on_mesh(MODELS[model], random_weights(MODELS[model]), mesh)
 
     @jax.jit
     def run(state, batch):
         terms, _, grads = loss_and_grads(
-            nnx.merge(graph, state), batch, config, jax.random.key(0), loss
+            nnx.merge(graph, state), batch, settings, jax.random.key(0)
         )
         return {"loss": terms.loss, "weight": terms.weight} | {
             name: x for name, (x, _) in terms.metrics.items()
@@ -200,7 +201,10 @@ def test_no_array_has_the_logits_of_all_tokens():
 
     def run(state, batch):
         return loss_and_grads(
-            nnx.merge(graph, state), batch, TrainConfig(), jax.random.key(0), Distillation()
+            nnx.merge(graph, state),
+            batch,
+            StepSettings(Objective(Distillation())),
+            jax.random.key(0),
         )
 
     equations = accounts.equations(jax.make_jaxpr(run)(state, batch).jaxpr)

@@ -15,6 +15,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import Decider, DeviceInfo
 from jaxtp.train.init_source import InitSource
 from jaxtp.train.optimizer import learning_rate
+from jaxtp.train.parts import Parts
 from jaxtp.train.run_data import load_tokens
 from jaxtp.train.run_report import describe_steps
 
@@ -36,7 +37,7 @@ def resolved(*flags):
 
 
 def rows_of(config):
-    return sum(map(len, load_tokens(config, InitSource()).train_rows))
+    return sum(map(len, load_tokens(config, InitSource(), Parts()).train_rows))
 
 
 def test_epochs_come_to_steps_of_the_rows_and_the_batch(text):
@@ -68,7 +69,7 @@ def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
     """As above; the same command has another batch."""
     config, _ = resolved(*text)
     rows = rows_of(config)
-    data = load_tokens(config, InitSource())
+    data = load_tokens(config, InitSource(), Parts())
     monkeypatch.setattr(
         "jaxtp.train.defaults.newest_with_info", lambda run: (Path("10"), {"next_sample": 160})
     )

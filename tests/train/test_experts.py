@@ -29,6 +29,7 @@ from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.parts import step_settings
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.run_report import Report, describe_experts, describe_grouped
 from jaxtp.train.state import plan_state, trained_parameters
@@ -86,7 +87,7 @@ def updated(sizes, **train):
     """The selection biases after three updates, and the scalars of the last."""
     config = replace(RUN, train=replace(RUN.train, **train))
     plan = plan_of(config, sizes)
-    step = make_train_step(config, plan)
+    step = make_train_step(step_settings(config), plan)
     with jax.set_mesh(plan.mesh):
         state = plan.create(0)
         for batch in random_tokens(config):

@@ -19,8 +19,9 @@ from jaxtp.tools.check.subject import random_batches
 from jaxtp.train.__main__ import COMMAND, main
 from jaxtp.train.config import DataConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.defaults import Decider, DeviceInfo
-from jaxtp.train.setup import check_loss, open_task
-from jaxtp.train.task import Task, load_task, with_parts, with_references
+from jaxtp.train.parts import load_parts
+from jaxtp.train.setup import check_loss, plan_step
+from jaxtp.train.task import Task, with_references
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ BATCH = {"x": np.ones(4), "y": np.zeros(4)}
 def loaded(name, **arguments):
     changes = {"train.loss": f"{__file__}:{name}", "train.loss_arguments": arguments}
     config = replace_nested(TrainConfig(), changes)
-    task = load_task(config)
-    return with_parts(config, task), task.loss
+    config, parts = load_parts(config)
+    return config, parts.loss.function
 
 
 @pytest.mark.parametrize(
@@ -177,7 +178,7 @@ def test_a_missing_column_is_refused_with_how_to_get_it():
     with pytest.raises(
         ConfigError, match=r"needs 'pairs', and batches have inputs.*: jaxtp prepare --preference"
     ):
-        open_task(config)
+        plan_step(config)
 
 
 def dry(model, batch, key, **options):
@@ -196,8 +197,9 @@ def test_dropout_that_a_loss_leaves_out_is_refused(tmp_path):
     }
     config = replace_nested(TrainConfig(), settings)
     batch = {name: jax.ShapeDtypeStruct((4, 32), np.int32) for name in ("inputs", "labels")}
-    assert check_loss(config, Task(loss=wet), batch).is_random
-    assert not check_loss(config, Task(loss=dry), batch).is_random
+    random, fixed = (load_parts(config, Task(loss=loss))[1] for loss in (wet, dry))
+    assert check_loss(config, random, batch).is_random
+    assert not check_loss(config, fixed, batch).is_random
     with pytest.raises(
         ConfigError, match=r"model.dropout=0.5 has no effect: .*:dry passes no dropout_keys"
     ):
@@ -206,11 +208,11 @@ def test_dropout_that_a_loss_leaves_out_is_refused(tmp_path):
 
 def test_an_example_batch_replaces_data_that_are_not_here():
     config = small_run("BringsPairs")
-    _, task, batch = open_task(config)
-    assert {name: each.shape for name, each in batch.items()} == dict.fromkeys(
+    plan = plan_step(config)
+    assert {name: each.shape for name, each in plan.shapes.items()} == dict.fromkeys(
         ("inputs", "labels", "pairs"), (4, 128)
     )
-    first, *_ = random_batches(config, task.loss)
+    first, *_ = random_batches(config, plan.parts.loss)
     assert first["labels"].any(), "an abstract column has random tokens"
     assert not first["inputs"].any()
 
@@ -227,7 +229,7 @@ def test_defaults_for_fine_tuning_leave_out_what_a_part_replaces(tmp_path):
 
 def test_arguments_need_a_loss_and_are_given_once():
     with pytest.raises(ConfigError, match=r"need a loss: set --train\.loss"):
-        load_task(replace_nested(TrainConfig(), {"train.loss_arguments": {"beta": 1}}))
+        load_parts(replace_nested(TrainConfig(), {"train.loss_arguments": {"beta": 1}}))
     with pytest.raises(
         ConfigError, match=r"train.loss_arguments.scale is set, and the task has a loss"
     ):

@@ -20,8 +20,10 @@ from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, stored_arrays
+from jaxtp.train.parts import step_settings
+from jaxtp.train.setup import plan_step
 from jaxtp.train.state import bytes_per_device, plan_state
-from jaxtp.train.step import loss_and_grads, make_eval_step, trace_step
+from jaxtp.train.step import loss_and_grads, make_eval_step
 
 RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
 # No mesh divides the 61 ids.
@@ -98,7 +100,11 @@ def test_state_bytes_are_the_planned_ones(model, optimizer):
         assert memory.state == bytes_per_device(plan_of(config, mesh)), mesh
 
 
-def compiled(config, mesh, trace=trace_step):
+def trace_training(config, plan):
+    return plan_step(config).trace_on(plan.mesh)
+
+
+def compiled(config, mesh, trace=trace_training):
     """Returns the program of a step, or of what else `trace` traces, and the bytes of its
     temporaries.
     """
@@ -110,7 +116,9 @@ def compiled(config, mesh, trace=trace_step):
 
 def trace_gradients(config, plan):
     def gradients(state, batch):
-        return loss_and_grads(plan.merge(state).model, batch, config, jax.random.key(0))[2]
+        return loss_and_grads(
+            plan.merge(state).model, batch, step_settings(config), jax.random.key(0)
+        )[2]
 
     return jax.jit(gradients).trace(plan.sharded, abstract_batch(plan.mesh, 8, 16))
 
@@ -127,7 +135,7 @@ def test_micro_batches_add_their_gradients_to_one_tree():
 
 def trace_evaluation(config, plan):
     batch = abstract_batch(plan.mesh, config.data.global_batch_size, 64, packed=True)
-    return make_eval_step(config, plan).trace(plan.sharded, batch)
+    return make_eval_step(step_settings(config), plan).trace(plan.sharded, batch)
 
 
 @pytest.mark.wide

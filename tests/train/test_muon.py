@@ -23,12 +23,10 @@ from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import PaddedDim, padding_of, parameter, spec_of, unpad
 from jaxtp.mesh import mesh_of, mesh_shape
-from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.muon import scale_by_muon
-from jaxtp.train.state import plan_state
-from jaxtp.train.step import trace_step
+from jaxtp.train.setup import plan_step
 
 FOUR = mesh_shape(fsdp=2, tp=2)
 EIGHT = mesh_shape(dp=2, fsdp=2, tp=2)
@@ -147,8 +145,7 @@ VARIANTS = {
 
 def traced_and_declared(model, sizes):
     config = replace(RUN, model=model)
-    plan = plan_state(model, optimizers.build(config.optimizer, 10), mesh_of(sizes))
-    traced = trace_step(config, plan)
+    traced = plan_step(config).trace_on(mesh_of(sizes))
     costs = costs_of_step(config, sizes)
     declared = exchanged(costs.traffic)
     assert declared == exchanged(count_collectives(traced.jaxpr, sizes))

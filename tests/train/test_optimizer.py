@@ -20,7 +20,8 @@ from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.setup import plan
+from jaxtp.train.parts import Parts
+from jaxtp.train.setup import Plan
 from jaxtp.train.validation import violations_on
 
 TABLES = read_table(__file__)
@@ -223,9 +224,12 @@ def test_a_group_of_frozen_parameters_is_refused():
     groups = {"embedding.*": GroupConfig(weight_decay=0.0)}
     config = replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
     adapted = replace(SMALL, lora=LoraConfig(rank=2))
-    plan(config, jaxtp.make_mesh())
+    plan = Plan(config=config, parts=Parts(), shapes={})
+    plan.state_on(jaxtp.make_mesh())
     with pytest.raises(ConfigError, match=r"'embedding.\*' matches no trained parameter"):
-        plan(replace(config, model=adapted), jaxtp.make_mesh())
+        Plan(config=replace(config, model=adapted), parts=Parts(), shapes={}).state_on(
+            jaxtp.make_mesh()
+        )
 
 
 def rates(steps, at, **settings):

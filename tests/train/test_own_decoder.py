@@ -48,10 +48,12 @@ from jaxtp.tools.check.shrink import Case, shrink
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.tools.evaluate.__main__ import main as evaluate
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.loss import NextToken, Objective
+from jaxtp.train.parts import Parts, load_parts
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import loss_and_grads
-from jaxtp.train.task import load_task, with_references
+from jaxtp.train.step import StepSettings, loss_and_grads
+from jaxtp.train.task import with_references
 
 FILE = Path(__file__).parents[2] / "scripts/examples/own_decoder.py"
 SIZES = {
@@ -128,7 +130,7 @@ def test_a_flax_layer_in_a_decoder_drops_others_in_each_step():
     model = new_decoder(CONFIG)
     model.norm = nnx.Sequential(model.norm, nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     batch = dict.fromkeys(("inputs", "labels"), jnp.ones((B, T), int))
-    terms = lambda seed: loss_and_grads(model, batch, TrainConfig(), jax.random.key(seed))[0]
+    terms = lambda seed: loss_and_grads(model, batch, StepSettings(), jax.random.key(seed))[0]
     assert terms(0).loss != terms(1).loss
 
 
@@ -151,7 +153,7 @@ class FlaxConfig(jaxtp.ModelConfig):
 def gradients(build, loss, sizes, accumulation=1):
     """Returns loss, count, metrics and gradients."""
     mesh = make_mesh(**sizes)
-    config = TrainConfig(train=LoopConfig(accumulation=accumulation))
+    settings = StepSettings(Objective(loss) if loss else NextToken(), accumulation)
     with use_mesh():
         weights = random_weights(build)
     graph, state = state_on_mesh(build, weights, mesh)
@@ -162,7 +164,7 @@ def gradients(build, loss, sizes, accumulation=1):
     @jax.jit
     def run(state, batch):
         terms, _, grads = loss_and_grads(
-            nnx.merge(graph, state), batch, config, jax.random.key(0), loss
+            nnx.merge(graph, state), batch, settings, jax.random.key(0)
         )
         return {str(place): term for place, term in enumerate(jax.tree.leaves(terms))}, grads
 
@@ -295,7 +297,7 @@ def test_a_run_of_settings_records_them_and_is_loaded_by_their_class(tmp_path):
 def test_a_whole_configuration_takes_its_settings():
     config = with_references(TrainConfig(model=example.GatedConfig(**SIZES)), jaxtp.Task())
     assert config.origin.build == f"{FILE}:GatedConfig"
-    assert load_task(config).model is None, "the settings are there already"
+    assert load_parts(config) == (config, Parts()), "the settings are there already"
 
 
 def test_the_weights_are_those_of_the_function():

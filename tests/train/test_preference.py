@@ -33,13 +33,12 @@ from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.mesh import make_mesh
-from jaxtp.train import optimizer as optimizers
 from jaxtp.train import preference
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import DataConfig, TrainConfig
-from jaxtp.train.run_report import next_steps
-from jaxtp.train.state import plan_state
-from jaxtp.train.step import trace_step
+from jaxtp.train.model_source import ModelSource
+from jaxtp.train.parts import load_parts
+from jaxtp.train.setup import Plan
 
 MODEL = "llama_linear"
 SCALE = 0.9
@@ -256,15 +255,10 @@ def test_the_reference_of_adapters_is_the_base():
 
 def temporaries(config, task, batch):
     """Bytes that a step takes besides state and batch."""
-    plan = plan_state(config.model, optimizers.build(config.optimizer, 10), make_mesh())
-    with jax.set_mesh(plan.mesh):
-        return (
-            trace_step(config, plan, batch, task=task)
-            .lower()
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+    config, parts = load_parts(config, task)
+    plan = Plan(config=config, parts=parts, shapes=batch)
+    with jax.set_mesh(make_mesh()):
+        return plan.trace_on(make_mesh()).lower().compile().memory_analysis().temp_size_in_bytes
 
 
 @pytest.mark.wide
@@ -283,7 +277,7 @@ def test_a_scored_step_takes_the_memory_of_fine_tuning():
 def test_a_run_ends_with_commands_that_take_its_data():
     """`jaxtp evaluate` refuses pairs."""
     for pairs in (False, True):
-        lines = next_steps(TrainConfig(), Path("run/checkpoints/1"), decoder=True, pairs=pairs)
+        lines = ModelSource().next_steps(TrainConfig(), pairs=pairs)
         assert ("jaxtp evaluate" in "".join(lines)) is not pairs
 
 

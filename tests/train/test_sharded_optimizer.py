@@ -24,6 +24,7 @@ from jaxtp.layers.parameter import PaddedDim, parameter, spec_of
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.optimizer import by_path, current_learning_rate
+from jaxtp.train.parts import step_settings
 from jaxtp.train.sharded_optimizer import Optimizer
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import fetch, make_train_step
@@ -324,7 +325,9 @@ def test_the_training_step_passes_its_mean_loss_and_gradient():
     ids = np.random.default_rng(0).integers(DECODER.vocab_size, size=(8, 9))
     batch = {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
     with jax.set_mesh(mesh):
-        state, output = make_train_step(config, blueprint)(blueprint.create(0), batch)
+        state, output = make_train_step(step_settings(config), blueprint)(
+            blueprint.create(0), batch
+        )
     found = by_name(state["optimizer"]["opt_state"], mesh)
     metrics = fetch(output)
     assert found == pytest.approx({"value": metrics["loss"], "norm": metrics["grad_norm"]})

@@ -28,7 +28,8 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.state import TrainState, bytes_per_device, plan_state
+from jaxtp.train.parts import step_settings
+from jaxtp.train.state import TrainState, bytes_per_device, decoder_maker, plan_state
 from jaxtp.train.step import Scalars, StepOutput, fetch, make_train_step
 
 B = 8
@@ -59,7 +60,7 @@ def initial_state(model, mesh):
     """Weights well away from their initial values, at which some gradients are little more than
     rounding noise.
     """
-    build = lambda: TrainState(model, optimizers.build(SETTINGS, 10), seed=0)
+    build = lambda: TrainState(decoder_maker(model), optimizers.build(SETTINGS, 10), seed=0)
     return state_on_mesh(build, random_weights(build, scale=0.3), mesh)[1]
 
 
@@ -88,7 +89,9 @@ def test_bfloat16_parameters_have_gradients_and_norms_that_are_summed_in_float32
     found = []
     with jax.set_mesh(plan.mesh):
         for accumulation in (1, 256):
-            step = make_train_step(run_of(accumulation=accumulation), plan, with_grads=True)
+            step = make_train_step(
+                step_settings(run_of(accumulation=accumulation)), plan, with_grads=True
+            )
             state, output = step(plan.create(0), batch)
             found.append(by_name(output.grads, plan.mesh))
     whole, added = found
@@ -104,7 +107,7 @@ def test_bfloat16_parameters_have_gradients_and_norms_that_are_summed_in_float32
 def test_the_step_is_the_textbook_update():
     """Against Optax on a plain dict of arrays, with the gradient of the model without a mesh."""
     plan = plan_of(ODD)
-    step = make_train_step(run_of(), plan)
+    step = make_train_step(step_settings(run_of()), plan)
     state = initial_state(ODD, plan.mesh)
     before = by_name(state, plan.mesh)
     params = {
@@ -176,7 +179,7 @@ def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be
 ):
     """That such a step changes nothing is in known_bugs."""
     plan = plan_of(PLAIN, fsdp=2)
-    step = make_train_step(run_of(non_finite=non_finite, max_skipped=1), plan)
+    step = make_train_step(step_settings(run_of(non_finite=non_finite, max_skipped=1)), plan)
     batch = batch_of(PLAIN, 0)
     with jax.set_mesh(plan.mesh):
         state = plan.create(seed=0)

@@ -18,7 +18,8 @@ from jaxtp.models.config import OriginConfig
 from jaxtp.train import memory_check, performance, setup
 from jaxtp.train import trainer as trainer_module
 from jaxtp.train.config import LoopConfig, TrainConfig
-from jaxtp.train.setup import plan
+from jaxtp.train.parts import load_parts
+from jaxtp.train.setup import Plan
 from jaxtp.train.state import bytes_per_device
 from jaxtp.train.user_step import row_work, trace_step
 
@@ -55,18 +56,31 @@ REMAT = replace(TASK, model=lambda rngs: Mlp(rngs, remat=True))
 CONFIG = TrainConfig(origin=OriginConfig(build="mine:Mlp"))
 
 
-def traced(task, sizes, accumulation=1):
+def planned(task, accumulation=1):
     config = replace(CONFIG, train=LoopConfig(accumulation=accumulation))
-    blueprint, _ = plan(config, abstract_mesh(sizes), task, BATCH)
-    return blueprint, *trace_step(config, blueprint, loss, BATCH)
+    config, parts = load_parts(config, replace(task, batches=batches))
+    return Plan(config=config, parts=parts, shapes=BATCH)
+
+
+def traced(task, sizes, accumulation=1):
+    plan = planned(task, accumulation)
+    blueprint, _ = plan.state_on(abstract_mesh(sizes))
+    return blueprint, *trace_step(plan.step_settings, blueprint, BATCH)
+
+
+def work_of(task):
+    """Returns the arguments of `row_work`."""
+    plan = planned(task)
+    return plan.step_settings, plan.parts.model.maker(plan.config.model), BATCH
 
 
 def test_the_account_on_an_abstract_mesh_is_that_of_devices():
     sizes = mesh_shape(fsdp=2, tp=2)
     blueprint, memory, work = traced(TASK, sizes)
-    on_devices, _ = plan(CONFIG, mesh_of(sizes), TASK, BATCH)
+    plan = planned(TASK)
+    on_devices, _ = plan.state_on(mesh_of(sizes))
     assert memory.state == bytes_per_device(blueprint) == bytes_per_device(on_devices)
-    assert trace_step(CONFIG, on_devices, loss, BATCH) == (memory, work)
+    assert trace_step(plan.step_settings, on_devices, BATCH) == (memory, work)
     assert memory.gradients == memory.parameters == 4 * 2 * WIDTH * HIDDEN / 4
     assert memory.batch == 4 * ROWS * WIDTH / 2
     call = lambda model, batch: loss(model, batch, None)[0]
@@ -91,11 +105,9 @@ def test_recomputation_costs_work_but_is_no_use():
     # The first layer has no gradient of its input.
     expected = 2 * WIDTH * HIDDEN * (3 + 2)
     for task in (TASK, REMAT):
-        assert (
-            row_work(CONFIG, task, BATCH)[0]
-            == performance.row_flops(CONFIG, None, task, BATCH)
-            == expected
-        )
+        settings, make_model, _ = work_of(task)
+        flops = performance.row_flops(settings, None, make_model, BATCH)
+        assert row_work(*work_of(task))[0] == flops == expected
     _, memory, work = traced(TASK, mesh_shape())
     _, leaner, again = traced(REMAT, mesh_shape())
     assert (
@@ -143,7 +155,7 @@ def test_a_run_logs_mfu_where_the_peak_is_known(tmp_path, monkeypatch):
     settings = SETTINGS | {"launch.self_check": False}
     with jaxtp.Trainer(WITH_BATCHES, folder=tmp_path, settings=settings) as trainer:
         assert trainer.run_to_end()
-    flops = row_work(CONFIG, TASK, BATCH)[0]
+    flops = row_work(*work_of(TASK))[0]
     expected = {
         step: flops * rate / 4 / 1e9 for step, rate in records(tmp_path, "rows_per_second").items()
     }
@@ -156,4 +168,5 @@ def test_a_loss_that_needs_the_mesh_of_the_run_has_no_mfu():
         return loss(model, batch, key)
 
     task = replace(TASK, loss=of_mesh)
-    assert np.isnan(performance.row_flops(CONFIG, None, task, BATCH))
+    settings, make_model, _ = work_of(task)
+    assert np.isnan(performance.row_flops(settings, None, make_model, BATCH))

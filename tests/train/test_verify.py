@@ -31,6 +31,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import step as steps
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.parts import step_settings
 from jaxtp.train.state import named_arrays, plan_state
 from jaxtp.train.step import compiler_options
 from jaxtp.train.verify import CorruptionError, Verifier, changed
@@ -63,7 +64,9 @@ class Rig:
             "inputs": jax.device_put(tokens[:, :-1], where),
             "labels": jax.device_put(tokens[:, 1:], where),
         }
-        self.step = steps.make_train_step(self.config, self.plan, with_checksums=True)
+        self.step = steps.make_train_step(
+            step_settings(self.config), self.plan, with_checksums=True
+        )
         self.first = self.plan.create(seed=0)
         self.copies = replica_groups_by_name(named_arrays(self.first))
         self.restart()
@@ -281,13 +284,16 @@ def test_a_host_that_remembers_something_else_is_named(rig, monkeypatch):
 
 
 def test_only_gpus_need_an_option():
-    off, on = (TrainConfig(train=LoopConfig(verify_every=every)) for every in (0, 10))
-    assert not compiler_options(off, "cuda")
-    for each in (on, TrainConfig(train=LoopConfig(deterministic=True))):
-        assert not compiler_options(each, "cpu")
-        assert compiler_options(each, "cuda") == {"xla_gpu_exclude_nondeterministic_ops": True}
-    for changes in ({"model.precision.matmul": "float8"}, {"model.overlap": "ring"}):
-        assert compiler_options(replace_nested(off, changes), "cuda") == {
+    for loop in (LoopConfig(verify_every=10), LoopConfig(deterministic=True)):
+        assert loop.excludes_nondeterministic
+    assert not LoopConfig().excludes_nondeterministic
+    assert not compiler_options(MODEL, "cuda")
+    assert not compiler_options(MODEL, "cpu", deterministic=True)
+    assert compiler_options(MODEL, "cuda", deterministic=True) == {
+        "xla_gpu_exclude_nondeterministic_ops": True
+    }
+    for changes in ({"precision.matmul": "float8"}, {"overlap": "ring"}):
+        assert compiler_options(replace_nested(MODEL, changes), "cuda") == {
             "xla_gpu_enable_triton_gemm": False
         }
 

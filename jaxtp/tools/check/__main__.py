@@ -23,7 +23,7 @@ from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.first_difference import describe_error, first_difference
 from jaxtp.tools.check.parity import Errors, Tolerance
-from jaxtp.tools.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, describe
+from jaxtp.tools.check.shrink import MAX_DEVICES, ONE_DEVICE, Case
 from jaxtp.tools.check.subject import Subject, open_subject
 from jaxtp.train.config import IGNORED_BY_STEP, TrainConfig
 from jaxtp.train.defaults import Decider, DeviceInfo
@@ -109,18 +109,19 @@ def _check(argv: Sequence[str]) -> int:
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(MAX_DEVICES)
-    small, cases, subject = open_subject(config, config.meshes)
+    small, subject = open_subject(config, config.meshes)
+    cases = small.cases
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
-    shown = ("model",) if config.meshes or subject.task.has_own_model else ("model", "mesh")
+    shown = ("model",) if config.meshes else small.noted
     print("".join(f"default {note}\n" for note in notes if note.startswith(shown)), end="")
-    print(*_changes(config, small, subject), sep="\n")
-    print(
-        f"cases   {len(cases)} in {' and '.join(dtypes(small))}; three updates; errors relative to "
-        "one device\n"
-    )
+    print(*small.lines, sep="\n")
+    if not subject.is_audited:
+        print("audit   none: the compiler may choose collectives outside of jaxtp's modules")
+    in_dtypes = " and ".join(dtypes(small.config))
+    print(f"cases   {len(cases)} in {in_dtypes}; three updates; errors relative to one device\n")
     print(HEADER, flush=True)
     results: list[Verdict] = []
-    for verdict in verdicts(small, cases, subject):
+    for verdict in verdicts(small.config, cases, subject):
         print("\n".join(verdict.lines()), flush=True)
         results.append(verdict)
     compared = [verdict for verdict in results if not verdict.left_out]
@@ -133,7 +134,7 @@ def _check(argv: Sequence[str]) -> int:
         "jax": jax.__version__,
         "passed": not failed,
         "config": to_plain(config),
-        "shrunk": to_plain(small),
+        "shrunk": to_plain(small.config),
         "cases": [verdict.record() for verdict in results],
     }
     write_json("--json", config.json, record)
@@ -142,19 +143,6 @@ def _check(argv: Sequence[str]) -> int:
         return 1
     print(f"\nall {len(compared)} equal one device")
     return 0
-
-
-def _changes(config: TrainConfig, small: TrainConfig, subject: Subject) -> Iterator[str]:
-    if subject.task.has_own_model:
-        yield "shrunk  nothing: the model is your own; model.arguments can make it small"
-        yield "        (noise is added to the parameters)"
-        if subject.task.plan is None:
-            yield "plan    none: with tp, the one that jaxtp proposes"
-    else:
-        yield f"shrunk  {', '.join(describe(config, small)) or 'nothing: the model is small'}"
-        yield "        (rope_theta so that RoPE rotates every dim; noise is added to the weights)"
-    if not subject.is_audited:
-        yield "audit   none: the compiler may choose collectives outside of jaxtp's modules"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ from jaxtp.tools.check.parity import Arrays, place, relative_error
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.loss import Micro, objective_of
+from jaxtp.train.loss import Micro
+from jaxtp.train.parts import step_settings
 from jaxtp.train.step import dropout_key
 
 LOSS = "the loss"
@@ -151,7 +152,7 @@ def _trace(
     batch = next(iter(subject.on_mesh(config, mesh)))
     blueprint = subject.blueprint(config, mesh)
     key = dropout_key(config.run.seed, 0)
-    objective = objective_of(subject.task.loss, config)
+    objective = step_settings(config, subject.parts).objective
 
     def loss(
         zeros: Outputs, state: nnx.State, batch: Any, recorder: _Recorder

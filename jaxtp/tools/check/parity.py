@@ -31,7 +31,8 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.loss_checks import require_sums
 from jaxtp.train.memory import costs_of_step
-from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, trained_parameters
+from jaxtp.train.parts import step_settings
+from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint
 from jaxtp.train.step import fetch, make_train_step
 from jaxtp.train.validation import share_of
 
@@ -155,8 +156,7 @@ def initial_arrays(
         return arrays
     arrays = on_host(blueprint.create(config.run.seed), blueprint.mesh)
     names = {name for name in arrays if name.startswith("model.")}
-    if not blueprint.is_decoder:
-        names &= {f"model.{name}" for name in trained_parameters(blueprint)}
+    names &= {f"model.{name}" for name in subject.parts.model.weights(blueprint)}
     return arrays | {name: _with_noise(name, arrays[name], noise) for name in names}
 
 
@@ -194,8 +194,8 @@ def on_one_device(
             f"{errors.grad_norm:.1e}. Draw all random numbers from the key of the loss or from "
             "nnx.Rngs, not from NumPy's or Python's generator"
         )
-    loss = subject.task.loss
-    if loss is not None and replayed is None:
+    loss = subject.parts.loss
+    if not loss.is_by_row and replayed is None:
         mesh = make_mesh()
         blueprint = subject.blueprint(config, mesh)
         with jax.set_mesh(mesh):
@@ -235,9 +235,9 @@ def program(
     """
     config = replace_nested(on_case(config, case), {"metrics.norm_groups": ()})
     mesh = mesh_of(case.sizes)
-    task = subject.task
     blueprint = subject.blueprint(config, mesh)
-    step = make_train_step(config, blueprint, with_choices=True, with_grads=True, task=task)
+    settings = step_settings(config, subject.parts)
+    step = make_train_step(settings, blueprint, with_choices=True, with_grads=True)
     batches = list(subject.on_mesh(config, mesh))
     experts = _experts(replayed, mesh) or [{}] * len(batches)
     with jax.set_mesh(mesh):
@@ -245,7 +245,7 @@ def program(
         if not audited:
             compiled = traced.lower().compile(compiler_options=COMPILER_OPTIONS)
             return _Updates(config, case, blueprint, batches, experts, compiled)
-    modelled = task.optimizer is None and optimizers.is_modelled(config.optimizer)
+    modelled = subject.parts.optimizer is None and optimizers.is_modelled(config.optimizer)
     result = audit(
         traced,
         blueprint.sharded,
@@ -313,9 +313,7 @@ class _Updates:
 
     def _natural(self, choices: Choices) -> Choices:
         sizes = self.case.sizes
-        if not self.blueprint.is_decoder or not self.config.model.zigzag(
-            share_of(self.config, sizes)
-        ):
+        if not choices or not self.config.model.zigzag(share_of(self.config, sizes)):
             return choices
         natural: Choices = jax.tree.map(lambda x: to_natural(x, sizes[CP], 2), choices)
         return natural

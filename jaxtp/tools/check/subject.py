@@ -6,6 +6,7 @@ gets the same batches.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import singledispatch
 
 import jax
 import numpy as np
@@ -26,18 +27,19 @@ from jaxtp.tools.check.shrink import (
     ONE_DEVICE,
     UPDATES,
     Case,
+    describe,
     in_three_updates,
     own_model_cases,
     plan,
 )
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.init_source import InitSource
-from jaxtp.train.loss import Example, example_batch, objective_of
+from jaxtp.train.loss import Example, Objective
+from jaxtp.train.model_source import ModelSource, OwnModel
+from jaxtp.train.parts import Parts, load_parts
 from jaxtp.train.run_data import open_data
-from jaxtp.train.setup import check_loss_on, with_batches
-from jaxtp.train.setup import plan as plan_of_run
+from jaxtp.train.setup import Plan, check_loss_on, with_batches
 from jaxtp.train.state import Blueprint, total_bytes
-from jaxtp.train.task import Loss, Task, load_task, with_parts
 
 DOCUMENTS = 4  # mean number of documents in a row of a packed batch
 COPIES = 6
@@ -47,17 +49,15 @@ gradients."""
 
 @dataclass(frozen=True)
 class Subject:
-    """A task and its first batches."""
+    """The parts of a run and its first batches."""
 
-    task: Task = Task()
+    parts: Parts = Parts()
     batches: Batches | None = None  # by default random tokens
 
     @property
     def is_own(self) -> bool:
-        """Whether any part of the task is the user's."""
-        task = self.task
-        parts = (task.model, task.loss, task.batches, task.optimizer)
-        return any(part is not None for part in parts)
+        """Whether the user's code computes any of the numbers."""
+        return not self.is_audited or self.parts.optimizer is not None
 
     @property
     def is_audited(self) -> bool:
@@ -65,53 +65,77 @@ class Subject:
 
         They do for a decoder with its own loss and data.
         """
-        return not self.task.has_own_model and self.task.loss is None and self.task.batches is None
+        return self.parts.loss.has_formulas and self.parts.batches is None
 
     def blueprint(self, config: TrainConfig, mesh: Mesh) -> Blueprint:
         """Plans the state on a mesh."""
         shapes = {} if self.batches is None else self.batches.shapes
-        blueprint, _ = plan_of_run(config, mesh, self.task, shapes)
+        blueprint, _ = Plan(config=config, parts=self.parts, shapes=shapes).state_on(mesh)
         return blueprint
 
     def on_mesh(self, config: TrainConfig, mesh: Mesh) -> Iterator[Batch]:
         """Yields a batch for each update; raises BatchError if it cannot be split over the mesh."""
         source = self.batches or _in_memory(random_tokens(config))
-        by_row = objective_of(self.task.loss, config).is_by_row
-        micro_batches = 1 if by_row else config.train.accumulation
+        micro_batches = 1 if self.parts.loss.is_by_row else config.train.accumulation
         for batch, _ in on_mesh(source, mesh, Position(), UPDATES, micro_batches=micro_batches):
             yield batch
 
 
-def open_subject(
-    config: TrainConfig, meshes: Sequence[str]
-) -> tuple[TrainConfig, list[Case], Subject]:
-    """Loads the parts that a configuration names.
+@dataclass(frozen=True)
+class Small:
+    """A configuration that virtual CPU devices can check, and its cases."""
 
-    Returns the small configuration, the cases, and the subject.
+    config: TrainConfig
+    cases: list[Case]
+    # Lines on what was shrunk
+    lines: list[str]
+    # Settings whose defaults are explained
+    noted: tuple[str, ...] = ("model", "mesh")
+
+
+@singledispatch
+def shrunk(model: ModelSource, config: TrainConfig, meshes: Sequence[str]) -> Small:
+    """Shrinks a decoder; a user's model is used as it is."""
+    small, cases = plan(config, meshes)
+    changes = ", ".join(describe(config, small)) or "nothing: the model is small"
+    rope = "(rope_theta so that RoPE rotates every dim; noise is added to the weights)"
+    return Small(small, cases, [f"shrunk  {changes}", f"        {rope}"])
+
+
+@shrunk.register
+def _(model: OwnModel, config: TrainConfig, meshes: Sequence[str]) -> Small:
+    styles = (model.plan or {}).values()
+    over_cp = any(isinstance(style, ContextParallel) for style in styles)
+    lines = [
+        "shrunk  nothing: the model is your own; model.arguments can make it small",
+        "        (noise is added to the parameters)",
+    ]
+    if model.plan is None:
+        lines.append("plan    none: with tp, the one that jaxtp proposes")
+    cases = own_model_cases(config, meshes, over_cp=over_cp)
+    return Small(in_three_updates(config), cases, lines, noted=("model",))
+
+
+def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[Small, Subject]:
+    """Loads the parts that a configuration names.
 
     Raises:
       ValueError: a user's mistake, as in a run, or a model that is too large.
     """
     unused_parts = {"train.callbacks": (), "data.validation_batches": None}
-    task = load_task(replace_nested(config, unused_parts))
-    config = with_parts(config, task)
+    config, parts = load_parts(replace_nested(config, unused_parts))
     data = None
-    if task.has_own_model or task.batches is not None:
-        data = open_data(config, InitSource(), task)
+    if parts.batches is not None or parts.model.example(parts.loss, config) is None:
+        data = open_data(config, InitSource(), parts)
         config = _with_length(with_batches(config, data, make_mesh()), data.train)
-    if task.has_own_model:
-        over_cp = any(isinstance(style, ContextParallel) for style in (task.plan or {}).values())
-        small = in_three_updates(config)
-        cases = own_model_cases(config, meshes, over_cp=over_cp)
-    else:
-        small, cases = plan(config, meshes)
-    batches = _in_memory(random_batches(small, task.loss)) if data is None else data.train
-    subject = Subject(task, batches)
+    small = shrunk(parts.model, config, meshes)
+    batches = data.train if data else _in_memory(random_batches(small.config, parts.loss))
+    subject = Subject(parts, batches)
     if not subject.is_own:
-        return small, cases, subject
-    traits = check_loss_on(small, task, batches)
+        return small, subject
+    traits = check_loss_on(small.config, parts, batches)
     batches.with_weights = traits.reads_weights
-    blueprint = subject.blueprint(small, make_mesh())
+    blueprint = subject.blueprint(small.config, make_mesh())
     needed = COPIES * total_bytes(blueprint)
     memory = host_memory()
     if needed > memory:
@@ -120,14 +144,15 @@ def open_subject(
             f"its state, and this host has {size_text(memory, binary=True)}; make it small by "
             "arguments of the function that builds it (model.arguments)"
         )
-    accumulation = 2 if small.train.accumulation == 1 else 1
-    if not (traits.changes or traits.is_random or small.data.global_batch_size % accumulation):
-        cases = [replace(ONE_DEVICE, accumulation=accumulation), *cases]
+    accumulation = 2 if small.config.train.accumulation == 1 else 1
+    is_divisible = small.config.data.global_batch_size % accumulation == 0
+    if is_divisible and not (traits.changes or traits.is_random):
+        small = replace(small, cases=[replace(ONE_DEVICE, accumulation=accumulation), *small.cases])
     if data is not None:
         rows = range(data.train.global_batch_size)
         read = [columns for columns, _ in data.train.read(rows, Position(), UPDATES)]
-        subject = Subject(task, _in_memory(read))
-    return small, cases, subject
+        subject = Subject(parts, _in_memory(read))
+    return small, subject
 
 
 def _in_memory(batches: Sequence[Columns]) -> Batches:
@@ -138,14 +163,14 @@ def _with_length(config: TrainConfig, batches: Batches) -> TrainConfig:
     # The length of the batches' sequences decides how a decoder splits them.
     shapes = batches.shapes
     inputs = shapes.get("inputs", max(shapes.values(), key=lambda column: column.size))
-    if config.is_foreign or inputs.ndim != 2:
+    if inputs.ndim != 2:
         return config
     return replace_nested(config, {"data.sequence_length": inputs.shape[1]})
 
 
-def random_batches(config: TrainConfig, loss: Loss | None) -> list[Columns]:
+def random_batches(config: TrainConfig, loss: Objective) -> list[Columns]:
     """Returns a batch for each update: the example of a loss, with random tokens."""
-    example = example_batch(loss, config, config.data.global_batch_size)
+    example = loss.example(config.data.global_batch_size, config)
     return [_filled(example, batch) for batch in random_tokens(config)]
 
 

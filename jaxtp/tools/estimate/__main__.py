@@ -60,8 +60,8 @@ from jaxtp.tools.estimate.summary import (
 )
 from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, Decider, DeviceInfo, default_settings
-from jaxtp.train.setup import open_task
-from jaxtp.train.task import load_task
+from jaxtp.train.parts import load_parts
+from jaxtp.train.setup import plan_step
 from jaxtp.train.validation import check_kernels
 
 PROGRAM = "jaxtp estimate"
@@ -151,10 +151,10 @@ def _estimate(argv: Sequence[str]) -> int:
     if config.origin.build or config.data.batches or config.optimizer.build:
         _refuse_for_own_parts(options)
         meshes = parse_meshes(options.meshes, options.hardware, where.devices)
-        fits, numbers = rank_meshes(where, meshes, *open_task(config))
+        fits, numbers = rank_meshes(where, meshes, plan_step(config))
         write_json("--json", options.json, numbers)
         return int(not fits)
-    load_task(config)  # refuses settings without effect
+    load_parts(config)  # refuses settings without effect
     if options.tier == 3:
         try:
             topology(where.hardware.compiled_as, **where.hosts)

@@ -30,16 +30,12 @@ from jaxtp.analysis.schedule import Scheduled, read_schedule
 from jaxtp.analysis.tables import Record, columns
 from jaxtp.config.entry import signal_name
 from jaxtp.config.schema import replace_nested, to_plain, validate
-from jaxtp.data.loader import split
 from jaxtp.distributed.environment import child_environment
 from jaxtp.mesh import Sizes, mesh_of
 from jaxtp.tools.estimate.search import Setting
-from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.setup import open_task
-from jaxtp.train.state import plan_state
-from jaxtp.train.step import compiler_options, trace_step
-from jaxtp.train.task import Task
+from jaxtp.train.setup import plan_step
+from jaxtp.train.step import compiler_options
 from jaxtp.train.validation import chosen_kernels
 
 COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
@@ -280,7 +276,12 @@ def main() -> None:
     with jax.set_mesh(mesh):
         lowered = traced.lower()
     started = time.perf_counter()
-    options: dict[str, bool | str | int] = {**compiler_options(config, "cuda"), **ABSENT_GPU}
+    options: dict[str, bool | str | int] = {
+        **compiler_options(
+            config.model, "cuda", deterministic=config.train.excludes_nondeterministic
+        ),
+        **ABSENT_GPU,
+    }
     try:
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -295,15 +296,7 @@ def main() -> None:
 
 def trace(config: TrainConfig, mesh: Mesh) -> Traced:
     """Traces the step of a configuration on a mesh, also with a user's loss."""
-    task = Task()
-    batch = None
-    if config.train.loss is not None:
-        config, task, shapes = open_task(config)
-        batch = split(shapes, mesh)
-    with jax.set_mesh(mesh):
-        tuned = optimizers.build(config.optimizer, config.train.steps)
-        blueprint = plan_state(config.model, tuned, mesh)
-        return trace_step(config, blueprint, batch, task=task)
+    return plan_step(config).trace_on(mesh)
 
 
 def _numbers(compiled: jax.stages.Compiled, sizes: Sizes) -> Record:

@@ -34,9 +34,7 @@ from jaxtp.tools.estimate.search import (
     simplest_first,
 )
 from jaxtp.tools.estimate.summary import candidate_record, memory_by_kind, refusals
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.setup import plan
-from jaxtp.train.task import Shapes, Task
+from jaxtp.train.setup import Plan
 from jaxtp.train.user_step import trace_step
 from jaxtp.train.validation import batch_problems
 
@@ -75,10 +73,8 @@ class Estimate(Candidate):
         }
 
 
-def rank_meshes(
-    where: Target, meshes: Sequence[Sizes], config: TrainConfig, task: Task, batch: Shapes
-) -> tuple[bool, Record]:
-    """Prints the ranking of meshes, by default all, for a task with a loss.
+def rank_meshes(where: Target, meshes: Sequence[Sizes], plan: Plan) -> tuple[bool, Record]:
+    """Prints the ranking of meshes, by default all, for a planned run.
 
     Returns whether the best one fits, and numbers for JSON.
     """
@@ -93,7 +89,7 @@ def rank_meshes(
     refused = {}
     for sizes in meshes or fitting_meshes(count):
         try:
-            estimates.append(estimate(config, task, batch, sizes, where))
+            estimates.append(estimate(plan, sizes, where))
         except UserError as error:
             refused[describe_mesh(sizes)] = str(error)
     if not estimates:
@@ -106,7 +102,7 @@ def rank_meshes(
     print(f"best    {best}", f"memory  {memory_by_kind(best)}", sep="\n")
     print(*(line.partition("\n")[0] for line in best.plan), sep="\n")
     return best.fits, {
-        "model": config.origin.build,
+        "model": plan.config.origin.build,
         "hardware": dataclasses.asdict(hardware),
         "devices": count,
         "refused": refused,
@@ -124,23 +120,20 @@ def is_as_fast(estimate: Estimate, first: Estimate) -> bool:
     return is_near(estimate, first)
 
 
-def estimate(
-    config: TrainConfig, task: Task, batch: Shapes, sizes: Sizes, where: Target
-) -> Estimate:
+def estimate(plan: Plan, sizes: Sizes, where: Target) -> Estimate:
     """Returns the memory and time of a step on a mesh.
 
     Raises:
       ConfigError: the mesh does not divide the batch, or the model or loss fails.
       PlanError: the plan does not fit the model or the mesh.
     """
-    assert task.loss is not None
-    config = replace_nested(config, {"mesh": config.mesh.of_sizes(sizes)})
+    config = replace_nested(plan.config, {"mesh": plan.config.mesh.of_sizes(sizes)})
     if problem := next(batch_problems(config, sizes), None):
         raise ConfigError(problem.text)
     with user_code("the model or its loss", UserError):
         # A trace needs no devices.
-        blueprint, lines = plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)
-        memory, work = trace_step(config, blueprint, task.loss, batch)
+        blueprint, lines = plan.state_on(cast(Mesh, abstract_mesh(sizes)))
+        memory, work = trace_step(plan.step_settings, blueprint, plan.shapes)
     hardware = where.hardware
     count = config.train.accumulation
     traffic = {collective: count * times for collective, times in work.traffic.items()}

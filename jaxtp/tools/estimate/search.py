@@ -43,8 +43,9 @@ from jaxtp.train.memory import (
     memory_per_device,
     stored_arrays,
 )
+from jaxtp.train.parts import load_parts
 from jaxtp.train.performance import flops_per_token
-from jaxtp.train.setup import open_task
+from jaxtp.train.setup import Plan, plan_step
 from jaxtp.train.user_step import row_work
 from jaxtp.train.validation import violations_on
 
@@ -133,21 +134,25 @@ def describe_model(config: TrainConfig) -> Model:
     arrays = stored_arrays(config)
     parameters = sum(math.prod(array.shape) for array in arrays if array.name.startswith(MODEL))
     flops = flops_per_token(config.model, parameters, config.data.sequence_length)
-    if config.train.loss is None:
+    _, parts = load_parts(config)
+    if parts.loss.has_formulas:
         return Model(arrays, parameters, flops)
-    loss = _loss_work(config)
+    row = {"data.global_batch_size": 1, "train.accumulation": 1}
+    loss = _loss_work(plan_step(replace_nested(config, row)))
     return Model(arrays, parameters, flops * loss.relative, loss)
 
 
-def _loss_work(config: TrainConfig) -> LossWork:
-    row = replace_nested(config, {"data.global_batch_size": 1, "train.accumulation": 1})
-    cross_entropy = replace_nested(row, {"train.loss": None, "train.loss_arguments": {}})
-    task = open_task(row)
-    flops, saved = row_work(*task)
-    usual_flops, usual_saved = row_work(*open_task(cross_entropy))
-    _, _, shapes = task
-    columns = sum(column.size * column.dtype.itemsize for column in shapes.values())
+def _loss_work(row: Plan) -> LossWork:
+    flops, saved = _row_work(row)
+    usual = replace_nested(row.config, {"train.loss": None, "train.loss_arguments": {}})
+    usual_flops, usual_saved = _row_work(plan_step(usual))
+    columns = sum(column.size * column.dtype.itemsize for column in row.shapes.values())
     return LossWork(flops, flops / usual_flops, max(0.0, saved - usual_saved), columns)
+
+
+def _row_work(plan: Plan) -> tuple[float, float]:
+    make_model = plan.parts.model.maker(plan.config.model)
+    return row_work(plan.step_settings, make_model, plan.shapes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +395,7 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
     memory = memory_per_device(config, sizes, model.arrays, costs=costs)
     work = 1.0
     loss = model.loss
-    if loss is not None:
+    if loss:
         work = loss.relative
         rows = config.data.global_batch_size // batch_parts(sizes)
         saved = int(loss.saved * rows / (config.train.accumulation * sizes[CP]))

@@ -84,7 +84,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
 
 def _loss(config: TrainConfig, model: Model) -> dict[str, str]:
     loss = model.loss
-    if loss is None:
+    if not loss:
         return {}
     work = f"{loss.flops * config.data.global_batch_size / 1e12:,.1f} TFLOP a step"
     return {
@@ -265,7 +265,7 @@ def record(results: Search) -> Record:
         "memory_fraction": where.share,
         "parameters": model.parameters,
         "flops_per_token": model.flops_per_token,
-        "loss": None if model.loss is None else dataclasses.asdict(model.loss),
+        "loss": model.loss and dataclasses.asdict(model.loss),
         "tokens": best.tokens,
         "steps": config.train.steps,
         "save_host_bytes": save_bytes(

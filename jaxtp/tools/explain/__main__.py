@@ -22,8 +22,8 @@ from jaxtp.config.schema import ConfigError, OptionalFile
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import abstract_mesh, describe_mesh
 from jaxtp.tools.explain.explanation import explain
-from jaxtp.train import setup
 from jaxtp.train.config import TrainConfig, training_of
+from jaxtp.train.setup import plan_step
 from jaxtp.train.user_step import micro_batch
 from jaxtp.train.validation import batch_problems, refuse
 
@@ -74,23 +74,23 @@ def _explain(options: ExplainConfig) -> None:
     require_writable("--json", options.json)
     if options.compile:
         request_virtual_devices(math.prod(sizes.values()))
-    config, task, batch = setup.open_task(config)
-    loss = task.loss
-    assert loss is not None
+    plan = plan_step(config)
+    config = plan.config
+    loss = plan.parts.loss
+    count = config.train.accumulation
     key = jax.random.key(config.run.seed)
     refuse(problem.text for problem in batch_problems(config, sizes))
     with user_code("the model or its loss", UserError):
         # A trace needs no devices.
-        blueprint, lines = setup.plan(config, cast(Mesh, abstract_mesh(sizes)), task, batch)
+        blueprint, lines = plan.state_on(cast(Mesh, abstract_mesh(sizes)))
         explanation = explain(
             blueprint.abstract_model,
-            micro_batch(config, batch),
+            micro_batch(plan.shapes, count),
             mesh=sizes,
             call=lambda model, rows: loss(model, rows, key)[0],
             compiled=options.compile,
         )
     print(*lines, explanation, sep="\n")
-    count = config.train.accumulation
     if count > 1:
         print(f"\nnote: numbers are for one of the {count} micro-batches of a step")
     write_json("--json", options.json, {"model": config.origin.build, **explanation.record()})

@@ -265,10 +265,10 @@ def pairs(step):
 def test_a_decoder_of_the_user_too_and_callbacks_are_not_loaded(tmp_path):
     parts = {"model": {"build": f"{HERE}:own_decoder"}, "data": {"batches": f"{HERE}:pairs"}}
     write_json(tmp_path / "run.yaml", parts | {"train": {"callbacks": ["/nothing.py:callback"]}})
-    config, cases, subject = open_subject(from_yaml(CheckConfig, tmp_path / "run.yaml"), ["cp=2"])
-    assert config.data.sequence_length == 16
-    assert all(case.sizes["cp"] == 2 for case in cases)
-    assert subject.batches.global_batch_size == config.data.global_batch_size == 4
+    small, subject = open_subject(from_yaml(CheckConfig, tmp_path / "run.yaml"), ["cp=2"])
+    assert small.config.data.sequence_length == 16
+    assert all(case.sizes["cp"] == 2 for case in small.cases)
+    assert subject.batches.global_batch_size == small.config.data.global_batch_size == 4
 
 
 def test_a_loss_that_fails_on_one_device_is_a_failure(capsys):

@@ -19,7 +19,7 @@ from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.tools.check.subject import Subject
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.task import Task
+from jaxtp.train.parts import Parts
 
 pytestmark = pytest.mark.wide
 
@@ -85,7 +85,7 @@ def with_other_choices(numbers):
 def test_with_an_optimizer_of_the_user_all_runs_use_the_given_choices(expected):
     """In 16 bits these are the choices in float32, as on the meshes."""
     given = with_other_choices(expected)
-    subject = Subject(Task(optimizer=optax.sgd(1e-2)))
+    subject = Subject(Parts(optimizer=optax.sgd(1e-2)))
     initial = parity.initial_arrays(CONFIG, subject)
     _, numbers, again = parity.on_one_device(CONFIG, initial, subject, replayed=given)
     mesh = parity.run(CONFIG, OVER_TP, initial, replayed=given, subject=subject)

@@ -27,8 +27,8 @@ from jaxtp.tools.estimate.compiler import trace
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.setup import plan_step
 from jaxtp.train.state import OPTIMIZER_SCOPE, plan_state
-from jaxtp.train.step import trace_step
 
 SETTINGS = """
 model: {vocab_size: 61, d_model: 32, num_layers: 2, num_heads: 16, num_kv_heads: 4, head_dim: 8, d_ff: 64,
@@ -93,7 +93,7 @@ def compiled(estimated):
     blueprint = plan_state(config.model, tuned, mesh)
     with captured_stderr() as warnings:
         report = audit(
-            trace_step(config, blueprint),
+            plan_step(config).trace_on(mesh),
             blueprint.sharded,
             mesh=mesh,
             budget=estimated.costs.budget,

@@ -14,7 +14,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.tools.estimate.__main__ import main as estimate
 from jaxtp.tools.explain.__main__ import main as explain
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.setup import open_task, plan
+from jaxtp.train.setup import plan_step
 from jaxtp.train.state import bytes_per_device
 
 EXAMPLES = Path(__file__).parents[3] / "scripts/examples"
@@ -60,8 +60,8 @@ def test_the_estimate_of_a_run_is_its_state_and_the_work_of_explain(run):
     (mesh,) = read_json(run / "out.json")["meshes"]
     assert explain(settings) == 0
     explained = read_json(run / "out.json")
-    config, task, batch = open_task(from_yaml(TrainConfig, run / "run.yaml"))
-    blueprint, _ = plan(config, make_mesh(fsdp=2, tp=2), task, batch)
+    plan = plan_step(from_yaml(TrainConfig, run / "run.yaml"))
+    blueprint, _ = plan.state_on(make_mesh(fsdp=2, tp=2))
     memory = mesh["bytes_per_device"]
     assert memory["parameters"] + memory["optimizer"] == bytes_per_device(blueprint)
     # There are two micro-batches.
