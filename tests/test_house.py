@@ -17,7 +17,7 @@ LEVELS = [
     {"collectives"},
     {"layers", "plans", "data"},
     {"models", "checkpoint"},
-    {"hf", "analysis"},
+    {"hf", "analysis", "guards"},
     {"train", "generate"},
     {"tools"},
 ]
@@ -194,10 +194,10 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 315_000,
-    "files": 250,
-    "rooms": 14,
-    "arrows between rooms": 72,
-    "files that training imports": 92,
+    "files": 257,
+    "rooms": 15,
+    "arrows between rooms": 79,
+    "files that training imports": 99,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path

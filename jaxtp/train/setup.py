@@ -23,6 +23,7 @@ from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
+from jaxtp.guards.hook import VERIFIED
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
@@ -100,12 +101,14 @@ class Run(_Setup):
         self.leaves = jax.tree.leaves(state)
 
 
-def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Run:
+def make_run(
+    decided: Decided, exit_stack: ExitStack, context: ExitStack, task: Task = Task()
+) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in its folder.
 
     Args:
-      exit_stack: closes the mesh context, the lock of the run's folder, the console, the signal
-        handlers and the checkpoints.
+      exit_stack: closes the lock of the run's folder, the console and the checkpoints.
+      context: ends the mesh context and restores the signal handlers.
       task: parts that replace settings.
 
     Raises:
@@ -121,12 +124,12 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
     blueprint = setup.blueprint
     lines = [*setup.lines, *_startup_checks(config, blueprint, data)]
 
-    exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
+    context.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
     report = exit_stack.enter_context(Report(setup.own_metrics))
     at_start = _NOTHING_LOST.format("resumes" if decided.before.steps else "starts again")
-    interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
+    interrupt = context.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *map("default {}".format, decided.notes)):
         report.line(line)
     report.line(summary(config, data, blueprint, setup.notes, decided.before))
@@ -184,7 +187,7 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
         step=step,
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
         base=initial.base,
-        verified=info.get(run_folder.VERIFIED),
+        verified=info.get(VERIFIED),
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
 

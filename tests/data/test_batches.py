@@ -20,6 +20,7 @@ from jaxtp.data.sources import open_batches
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.init_source import InitSource
 from jaxtp.train.run_data import open_data
+from jaxtp.train.task import Task
 
 B = 8
 ROWS = 40
@@ -496,7 +497,7 @@ def test_64_bit_numbers_become_32_bit_ones_and_tuples_are_numbered():
 def test_token_data_have_weights_if_a_loss_reads_them(tmp_path):
     (tmp_path / "text.txt").write_text("some text " * 100)
     tokens = DataConfig(path=tmp_path / "text.txt", sequence_length=16, global_batch_size=B)
-    data = open_data(TrainConfig(data=tokens), InitSource(), jaxtp.Task())
+    data = open_data(TrainConfig(data=tokens), InitSource(), Task())
     data.pad_short_batches(True)
     mesh = jaxtp.make_mesh()
     for batch in (

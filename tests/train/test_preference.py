@@ -40,6 +40,7 @@ from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.run_report import next_steps
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import trace_step
+from jaxtp.train.task import Task
 
 MODEL = "llama_linear"
 SCALE = 0.9
@@ -275,8 +276,8 @@ def test_a_scored_step_takes_the_memory_of_fine_tuning():
     batch = jax.eval_shape(lambda: loss.example_batch(4, 512, config))
     batch["segments"] = batch["inputs"]
     tokens = {name: batch[name] for name in ("inputs", "labels", "segments")}
-    plain = temporaries(config, jaxtp.Task(), tokens)
-    paired = temporaries(config, jaxtp.Task(loss=loss), batch)
+    plain = temporaries(config, Task(), tokens)
+    paired = temporaries(config, Task(loss=loss), batch)
     assert paired - plain < 12 * 4 * 4 * 512, "floats of a token"
 
 

@@ -1,0 +1,1 @@
+"""Guards: what checks a run, its devices and its processes."""
