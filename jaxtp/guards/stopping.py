@@ -88,6 +88,10 @@ class Watchdog(Hook):
         if self._watches and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()
 
+    def rest(self) -> None:
+        """Stops watching until the next activity."""
+        self._fed = math.inf
+
     def close(self) -> None:
         """Stops watching."""
         self._stopped.set()

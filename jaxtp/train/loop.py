@@ -45,6 +45,8 @@ class TrainingLoop:
     def __init__(self, run: Run, callbacks: Hook, resources: ExitStack):
         self.run = run
         self.mesh: Mesh = run.blueprint.mesh
+        loop = run.config.train
+        self.watchdog = Watchdog(loop.stall_seconds, loop.stall_abort_seconds)
         self.stopping = Stopping(run.interrupt, self.mesh)
         with raise_everywhere():
             self.trackers = Trackers(run.config, run.step, run.report.line)
@@ -68,11 +70,7 @@ class TrainingLoop:
     def _make_hooks(self, callbacks: Hook) -> list[Hook]:
         run = self.run
         config = run.config
-        hooks: list[Hook] = [
-            Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds),
-            SumsCheck(run),
-            self.stopping,
-        ]
+        hooks: list[Hook] = [self.watchdog, SumsCheck(run), self.stopping]
         if config.train.verify_every:
             from jaxtp.guards.verify import Verifier
 

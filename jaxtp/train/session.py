@@ -62,6 +62,16 @@ class Session:
         if self._is_inside:
             yield
             return
+        with self._entered(loop):
+            loop.watchdog.on_activity()
+            try:
+                yield
+            finally:
+                # A run does not stall between cells.
+                loop.watchdog.rest()
+
+    @contextmanager
+    def _entered(self, loop: TrainingLoop) -> Iterator[None]:
         self._is_inside = True
         try:
             with jax.set_mesh(loop.mesh), loop.run.interrupt:
@@ -82,8 +92,8 @@ class Session:
         if self._is_inside or not loop.done:
             loop = self.running()
         if self._is_inside:
-            for step in loop.steps:
-                yield step
+            for index in loop.steps:
+                yield index
             return
         while not loop.done:
             loop.require_open()
@@ -100,7 +110,7 @@ class Session:
 
     def enter(self) -> None:
         """Begins a `with` block."""
-        self._block.enter_context(self.inside(self.running()))
+        self._block.enter_context(self._entered(self.running()))
 
     def exit(self, error: BaseException | None) -> None:
         """Ends a `with` block."""
@@ -172,8 +182,9 @@ _open: set[Session] = set()
 def _close_at_exit() -> None:
     # If this process failed, other processes may not come to the same save.
     error = getattr(sys, "last_value", None) if is_multiprocess() else None
-    for session in list(_open):
-        session.close(error)
+    with ExitStack() as sessions:
+        for session in _open:
+            sessions.callback(session.close, error)
 
 
 # `atexit` is too late: executors, which write checkpoints, take no more work then.
