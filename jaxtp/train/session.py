@@ -91,22 +91,24 @@ class Session:
         loop = self.started()
         if self._is_inside or not loop.done:
             loop = self.running()
-        if self._is_inside:
-            for index in loop.steps:
-                yield index
-            return
         while not loop.done:
             loop.require_open()
-            try:
-                with self.inside(loop):
-                    step = next(loop.steps, None)
-            except BaseException as error:
-                self.close(error)
-                raise
+            step = self._next(loop)
             if step is None:
                 break
             yield step
-        self.close()
+        if not self._is_inside:
+            self.close()
+
+    def _next(self, loop: TrainingLoop) -> int | None:
+        if self._is_inside:
+            return next(loop.steps, None)
+        try:
+            with self.inside(loop):
+                return next(loop.steps, None)
+        except BaseException as error:
+            self.close(error)
+            raise
 
     def enter(self) -> None:
         """Begins a `with` block."""

@@ -16,7 +16,7 @@ from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.python_object import reference_to, user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.guards.hook import Hook, Loop
-from jaxtp.mesh import Sizes, mesh_sizes
+from jaxtp.mesh import Sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.defaults import Decided
@@ -108,8 +108,7 @@ class Trainer:
                 "Trainer takes its parts by name, without a Task: jaxtp.Trainer(model=..., "
                 "loss=..., batches=..., optimizer=..., folder=..., settings=...)"
             )
-        sizes = mesh_sizes(mesh) if isinstance(mesh, Mesh) else mesh
-        arguments = {"mesh": sizes, "run.dir": folder, "train.steps": steps}
+        arguments = {"mesh": mesh, "run.dir": folder, "train.steps": steps}
         values = {name: value for name, value in arguments.items() if value is not None}
         if not isinstance(settings, TrainConfig):
             settings = {**(settings or {}), **values}
