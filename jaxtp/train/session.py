@@ -1,5 +1,6 @@
 """The runs of a trainer, one after the other: when they start and end, and what is left open."""
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,5 +190,7 @@ def _close_at_exit() -> None:
             sessions.callback(session.close, error)
 
 
+# A process that this one forks, to read data for example, has no run.
+os.register_at_fork(after_in_child=_open.clear)
 # `atexit` is too late: executors, which write checkpoints, take no more work then.
 threading._register_atexit(_close_at_exit)  # type: ignore[attr-defined]

@@ -206,6 +206,7 @@ def test_an_old_spelling_names_the_new_one():
             jaxtp.Trainer(old)
 
 
+@pytest.mark.wide
 def test_a_mesh_has_several_forms(tmp_path):
     forms = ("fsdp=2,tp=2", {"fsdp": 2, "tp": 2}, jaxtp.make_mesh(fsdp=2, tp=2))
     for number, mesh in enumerate(forms):
@@ -236,6 +237,7 @@ def test_a_trainer_starts_at_its_first_use(use, tmp_path):
     trainer.close()
 
 
+@pytest.mark.wide
 def test_a_trainer_is_used_over_cells(tmp_path, capsys):
     """The cells in between keep their mesh and their signal handlers; `close` saves."""
     handler = signal.getsignal(signal.SIGINT)
@@ -263,6 +265,7 @@ def test_a_trainer_is_used_over_cells(tmp_path, capsys):
     assert records(tmp_path) == records(tmp_path / "whole")
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("place", ["body", "callback"])
 def test_an_interrupted_or_failed_cell_leaves_the_trainer_usable(place, tmp_path, capsys):
     """In the body of the loop nothing is lost. Within a step, it goes on from the checkpoint."""
@@ -303,6 +306,7 @@ def test_ctrl_c_in_a_cell_saves_and_the_next_cell_goes_on(tmp_path, capsys):
     assert trainer.run_to_end()
 
 
+@pytest.mark.wide
 def test_a_cell_that_makes_a_trainer_may_be_run_again(tmp_path):
     first = trainer_of(tmp_path)
     assert next(iter(first)).index == 1
@@ -329,12 +333,23 @@ for step in trainer:
 """
 
 
+FORK = """
+import multiprocessing
+from pathlib import Path
+worker = multiprocessing.get_context("fork").Process(target=print)
+worker.start()
+worker.join(60)
+assert worker.exitcode == 0
+assert not list(Path(trainer.config.run.dir).glob("checkpoints/*"))
+"""
+
+
 @pytest.mark.journey
-@pytest.mark.parametrize("end", ["", "1 / 0"])
+@pytest.mark.parametrize("end", ["", "1 / 0", FORK], ids=["end", "error", "fork"])
 def test_a_trainer_that_is_left_open_is_closed_at_the_end_of_the_program(end, tmp_path):
     program = LEFT_OPEN.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), end=end)
     done = run_program(sys.executable, "-c", program)
-    assert done.returncode == bool(end), done.stderr
+    assert done.returncode == (end == "1 / 0"), done.stderr
     assert checkpoints_in(tmp_path) == [2]
 
 
