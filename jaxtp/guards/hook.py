@@ -45,7 +45,7 @@ class FinishedStep:
     index: int
     batch: Batch
     metrics: dict[str, float]
-    """What is logged of the step."""
+    """The numbers that are logged."""
     weight: float
     """The weight that divides the loss."""
     skipped: int

@@ -68,6 +68,8 @@ class TrainingLoop:
         self._stop_reason: str | None = None
 
     def _make_hooks(self, callbacks: Hook) -> list[Hook]:
+        # In the order of their calls: a corrupt or non-finite step is not logged, a trace has no
+        # verification in front, and callbacks see the metrics of an evaluation.
         run = self.run
         config = run.config
         hooks: list[Hook] = [self.watchdog, SumsCheck(run), self.stopping]
@@ -124,7 +126,8 @@ class TrainingLoop:
             if run.step < self.total:
                 for hook in self.hooks:
                     hook.between_steps(self)
-                if _is_due(run.step, run.config.checkpoint.every):
+                every = run.config.checkpoint.every
+                if every and run.step % every == 0:
                     self.start_save()
                 if self.stopping.reason is not None:
                     self._stop(self.stopping.reason)
@@ -311,7 +314,3 @@ class TrainingLoop:
         for hook in self.hooks:
             hook.at_save(info)
         return info
-
-
-def _is_due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0

@@ -5,7 +5,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import jax
 
@@ -149,7 +148,8 @@ class Session:
         self._allocator = decided.config.launch.allocator
         for session in list(_open):
             # A cell that makes a trainer was run again, and the first one locks the folder.
-            if session._has(decided.config.run.dir):
+            folder = session.started().run.config.run.dir
+            if folder == decided.config.run.dir and not session._is_inside:
                 session.close()
         with ExitStack() as context, ExitStack() as resources, self._reporting():
             run = make_run(decided, resources, context, self._task)
@@ -158,9 +158,6 @@ class Session:
         self.loop = loop
         _open.add(self)
         return loop
-
-    def _has(self, folder: Path) -> bool:
-        return not self._is_inside and self.started().run.config.run.dir == folder
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
