@@ -59,11 +59,11 @@ def unfinish_the_checkpoint(trainer):
 def poison_a_weight(trainer):
     trainer.metrics_of(6)  # the step is finished
     # There is no public way to change the memory of a run, which a fault of a device does.
-    trainer._loop.state = poisoned(trainer._loop.state, WEIGHT)
+    trainer._session.loop.state = poisoned(trainer._session.loop.state, WEIGHT)
 
 
 @after_step_6
 def flip_a_bit(trainer):
     """Turns over the lowest bit of a weight on the fourth device of the mesh."""
     trainer.metrics_of(6)
-    trainer._loop.state = with_flip(trainer._loop.state, "model.norm.scale", 3)
+    trainer._session.loop.state = with_flip(trainer._session.loop.state, "model.norm.scale", 3)
