@@ -17,7 +17,8 @@ LEVELS = [
     {"collectives"},
     {"layers", "plans", "data"},
     {"models", "checkpoint"},
-    {"hf", "analysis", "guards"},
+    {"hf", "analysis"},
+    {"guards"},
     {"train", "generate"},
     {"tools"},
 ]
