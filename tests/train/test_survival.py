@@ -404,6 +404,15 @@ def test_a_stuck_process_is_ended():
     assert done.stderr.count("(train.stall_seconds)") == 2
 
 
+def test_between_cells_nothing_stalls(capfd):
+    watchdog = Watchdog(0.1, 0.2)
+    watchdog.on_activity()
+    watchdog.rest()
+    time.sleep(0.5)
+    watchdog.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_stall_of_absurd_length_is_watched_without_an_error(capfd):
     watchdog = Watchdog(1e300)
     watchdog.on_activity()
