@@ -54,7 +54,6 @@ _MODULES = {
     "SequenceParallel": "jaxtp.plans.styles",
     "Shard": "jaxtp.plans.styles",
     "TP": "jaxtp.mesh",
-    "Task": "jaxtp.train.task",
     "Trainer": "jaxtp.train.trainer",
     "VocabParallelEmbedding": "jaxtp.layers.embedding",
     "VocabParallelHead": "jaxtp.layers.embedding",
@@ -160,7 +159,6 @@ if TYPE_CHECKING:
     from jaxtp.train.optimizer import by_path as by_path
     from jaxtp.train.own_model import load_run as load_run
     from jaxtp.train.preference import DPO as DPO
-    from jaxtp.train.task import Task as Task
     from jaxtp.train.trainer import Trainer as Trainer
 
     __version__: str
@@ -172,6 +170,11 @@ else:  # Type checkers would accept any name.
         elif name in _MODULES:
             value = getattr(import_module(_MODULES[name]), name)
         else:
+            if name == "Task":
+                raise AttributeError(
+                    "jaxtp.Task is gone; jaxtp.Trainer takes its fields: "
+                    "jaxtp.Trainer(model=..., loss=..., batches=..., optimizer=...)"
+                )
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value
         return value

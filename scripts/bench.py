@@ -57,9 +57,9 @@ from jaxtp.config.schema import ConfigError, from_yaml
 from jaxtp.distributed.agreement import host_names, process_name, run_and_report
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.joining import join_processes
+from jaxtp.guards.stragglers import gather_numbers
 from jaxtp.mesh import AXES, CP, TP, Sizes, batch_parts, describe_mesh, mesh_shape, mesh_sizes
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.performance import gather_numbers
 
 SIZES = [2**14 * 4**i for i in range(8)]
 """Bytes, 16 KiB to 256 MiB: from one token's activations to a gathered weight."""

@@ -151,9 +151,6 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
     score = jax.jit(jaxtp.token_log_probs)
     rows = [batch(step) for step in range(STEPS)]
     optimizer = optax.adamw(RATE, b1=0.9, b2=0.999, eps=EPS, weight_decay=0.0)
-    task = jaxtp.Task(
-        loss=jaxtp.DPO(beta=BETA), batches=lambda step: rows[step], optimizer=optimizer
-    )
     settings = {
         "model.from_hf": model,
         "train.log_every": 1,
@@ -161,7 +158,14 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
         "eval.every": 0,
     }
     records = []
-    with jaxtp.Trainer(task, folder=folder / "run", steps=STEPS, settings=settings) as trainer:
+    with jaxtp.Trainer(
+        loss=jaxtp.DPO(beta=BETA),
+        batches=lambda step: rows[step],
+        optimizer=optimizer,
+        folder=folder / "run",
+        steps=STEPS,
+        settings=settings,
+    ) as trainer:
         for step in trainer:
             records.append({name: float(step.metrics[name]) for name in METRICS})
     return tokens, records

@@ -83,16 +83,21 @@ def main(argv: list[str] | None = None) -> None:
     def build() -> vit.VisionTransformer:
         return vit.VisionTransformer(arguments.width, rngs=nnx.Rngs(0))
 
-    task = jaxtp.Task(
-        model=build, plan=vit.PLAN, loss=vit.loss, batches=batches, optimizer=optax.adamw(3e-3)
-    )
     total = (arguments.blocks + 1) * arguments.steps + 1
     settings = {"checkpoint.every": 0, "metrics.trackers": []}
     with (
         contextlib.redirect_stdout(sys.stderr),
         tempfile.TemporaryDirectory() as folder,
         jaxtp.Trainer(
-            task, mesh=arguments.mesh, folder=folder, steps=total, settings=settings
+            model=build,
+            plan=vit.PLAN,
+            loss=vit.loss,
+            batches=batches,
+            optimizer=optax.adamw(3e-3),
+            mesh=arguments.mesh,
+            folder=folder,
+            steps=total,
+            settings=settings,
         ) as trainer,
     ):
         loops: dict[str, Iterator[Any]] = {

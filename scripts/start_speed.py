@@ -142,7 +142,7 @@ def tiny_step(folder: Path, repeats: int) -> Times:
         contextlib.redirect_stdout(io.StringIO()),
         jaxtp.Trainer(folder=folder, steps=10**6, settings=settings, mesh="tp=1") as trainer,
     ):
-        run = trainer._run
+        run = trainer._session.loop.run
         steps = iter(trainer)
         for _ in range(BLOCK):
             next(steps)

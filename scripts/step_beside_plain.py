@@ -35,6 +35,7 @@ import jaxtp
 from jaxtp.analysis.hardware import find
 from jaxtp.analysis.schedule import read_schedule
 from jaxtp.analysis.tables import columns
+from jaxtp.checkpoint.logical import named_arrays
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import replace_nested
 from jaxtp.data.loader import abstract_batch
@@ -44,7 +45,7 @@ from jaxtp.tools.estimate.search import describe_model, estimate, target
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.setup import plan_step
-from jaxtp.train.state import Blueprint, named_arrays, plan_state
+from jaxtp.train.state import Blueprint, plan_state
 from jaxtp.train.step import compiler_options, fetch
 
 MODELS = {

@@ -21,15 +21,17 @@ import numpy as np
 
 import jaxtp
 from jaxtp.analysis.tables import columns
+from jaxtp.checkpoint.logical import named_arrays
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.collectives import batch_spec
 from jaxtp.config.schema import replace_nested
+from jaxtp.guards import verify
 from jaxtp.mesh import describe_mesh, mesh_sizes
-from jaxtp.train import optimizer, verify
+from jaxtp.train import optimizer
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory_check import verification_bytes
 from jaxtp.train.setup import plan_step
-from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
+from jaxtp.train.state import bytes_per_device, parameter_count, plan_state, trained_parameters
 from jaxtp.train.step import fetch
 
 
@@ -62,7 +64,7 @@ class Bench:
             for each in (False, True)
         )
         self.verifier = verify.Verifier(
-            self.config, self.plan, Checkpoints(folder / "checkpoints"), None
+            self.mesh, trained_parameters(self.plan), 1, Checkpoints(folder / "checkpoints"), None
         )
 
     def step(self, made: Callable[..., Any]) -> Any:
@@ -77,9 +79,12 @@ class Bench:
 
     def verified(self) -> None:
         """Verifies a step, with the step itself."""
-        self.state = self.verifier.begin(
-            1, self.state, self.batch, lambda state: self.summed(state, self.batch)
-        )
+
+        def compute(state: Any) -> Any:
+            state, output = self.summed(state, self.batch)
+            return state, output.checksums
+
+        self.state = self.verifier.begin(1, self.state, self.batch, compute)
         checksums = self.step(self.summed)
         self.verifier.finish(1, self.state, checksums)
 
@@ -88,14 +93,14 @@ class Bench:
 
         A verification computes them four times.
         """
-        arrays = verify.named_arrays(self.state)
+        arrays = named_arrays(self.state)
         jax.block_until_ready(
             verify.checksums({name: arrays[name] for name in arrays if name.startswith(part)})
         )
 
     def moved(self) -> None:
         """Copies the state to host memory and back."""
-        arrays = verify.named_arrays(self.state)
+        arrays = named_arrays(self.state)
         held = verify.to_host(arrays)
         jax.block_until_ready(
             [verify.to_devices(held[name], array) for name, array in arrays.items()]

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from flips import with_flip
 
-from jaxtp.checkpoint.logical import replace_arrays
-from jaxtp.train.state import named_arrays
+from jaxtp.checkpoint.logical import named_arrays, replace_arrays
 
 WEIGHT = "model.blocks.mlp.down.kernel"
 
@@ -60,11 +59,11 @@ def unfinish_the_checkpoint(trainer):
 def poison_a_weight(trainer):
     trainer.metrics_of(6)  # the step is finished
     # There is no public way to change the memory of a run, which a fault of a device does.
-    trainer._run.state = poisoned(trainer._run.state, WEIGHT)
+    trainer._session.loop.state = poisoned(trainer._session.loop.state, WEIGHT)
 
 
 @after_step_6
 def flip_a_bit(trainer):
     """Turns over the lowest bit of a weight on the fourth device of the mesh."""
     trainer.metrics_of(6)
-    trainer._run.state = with_flip(trainer._run.state, "model.norm.scale", 3)
+    trainer._session.loop.state = with_flip(trainer._session.loop.state, "model.norm.scale", 3)

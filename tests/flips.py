@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 
-from jaxtp.checkpoint.logical import replace_arrays
-from jaxtp.train.state import named_arrays
+from jaxtp.checkpoint.logical import named_arrays, replace_arrays
 
 
 def flipped(array, position, bit=0):

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from jaxtp.train.stopping import Stopping
+from jaxtp.guards.stopping import Stopping
 
 at_once = Stopping.flags
 

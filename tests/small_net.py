@@ -56,7 +56,7 @@ def trainer_of(folder, mesh="dp=1", steps=3, settings=None, **parts):
     """Returns a trainer of the network; `parts` replace those of its task."""
     own = {"model": Net, "loss": loss, "batches": batches, "optimizer": optimizer}
     return jaxtp.Trainer(
-        jaxtp.Task(**own | parts), mesh=mesh, folder=folder, steps=steps, settings=settings or {}
+        **own | parts, mesh=mesh, folder=folder, steps=steps, settings=settings or {}
     )
 
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -51,13 +50,16 @@ def example(name):
 
 def trained(name, mesh, accumulation=1, **parts):
     """Returns the loss of each step and the final parameters of a run, on the host."""
-    task = replace(example(name).TASK, optimizer=OPTIMIZER, **parts)
+    module = example(name)
+    own = {part: getattr(module, part) for part in ("loss", "batches")}
+    own |= {"model": module.build, "plan": getattr(module, "PLAN", None), "optimizer": OPTIMIZER}
+    own |= parts
     settings = {"train.accumulation": accumulation}
-    if "depth" in inspect.signature(task.model.__init__).parameters:
+    if "depth" in inspect.signature(own["model"].__init__).parameters:
         settings["model.arguments"] = {"depth": 1}
     with (
         tempfile.TemporaryDirectory() as folder,
-        jaxtp.Trainer(task, mesh=mesh, folder=folder, steps=3, settings=settings) as trainer,
+        jaxtp.Trainer(**own, mesh=mesh, folder=folder, steps=3, settings=settings) as trainer,
     ):
         losses = {str(step.index): np.array(step.metrics["loss"]) for step in trainer}
         state = nnx.to_flat_state(nnx.state(trainer.model, nnx.Param))

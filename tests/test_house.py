@@ -237,10 +237,10 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 315_000,
-    "files": 254,
+    "files": 262,
     "rooms": 15,
-    "arrows between rooms": 78,
-    "files that training imports": 94,
+    "arrows between rooms": 82,
+    "files that training imports": 102,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path

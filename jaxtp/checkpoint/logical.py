@@ -40,6 +40,20 @@ def named_variables(state: nnx.State) -> dict[str, Variable]:
     return by_dotted_path(nnx.to_flat_state(state))
 
 
+def named_arrays(state: nnx.State) -> dict[str, Array]:
+    """Returns the arrays of a state by dotted path."""
+    return {name: variable[...] for name, variable in named_variables(state).items()}
+
+
+def finite_arrays(state: nnx.State) -> dict[str, Array]:
+    """Returns the `named_arrays` that must be finite.
+
+    Others, such as masks, may be infinite (`may_be_infinite`).
+    """
+    variables = named_variables(state).items()
+    return {name: v[...] for name, v in variables if not may_be_infinite(v)}
+
+
 def select_paths(state: nnx.State, only: Callable[[str], bool]) -> nnx.State:
     """Returns the variables of a state whose dotted path `only` accepts."""
     return nnx.filter_state(state, lambda path, _: only(dotted(path)))

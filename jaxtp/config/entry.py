@@ -258,6 +258,8 @@ class InterruptError(KeyboardInterrupt):
 class Interrupt:
     """A context manager that records signals; it has no effect outside of the main thread.
 
+    It may be entered again.
+
     `check` raises after the first signal; a second one ends the process. Signals that are ignored,
     such as SIGHUP under nohup, stay ignored. A terminal shows `notice` after the first Ctrl-C.
 
@@ -278,7 +280,8 @@ class Interrupt:
         if threading.current_thread() is threading.main_thread():  # Python sets handlers only there
             for number in self._signals:
                 if signal.getsignal(number) != signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._record)
+                    handler = self._record if self.received is None else _SECOND_HANDLERS[number]
+                    self._before[number] = signal.signal(number, handler)
             self._hook_before = sys.unraisablehook
             sys.unraisablehook = self._ignored
         return self

@@ -48,6 +48,7 @@ from jaxtp.mesh import (
     fixed_devices,
     is_number_configured,
     mesh_shape,
+    mesh_sizes,
     parts,
     resolve_sizes,
 )
@@ -187,12 +188,8 @@ def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Dec
     values = dict(settings)
     mesh = values.get("mesh")
     if isinstance(mesh, Mesh):
-        # A run chooses its devices, so it cannot use a mesh of given devices.
-        used = [f"{axis}={size}" for axis, size in mesh.shape.items() if axis in AXES and size > 1]
-        raise ConfigError(
-            "mesh is a jax.sharding.Mesh, but a run makes its own mesh, of given sizes: "
-            f'mesh="{",".join(used) or "dp=1"}"'
-        )
+        # A run makes its own mesh of these sizes.
+        values["mesh"] = mesh_sizes(mesh)
     if isinstance(mesh, str):
         from jaxtp.config.command_line import parse_mesh
 

@@ -1,28 +1,18 @@
-"""Performance of devices: utilization, memory in use, late processes, and traces."""
+"""FLOPs of a run, and the utilization of its devices."""
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jaxtp.analysis.hardware import of_kind
 from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import active_parameters, costs_of
-from jaxtp.distributed.agreement import host_names, is_multiprocess, process_name
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import ModelConfig
-from jaxtp.train.metrics import Timing
 from jaxtp.train.state import Blueprint, MakeModel, parameter_count
 from jaxtp.train.step import StepSettings
 from jaxtp.train.task import Shapes
-
-LATE = 0.1  # A wait for data is long if it exceeds the median by this fraction of a step
-IN_A_ROW = 3  # Number of logged steps in a row after which a late process is reported
 
 
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
@@ -89,120 +79,3 @@ def describe_peak(device: jax.Device) -> str | None:
         f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/analysis/hardware.toml "
         "lists known devices)"
     )
-
-
-def memory_record(device: jax.Device) -> dict[str, int]:
-    """Returns current and peak bytes in use; empty if not reported, as on CPUs."""
-    stats = device.memory_stats() or {}
-    names = {"bytes_in_use": "memory_bytes", "peak_bytes_in_use": "memory_peak_bytes"}
-    return {name: stats[key] for key, name in names.items() if key in stats}
-
-
-class Stragglers:
-    """Compares the memory of a run's devices, and its processes' waits for data.
-
-    Args:
-      warn: prints a line on the console.
-    """
-
-    def __init__(self, mesh: Mesh, warn: Callable[[str], None]):
-        self._devices = list(mesh.local_devices)
-        self._warn = warn
-        # The late process, its first logged step, and the number of logged steps in a row
-        self._suspect = ""
-        self._since = 0
-        self._count = 0
-
-    def record(self, step: int, record: Mapping[str, float]) -> dict[str, float]:
-        """Returns the record with maxima over all processes; reports a process that is late.
-
-        Args:
-          record: with `step_seconds` and `data_wait_seconds`.
-        """
-        used = [memory_record(device) for device in self._devices]
-        memory = {}
-        for name in used[0]:
-            memory[name] = max(by_name[name] for by_name in used)
-        if not is_multiprocess():
-            return {**record, **memory}
-        names = sorted(memory)
-        numbers = [record["data_wait_seconds"], *map(memory.__getitem__, names)]
-        # [processes, numbers]
-        gathered = gather_numbers(np.array(numbers, np.float32))
-        self._compare(step, gathered[:, 0].tolist(), record["step_seconds"])
-        wait, *max_memory = gathered.max(axis=0).tolist()
-        maxima = dict(zip(names, map(int, max_memory), strict=True))
-        return {**record, **maxima, "data_wait_seconds": wait}
-
-    def _compare(self, step: int, waits: Sequence[float], step_seconds: float) -> None:
-        late = max(waits) - statistics.median_low(waits)
-        name = ""
-        if late >= LATE * step_seconds:
-            process = waits.index(max(waits))
-            name = process_name(process, host_names()[process])
-        if name != self._suspect:
-            if self._count >= IN_A_ROW:
-                self._warn(f"step {step}: {self._suspect} no longer holds up the run")
-            self._suspect = name
-            self._since = step
-            self._count = 0
-        self._count += bool(name)
-        if self._count == IN_A_ROW:
-            self._warn(
-                f"step {step}: the run waits for {name}, which waits {late:.3g} s longer for data "
-                f"in each step of {step_seconds:.3g} s, since step {self._since}"
-            )
-
-
-def gather_numbers(numbers: np.ndarray) -> np.ndarray:
-    """Returns the numbers of all processes, `[processes, ...]`."""
-    return np.asarray(multihost_utils.process_allgather(numbers)).reshape(-1, *numbers.shape)
-
-
-class Profiler:
-    """Traces `steps` steps from `start`, for XProf and Perfetto.
-
-    If the trace fails, for example on a full disk, the run continues.
-    """
-
-    def __init__(self, folder: Path, start: int, steps: int, timing: Timing):
-        self._folder = folder
-        self._timing = timing
-        self._first = start
-        self._last = start + steps - 1
-        self._tracing = False
-        self._failure: str | None = None
-
-    def before(self, step: int) -> None:
-        """Starts the trace before its first step."""
-        if step == self._first:
-            self._tracing = True
-            with self._timing.lost_to("profile"):
-                self._attempt(
-                    lambda: jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
-                )
-
-    def after(self, step: int, results: object) -> str | None:
-        """Ends the trace after the results of its last step; returns its location or failure."""
-        if step != self._last or not self._tracing:
-            return None
-        with self._timing.lost_to("profile"):
-            jax.block_until_ready(results)
-            self.close()
-        profile = f"profile of steps {self._first} to {self._last}"
-        if self._failure is None:
-            return f"{profile} in {self._folder}"
-        return f"no {profile}: {self._failure}"
-
-    def close(self) -> None:
-        """Ends an unfinished trace."""
-        if self._tracing and self._failure is None:
-            self._attempt(jax.profiler.stop_trace)
-        self._tracing = False
-
-    def _attempt(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        # The file system, or another trace in this process, may fail.
-        except Exception as error:
-            self._failure = str(error).partition("\n")[0] or type(error).__name__

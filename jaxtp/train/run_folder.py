@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ import jax
 from jaxtp.config import schema as configuration
 from jaxtp.config.entry import FILES, UserError
 from jaxtp.config.files import open_directly, write_atomically
-from jaxtp.distributed.agreement import raise_everywhere
 from jaxtp.mesh import Sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
@@ -38,7 +36,6 @@ BASE = "base"
 STREAMS = "streams"
 """Key in a checkpoint's info: the states of a user's streams, which give the position in the
 data."""
-VERIFIED = "verified"  # Key in a checkpoint's info: the last verified step when it was saved
 
 
 class RunFolderError(UserError):
@@ -122,22 +119,6 @@ def locked(folder: Path) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         yield
-
-
-@contextmanager
-def replacing(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder that replaces `folder` if all processes succeed."""
-    new = folder.with_name(f"{folder.name}.new")
-    with raise_everywhere():
-        if jax.process_index() == 0:
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir()
-    with raise_everywhere():
-        yield new
-    with raise_everywhere():
-        if jax.process_index() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            new.rename(folder)
 
 
 def write_config(config: TrainConfig) -> None:

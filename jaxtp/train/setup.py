@@ -25,6 +25,7 @@ from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
 from jaxtp.data.loader import split
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
+from jaxtp.guards.hook import VERIFIED
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
@@ -142,12 +143,14 @@ class Run(RunPlan):
         self.leaves = jax.tree.leaves(state)
 
 
-def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Run:
+def make_run(
+    decided: Decided, exit_stack: ExitStack, context: ExitStack, task: Task = Task()
+) -> Run:
     """Starts a run, or resumes it from the newest undamaged checkpoint in its folder.
 
     Args:
-      exit_stack: closes the mesh context, the lock of the run's folder, the console, the signal
-        handlers and the checkpoints.
+      exit_stack: closes the lock of the run's folder, the console and the checkpoints.
+      context: ends the mesh context and restores the signal handlers.
       task: parts that replace settings.
 
     Raises:
@@ -164,12 +167,12 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
     model = run_plan.parts.model
     lines = [*run_plan.lines, *_startup_checks(config, blueprint, data, model)]
 
-    exit_stack.enter_context(jax.set_mesh(blueprint.mesh))
+    context.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
         exit_stack.enter_context(run_folder.locked(config.run.dir))
     report = exit_stack.enter_context(Report(run_plan.traits.metrics))
     at_start = _NOTHING_LOST.format("resumes" if decided.before.steps else "starts again")
-    interrupt = exit_stack.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
+    interrupt = context.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *map("default {}".format, decided.notes)):
         report.line(line)
     described = model.describe(blueprint, config)
@@ -229,7 +232,7 @@ def make_run(decided: Decided, exit_stack: ExitStack, task: Task = Task()) -> Ru
         step=step,
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
         base=initial.base,
-        verified=info.get(run_folder.VERIFIED),
+        verified=info.get(VERIFIED),
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
 

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp.checkpoint.logical import (
     Variable,
     logical_size,
-    may_be_infinite,
     named_variables,
     select_paths,
 )
@@ -276,17 +275,3 @@ def shard_bytes(state: nnx.State) -> int:
         math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
         for array in arrays
     )
-
-
-def finite_arrays(state: nnx.State) -> dict[str, Array]:
-    """Returns the `named_arrays` that must be finite.
-
-    Others, such as masks, may be infinite (`may_be_infinite`).
-    """
-    variables = named_variables(state).items()
-    return {name: v[...] for name, v in variables if not may_be_infinite(v)}
-
-
-def named_arrays(state: nnx.State) -> dict[str, Array]:
-    """Returns the arrays of a state by dotted path."""
-    return {name: variable[...] for name, variable in named_variables(state).items()}

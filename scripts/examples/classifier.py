@@ -51,13 +51,19 @@ def batches(step: int, size: int = 32, length: int = 64) -> dict[str, np.ndarray
 
 
 def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/classifier") -> None:
-    with jaxtp.Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+    with jaxtp.Trainer(
+        model=build,
+        loss=loss,
+        batches=batches,
+        mesh=mesh,
+        steps=steps,
+        folder=folder,
+    ) as trainer:
         for step in trainer:
             if step.index % 10 in (0, 1):
                 trainer.line(f"accuracy {step.metrics['accuracy']:.2f}")
 
 
 build = Classifier
-TASK = jaxtp.Task(model=build, loss=loss, batches=batches)
 if __name__ == "__main__":
     tyro.cli(main)

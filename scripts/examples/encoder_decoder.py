@@ -10,7 +10,7 @@ import tyro
 from flax import nnx
 from jax import Array
 
-from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, Task, Trainer
+from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, Trainer
 
 V = 16
 T = 8
@@ -82,11 +82,19 @@ def batches(step: int) -> dict[str, np.ndarray]:
 
 
 def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/encoder_decoder") -> None:
-    with Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+    with Trainer(
+        model=build,
+        plan=PLAN,
+        loss=loss,
+        batches=batches,
+        optimizer=optax.adamw(3e-3),
+        mesh=mesh,
+        steps=steps,
+        folder=folder,
+    ) as trainer:
         trainer.run_to_end()
 
 
 build = EncoderDecoder
-TASK = Task(model=build, plan=PLAN, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
     tyro.cli(main)

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from textures import CLASSES, SIDE, Textures
 
-from jaxtp import Colwise, Rowwise, Task, Trainer
+from jaxtp import Colwise, Rowwise, Trainer
 
 PATCH = 4
 TOKENS = (SIDE // 4) ** 2
@@ -59,12 +59,20 @@ def loss(model: Mixer, batch: dict[str, Array], key: Array) -> tuple[Array, int,
 
 
 def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/mixer") -> None:
-    with Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+    with Trainer(
+        model=build,
+        plan=PLAN,
+        loss=loss,
+        batches=batches,
+        optimizer=optax.adamw(3e-3),
+        mesh=mesh,
+        steps=steps,
+        folder=folder,
+    ) as trainer:
         trainer.run_to_end()
 
 
 build = Mixer
 batches = Textures
-TASK = Task(model=build, plan=PLAN, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
     tyro.cli(main)

@@ -51,11 +51,17 @@ def batches(step: int, size: int = 16, length: int = 64) -> dict[str, np.ndarray
 
 
 def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/own_loss") -> None:
-    with jaxtp.Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+    with jaxtp.Trainer(
+        model=build,
+        loss=loss,
+        batches=batches,
+        mesh=mesh,
+        steps=steps,
+        folder=folder,
+    ) as trainer:
         trainer.run_to_end()
 
 
 build = TwoTokens
-TASK = jaxtp.Task(model=build, loss=loss, batches=batches)
 if __name__ == "__main__":
     tyro.cli(main)

@@ -15,7 +15,7 @@ import tyro
 from flax import nnx
 from jax import Array
 
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Shard, Task, Trainer
+from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Shard, Trainer
 
 PLAN = {
     # The input x in (carry, x), for the four layers below
@@ -62,11 +62,19 @@ def batches(step: int, size: int = 64) -> dict[str, np.ndarray]:
 
 
 def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/recurrent") -> None:
-    with Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+    with Trainer(
+        model=build,
+        plan=PLAN,
+        loss=loss,
+        batches=batches,
+        optimizer=optax.adamw(3e-3),
+        mesh=mesh,
+        steps=steps,
+        folder=folder,
+    ) as trainer:
         trainer.run_to_end()
 
 
 build = Recurrent
-TASK = Task(model=build, plan=PLAN, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
     tyro.cli(main)

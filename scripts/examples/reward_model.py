@@ -55,13 +55,20 @@ def batches(step: int, size: int = 32, length: int = 32) -> dict[str, np.ndarray
 
 
 def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/reward_model") -> None:
-    with jaxtp.Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+    with jaxtp.Trainer(
+        model=build,
+        loss=loss,
+        batches=batches,
+        optimizer=optax.adamw(3e-3),
+        mesh=mesh,
+        steps=steps,
+        folder=folder,
+    ) as trainer:
         for step in trainer:
             if step.index % 10 in (0, 1):
                 trainer.line(f"accuracy {step.metrics['accuracy']:.2f}")
 
 
 build = RewardModel
-TASK = jaxtp.Task(model=build, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
     tyro.cli(main)

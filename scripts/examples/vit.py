@@ -9,7 +9,7 @@ from flax import nnx
 from jax import Array
 from textures import CLASSES, SIDE, Textures
 
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Task, Trainer
+from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Trainer
 
 # Attention is split by heads, the MLP by hidden features; the patch convolution stays whole.
 PLAN = {
@@ -61,12 +61,20 @@ def loss(
 
 
 def main(mesh: str = "fsdp=2,tp=4", steps: int = 60, folder: str = "runs/vit") -> None:
-    with Trainer(TASK, mesh=mesh, steps=steps, folder=folder) as trainer:
+    with Trainer(
+        model=build,
+        plan=PLAN,
+        loss=loss,
+        batches=batches,
+        optimizer=optax.adamw(3e-3),
+        mesh=mesh,
+        steps=steps,
+        folder=folder,
+    ) as trainer:
         trainer.run_to_end()
 
 
 build = VisionTransformer
 batches = Textures
-TASK = Task(model=build, plan=PLAN, loss=loss, batches=batches, optimizer=optax.adamw(3e-3))
 if __name__ == "__main__":
     tyro.cli(main)

@@ -32,7 +32,6 @@ from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
-from jaxtp.train.trainer import NotStartedError
 
 MAINS = sorted((Path(__file__).parent.parent.parent / "jaxtp").rglob("__main__.py"))
 
@@ -231,7 +230,7 @@ def test_a_notebook_shows_a_mistake_below_the_lines_of_the_user():
 
 
 def test_errors_whose_message_suffices_say_so_to_ipython():
-    for error in (UserError, NumericsError, jaxtp.AuditError, NotStartedError):
+    for error in (UserError, NumericsError, jaxtp.AuditError):
         assert error("no more")._render_traceback_() == [f"{error.__name__}: no more"]
 
 

@@ -33,9 +33,13 @@ def run(tmp_path, mesh, callbacks):
         "checkpoint.every": 2,
         "checkpoint.keep": 9,
     }
-    task = jaxtp.Task(model=MODEL, callbacks=callbacks)
     with jaxtp.Trainer(
-        task, mesh=mesh, folder=tmp_path / "run", steps=4, settings=settings
+        model=MODEL,
+        callbacks=callbacks,
+        mesh=mesh,
+        folder=tmp_path / "run",
+        steps=4,
+        settings=settings,
     ) as trainer:
         trainer.run_to_end()
     return records(tmp_path / "run", "param_norm")

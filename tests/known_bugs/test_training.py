@@ -28,12 +28,12 @@ from jaxtp.layers import remat
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.evaluation import evaluation_metrics
 from jaxtp.train.loss import NextToken, Terms
 from jaxtp.train.parts import step_settings
 from jaxtp.train.performance import flops_per_token
 from jaxtp.train.state import TrainState, decoder_maker, parameters, plan_state
 from jaxtp.train.step import fetch, make_train_step
-from jaxtp.train.trainer import evaluation_metrics
 
 B = 4
 T = 8

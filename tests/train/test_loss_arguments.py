@@ -247,9 +247,14 @@ def batches(step):
 @pytest.mark.wide
 def test_a_run_records_its_loss_so_that_its_file_and_flags_resume_it(tmp_path, capsys):
     settings = {"train.log_every": 1, "optimizer.learning_rate": 1e-3}
-    task = jaxtp.Task(model=build, loss=Error(scale=0.5), batches=batches)
     with jaxtp.Trainer(
-        task, mesh="dp=1", folder=tmp_path / "run", steps=1, settings=settings
+        model=build,
+        loss=Error(scale=0.5),
+        batches=batches,
+        mesh="dp=1",
+        folder=tmp_path / "run",
+        steps=1,
+        settings=settings,
     ) as trainer:
         assert trainer.run_to_end()
     assert "test_loss_arguments:Error(scale=0.5, power=2)" in capsys.readouterr().out

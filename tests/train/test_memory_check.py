@@ -8,7 +8,7 @@ import pytest
 from jaxtp.mesh import make_mesh, mesh_shape
 from jaxtp.train import memory_check
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train import trainer as trainer_module
+from jaxtp.train import session as session_module
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LaunchConfig, LoopConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
@@ -65,7 +65,7 @@ def test_an_error_for_lack_of_memory_ends_the_run_with_advice(command, monkeypat
         message = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15354000000 bytes."
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(trainer_module, "make_run", out_of_memory)
+    monkeypatch.setattr(session_module, "make_run", out_of_memory)
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         main(command)
     assert "--launch.allocator cuda_async" in raised.value.__notes__[0]

@@ -6,6 +6,7 @@ import math
 import re
 import time
 import typing
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,15 +22,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxtp
 from jaxtp.analysis.step_costs import active_parameters, described
 from jaxtp.config.schema import from_yaml
+from jaxtp.guards.hook import NextStep
+from jaxtp.guards.profiler import Profiler
+from jaxtp.guards.stragglers import memory_record
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, RunConfig, TrainConfig
 from jaxtp.train.metrics import TRACKERS, Timing, Trackers, read_metrics, run_id
 from jaxtp.train.performance import (
-    Profiler,
     describe_peak,
     flops_per_token,
-    memory_record,
     peak_flops,
 )
 from jaxtp.train.run_folder import RunFilesError, RunFolderError
@@ -326,12 +328,13 @@ def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(tmp_
 
     monkeypatch.setattr(jax.profiler, "start_trace", lambda *args, **kwargs: None)
     monkeypatch.setattr(jax.profiler, "stop_trace", fail)
-    profiler = Profiler(tmp_path, 1, 2, Timing())
-    profiler.before(1)
-    assert profiler.after(1, None) is None
-    assert (
-        profiler.after(2, None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
-    )
+    lines = []
+    loop = SimpleNamespace(state=None, line=lines.append, lost_to=lambda cause: nullcontext())
+    profiler = Profiler(tmp_path, 1, 2)
+    profiler.before_step(loop, NextStep(1, {}, None))
+    for loop.step in (1, 2):
+        profiler.after_dispatch(loop)
+    assert lines == ["no profile of steps 1 to 2: [Errno 28] No space left on device"]
     profiler.close()
 
 

@@ -53,7 +53,7 @@ from jaxtp.train.loss import NextToken, Objective
 from jaxtp.train.parts import Parts, load_parts
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import StepSettings, loss_and_grads
-from jaxtp.train.task import with_references
+from jaxtp.train.task import Task, with_references
 
 FILE = Path(__file__).parents[2] / "scripts/examples/own_decoder.py"
 SIZES = {
@@ -275,13 +275,15 @@ def trainer_of(folder, task, **settings):
         "checkpoint.every": 0,
         "train.steps": 1,
     }
-    return jaxtp.Trainer(task, settings=data | more | {"run.dir": folder / "run"} | settings)
+    return jaxtp.Trainer(
+        **vars(task), settings=data | more | {"run.dir": folder / "run"} | settings
+    )
 
 
 @pytest.mark.wide
 def test_a_run_of_settings_records_them_and_is_loaded_by_their_class(tmp_path):
     with trainer_of(
-        tmp_path, jaxtp.Task(model=example.GatedConfig(**SIZES, second_weight=0.5))
+        tmp_path, Task(model=example.GatedConfig(**SIZES, second_weight=0.5))
     ) as trainer:
         assert trainer.run_to_end()
     written = yaml.safe_load((tmp_path / "run/config.yaml").read_text())["model"]
@@ -295,7 +297,7 @@ def test_a_run_of_settings_records_them_and_is_loaded_by_their_class(tmp_path):
 
 
 def test_a_whole_configuration_takes_its_settings():
-    config = with_references(TrainConfig(model=example.GatedConfig(**SIZES)), jaxtp.Task())
+    config = with_references(TrainConfig(model=example.GatedConfig(**SIZES)), Task())
     assert config.origin.build == f"{FILE}:GatedConfig"
     assert load_parts(config) == (config, Parts()), "the settings are there already"
 
@@ -357,7 +359,7 @@ REFUSED = {
 def test_a_decoder_of_ones_own_is_refused_before_anything_is_made(name, tmp_path):
     build, settings, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
-        trainer_of(tmp_path, jaxtp.Task(model=build), **settings).__enter__()
+        trainer_of(tmp_path, Task(model=build), **settings).__enter__()
     assert not (tmp_path / "run").exists()
 
 
@@ -390,7 +392,7 @@ def loss_of_bigram(model, batch, key):
     return jnp.sum(losses, where=labels >= 0), jnp.sum(labels >= 0).astype(jnp.float32)
 
 
-BIGRAM = jaxtp.Task(model=Bigram, loss=loss_of_bigram)
+BIGRAM = Task(model=Bigram, loss=loss_of_bigram)
 
 
 @pytest.mark.wide

@@ -39,6 +39,7 @@ from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.model_source import ModelSource
 from jaxtp.train.parts import load_parts
 from jaxtp.train.setup import Plan
+from jaxtp.train.task import Task
 
 MODEL = "llama_linear"
 SCALE = 0.9
@@ -269,8 +270,8 @@ def test_a_scored_step_takes_the_memory_of_fine_tuning():
     batch = jax.eval_shape(lambda: loss.example_batch(4, 512, config))
     batch["segments"] = batch["inputs"]
     tokens = {name: batch[name] for name in ("inputs", "labels", "segments")}
-    plain = temporaries(config, jaxtp.Task(), tokens)
-    paired = temporaries(config, jaxtp.Task(loss=loss), batch)
+    plain = temporaries(config, Task(), tokens)
+    paired = temporaries(config, Task(loss=loss), batch)
     assert paired - plain < 12 * 4 * 4 * 512, "floats of a token"
 
 

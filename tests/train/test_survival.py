@@ -22,17 +22,19 @@ from accidents import WEIGHT, poisoned
 from runs import finish, records, run_program, wait_for_step
 from small_net import Net, train
 from structures import plant, watched
+from tables import raised_by
 
 from jaxtp.__main__ import main as jaxtp_command
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.config.entry import FILES, INTERRUPTED, TEMPORARY, WRONG, NumericsError
-from jaxtp.train import run_folder, verify
+from jaxtp.guards import nonfinite
+from jaxtp.guards.hook import FinishedStep
+from jaxtp.guards.nonfinite import replacing
+from jaxtp.guards.stopping import Watchdog
+from jaxtp.train import run_folder
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import RunConfig, TrainConfig
-from jaxtp.train.run_folder import RunFolderError, locked, replacing, writing
-from jaxtp.train.stopping import Watchdog
-from jaxtp.train.verify import nonfinite_gradient
+from jaxtp.train.run_folder import RunFolderError, locked, writing
 
 ACCIDENTS = Path(__file__).parents[1] / "accidents.py"
 
@@ -206,10 +208,21 @@ def test_a_full_disk_does_not_hide_what_was_not_finite(tmp_path, monkeypatch):
     def full(folder):
         raise CheckpointError("no space")
 
-    monkeypatch.setattr(verify, "Checkpoints", full)
+    monkeypatch.setattr(nonfinite, "Checkpoints", full)
     checkpoints = SimpleNamespace(describe_newest=lambda: "", steps=lambda: [2])
-    run = SimpleNamespace(config=TrainConfig(run=RunConfig(dir=tmp_path)), checkpoints=checkpoints)
-    error = str(nonfinite_gradient(run, "step 3", 3, {}, {}))
+    policy = nonfinite.NonFinitePolicy(
+        tmp_path / "non_finite",
+        may_skip=True,
+        max_skipped=1,
+        checkpoints=checkpoints,
+        mesh=None,
+        stored=lambda state: state,
+    )
+    metrics = {"loss": np.nan, "grad_norm": np.nan}
+    step = FinishedStep(3, {}, metrics, weight=1.0, skipped=2, flag=0, checksums=None)
+    error = raised_by(
+        lambda: policy.after_step(SimpleNamespace(state={}), step), kind=NumericsError
+    )
     assert "could not be saved for inspection (no space)" in error
     assert "the checkpoint at step 2" in error
 
@@ -364,9 +377,9 @@ def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, ca
 
 def test_a_stalled_step_prints_the_stacks_once(capfd):
     watchdog = Watchdog(0.1)
-    watchdog.feed()
+    watchdog.on_activity()
     time.sleep(0.5)
-    watchdog.stop()
+    watchdog.close()
     error = capfd.readouterr().err
     assert "no step for 0.1 s" in error
     assert error.count("test_a_stalled_step_prints_the_stacks_once") == 1
@@ -374,12 +387,11 @@ def test_a_stalled_step_prints_the_stacks_once(capfd):
 
 STUCK = """
 import time
-from jaxtp.train.stopping import Watchdog
-from jaxtp.train.verify import nonfinite_gradient
+from jaxtp.guards.stopping import Watchdog
 watchdog = Watchdog(0.2, 1.0)
-watchdog.feed()
+watchdog.on_activity()
 time.sleep(0.5)
-watchdog.feed()
+watchdog.on_activity()
 time.sleep(600)
 """
 
@@ -392,11 +404,20 @@ def test_a_stuck_process_is_ended():
     assert done.stderr.count("(train.stall_seconds)") == 2
 
 
+def test_between_cells_nothing_stalls(capfd):
+    watchdog = Watchdog(0.1, 0.2)
+    watchdog.on_activity()
+    watchdog.rest()
+    time.sleep(0.5)
+    watchdog.close()
+    assert capfd.readouterr().err == ""
+
+
 def test_a_stall_of_absurd_length_is_watched_without_an_error(capfd):
     watchdog = Watchdog(1e300)
-    watchdog.feed()
+    watchdog.on_activity()
     time.sleep(0.05)
-    watchdog.stop()
+    watchdog.close()
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -3,22 +3,27 @@ its block.
 """
 
 import json
+import signal
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import records
+from runs import records, run_program
 from small_net import ROWS, Net, batches, checkpoints_in, loss, losses_of, train, trainer_of
 from tables import assert_errors, raised_by, read_table
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.schema import ConfigError
+from jaxtp.mesh import mesh_shape, mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.loss import call
 from jaxtp.train.metrics import check_names
+from jaxtp.train.task import Task
 
 
 def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
@@ -172,21 +177,13 @@ def test_a_block_that_is_left_saves_one_that_fails_does_not_and_both_are_entered
     trainer = trainer_of(tmp_path, validation=batches)
     with trainer:
         steps = iter(trainer)
-        next(steps)
-    assert repr(trainer) == f"<Trainer folder='{tmp_path}', ended at step 1>"
+        loss = next(steps).metrics["loss"]
+    assert repr(trainer) == (
+        f"<Trainer folder='{tmp_path}', closed at step 1, loss {loss:.4f} at step 1>"
+    )
     assert not trainer.done
-    uses = [
-        lambda: trainer.log({"mine": 1.0}),
-        lambda: trainer.stop("enough"),
-        lambda: iter(trainer),
-        trainer.run_to_end,
-        lambda: next(steps),
-    ]
-    for use in uses:
-        with pytest.raises(
-            ConfigError, match=r"the trainer is closed at step 1: .* enter the trainer again"
-        ):
-            use()
+    with pytest.raises(ConfigError, match="ended at step 1, where the trainer was closed"):
+        next(steps)
     assert trainer.save() == tmp_path / "checkpoints/1", "it is there"
     assert trainer.evaluate()["eval_loss"] > 0
 
@@ -199,59 +196,162 @@ def test_a_block_that_is_left_saves_one_that_fails_does_not_and_both_are_entered
         fail()
     assert checkpoints_in(tmp_path) == [1]
     assert trainer.metrics_of(2)["loss"] > 0
-    with pytest.raises(ConfigError, match="the trainer is closed at step 2"):
-        trainer.save()
     with trainer:
         assert [step.index for step in trainer] == [2, 3]
     assert trainer.done
 
 
-def test_what_is_no_task_and_no_mesh_is_refused(tmp_path):
-    tasks = [
-        (Net, r"not Net: jaxtp.Task\(model=Net, loss=..., batches=..., optimizer=...\)$"),
-        (3, r"^Trainer takes a jaxtp.Task, not 3: jaxtp.Task\(model=MODEL, loss=..."),
-        (TrainConfig(), "pass a TrainConfig as settings="),
-    ]
-    for task, message in tasks:
-        with pytest.raises(ConfigError, match=message):
-            jaxtp.Trainer(task)
-    with pytest.raises(
-        ConfigError, match=r'makes its own mesh, of given sizes: mesh="fsdp=2,tp=2"$'
-    ):
-        train(tmp_path, mesh=jaxtp.make_mesh(fsdp=2, tp=2))
+def test_an_old_spelling_names_the_new_one():
+    for old in (Net, TrainConfig(), Task(model=Net)):
+        with pytest.raises(ConfigError, match=r"by name, without a Task: jaxtp.Trainer\(model="):
+            jaxtp.Trainer(old)
+
+
+@pytest.mark.wide
+def test_a_mesh_has_several_forms(tmp_path):
+    forms = ("fsdp=2,tp=2", {"fsdp": 2, "tp": 2}, jaxtp.make_mesh(fsdp=2, tp=2))
+    for number, mesh in enumerate(forms):
+        trainer = trainer_of(tmp_path / str(number), mesh)
+        assert mesh_sizes(trainer.mesh) == mesh_shape(fsdp=2, tp=2)
+        trainer.close()
 
 
 USES = {
     "loop": lambda trainer: next(iter(trainer)),
-    "run_to_end": lambda trainer: trainer.run_to_end(),
-    "metrics_of": lambda trainer: trainer.metrics_of(1),
     "log": lambda trainer: trainer.log({"a": 1.0}),
     "line": lambda trainer: trainer.line("text"),
     "paused": lambda trainer: trainer.paused("x").__enter__(),
-    "stop": lambda trainer: trainer.stop("enough"),
-    "save": lambda trainer: trainer.save(),
     "evaluate": lambda trainer: trainer.evaluate(),
+    "model": lambda trainer: trainer.model,
+    "config": lambda trainer: trainer.config,
 }
-ATTRIBUTES = ("model", "step", "mesh", "config", "done")
 
 
-def test_before_a_trainer_starts_all_its_uses_are_one_message():
-    trainer = jaxtp.Trainer(jaxtp.Task())
-    public = {name for name in vars(jaxtp.Trainer) if not name.startswith("_")} - {"of"}
-    assert public <= {*USES, *ATTRIBUTES}
-    uses = [
-        *USES.values(),
-        *(lambda trainer, name=name: getattr(trainer, name) for name in ATTRIBUTES),
-    ]
-    for use in uses:
-        with pytest.raises(
-            ConfigError,
-            match=r"^the trainer has not started; write: with jaxtp.Trainer\(\.\.\.\) as",
-        ):
-            use(trainer)
-    assert not hasattr(trainer, "model")
-    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'nonsense'"):
-        trainer.nonsense  # noqa: B018
+@pytest.mark.wide
+@pytest.mark.parametrize("use", USES)
+def test_a_trainer_starts_at_its_first_use(use, tmp_path):
+    trainer = trainer_of(tmp_path)
+    assert repr(trainer) == f"<Trainer folder='{tmp_path}', not started>"
+    USES[use](trainer)
+    assert repr(trainer).startswith(f"<Trainer folder='{tmp_path}', at step")
+    trainer.close()
+    trainer.close()
+
+
+@pytest.mark.wide
+def test_a_trainer_is_used_over_cells(tmp_path, capsys):
+    """The cells in between keep their mesh and their signal handlers; `close` saves."""
+    handler = signal.getsignal(signal.SIGINT)
+    settings = {"train.log_every": 1, "checkpoint.every": 0}
+    trainer = trainer_of(tmp_path, "fsdp=2", validation=batches, settings=settings)
+    for step in trainer:
+        assert signal.getsignal(signal.SIGINT) is handler
+        assert jax.sharding.get_abstract_mesh().empty
+        if step.index == 1:
+            break
+    trainer.log({"mine": 1.0})
+    first = step.metrics["loss"]
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert next(iter(trainer)).index == 2, "it goes on where the cell before left it"
+    trainer.close()
+    assert checkpoints_in(tmp_path) == [2]
+    assert "resumed" not in capsys.readouterr().out
+    assert trainer.run_to_end()
+    assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
+    assert list(trainer) == []
+    assert records(tmp_path)[1] == first
+    assert records(tmp_path, "mine") == {1: 1.0}
+    assert list(records(tmp_path)) == [1, 2, 3]
+    train(tmp_path / "whole", "fsdp=2", validation=batches, settings=settings)
+    assert records(tmp_path) == records(tmp_path / "whole")
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("place", ["body", "callback"])
+def test_an_interrupted_or_failed_cell_leaves_the_trainer_usable(place, tmp_path, capsys):
+    """In the body of the loop nothing is lost. Within a step, it goes on from the checkpoint."""
+
+    def callback(trainer, step):
+        if place == "callback" and step.index == 2 and not failed:
+            failed.append(step.index)
+            raise KeyboardInterrupt
+
+    failed = []
+    trainer = trainer_of(tmp_path, callbacks=[callback], settings={"checkpoint.every": 1})
+    seen = []
+
+    def cell():
+        for step in trainer:
+            seen.append(step.index)
+            if place == "body" and step.index == 2 and seen.count(2) == 1:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cell()
+    cell()
+    assert trainer.done
+    assert seen == [1, 2, 3]
+    assert ("resumed from the checkpoint at step 1" in capsys.readouterr().out) == (
+        place == "callback"
+    )
+
+
+def test_ctrl_c_in_a_cell_saves_and_the_next_cell_goes_on(tmp_path, capsys):
+    def callback(trainer, step):
+        if step.index == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    trainer = trainer_of(tmp_path, callbacks=[callback])
+    assert not trainer.run_to_end()
+    assert "stopped by SIGINT at step 1 and saved" in capsys.readouterr().out
+    assert trainer.run_to_end()
+
+
+@pytest.mark.wide
+def test_a_cell_that_makes_a_trainer_may_be_run_again(tmp_path):
+    first = trainer_of(tmp_path)
+    assert next(iter(first)).index == 1
+    second = trainer_of(tmp_path)
+    other = trainer_of(tmp_path / "other", "fsdp=2")
+    assert next(iter(other)).index == 1
+    assert next(iter(second)).index == 2, "from what the first one saved"
+    assert "closed at step 1" in repr(first)
+    second.close()
+    assert next(iter(other)).index == 2
+    other.close()
+    assert checkpoints_in(tmp_path / "other") == [2]
+
+
+LEFT_OPEN = """
+import sys
+sys.path.insert(0, {tests!r})
+from small_net import trainer_of
+trainer = trainer_of({folder!r}, settings={{"checkpoint.every": 0}})
+for step in trainer:
+    if step.index == 2:
+        break
+{end}
+"""
+
+
+FORK = """
+import multiprocessing
+from pathlib import Path
+worker = multiprocessing.get_context("fork").Process(target=print)
+worker.start()
+worker.join(60)
+assert worker.exitcode == 0
+assert not list(Path(trainer.config.run.dir).glob("checkpoints/*"))
+"""
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("end", ["", "1 / 0", FORK], ids=["end", "error", "fork"])
+def test_a_trainer_that_is_left_open_is_closed_at_the_end_of_the_program(end, tmp_path):
+    program = LEFT_OPEN.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), end=end)
+    done = run_program(sys.executable, "-c", program)
+    assert done.returncode == (end == "1 / 0"), done.stderr
+    assert checkpoints_in(tmp_path) == [2]
 
 
 @pytest.mark.wide

@@ -15,12 +15,12 @@ from jaxtp.checkpoint.__main__ import main as inspect_checkpoint
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import abstract_mesh, mesh_of, mesh_shape
 from jaxtp.models.config import OriginConfig
-from jaxtp.train import memory_check, performance, setup
-from jaxtp.train import trainer as trainer_module
+from jaxtp.train import evaluation, first_step, log, loop, memory_check, performance, setup
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.parts import load_parts
 from jaxtp.train.setup import Plan
 from jaxtp.train.state import bytes_per_device
+from jaxtp.train.task import Task
 from jaxtp.train.user_step import row_work, trace_step
 
 ROWS = 16
@@ -46,7 +46,7 @@ def loss(model, batch, key):
     return jnp.sum(model(batch["x"]) ** 2), jnp.asarray(len(batch["x"]), jnp.float32)
 
 
-TASK = jaxtp.Task(
+TASK = Task(
     model=Mlp,
     loss=loss,
     optimizer=optax.adafactor(1e-3),
@@ -135,10 +135,10 @@ def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(
     with pytest.raises(
         ConfigError, match=r"a step takes .* on each device.*--train.allow-oversize"
     ):
-        jaxtp.Trainer(WITH_BATCHES, folder=run, settings=SETTINGS).__enter__()
+        jaxtp.Trainer(**vars(WITH_BATCHES), folder=run, settings=SETTINGS).__enter__()
     assert not run.exists()
     monkeypatch.setattr(memory_check, "bytes_limit", lambda device: memory.total)
-    with jaxtp.Trainer(WITH_BATCHES, folder=run, settings=SETTINGS) as trainer:
+    with jaxtp.Trainer(**vars(WITH_BATCHES), folder=run, settings=SETTINGS) as trainer:
         assert trainer.run_to_end()
     assert " KB of state, exact; the rest modelled)" in capsys.readouterr().out
     assert inspect_checkpoint(["inspect", str(run)]) == 0
@@ -149,11 +149,11 @@ def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(
 
 def test_a_run_logs_mfu_where_the_peak_is_known(tmp_path, monkeypatch):
     """A CPU has none; this one pretends."""
-    for module in (setup, trainer_module):
+    for module in (setup, loop, first_step, evaluation, log):
         monkeypatch.setattr(module, "platform_of", lambda device: "pretended")
     monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
     settings = SETTINGS | {"launch.self_check": False}
-    with jaxtp.Trainer(WITH_BATCHES, folder=tmp_path, settings=settings) as trainer:
+    with jaxtp.Trainer(**vars(WITH_BATCHES), folder=tmp_path, settings=settings) as trainer:
         assert trainer.run_to_end()
     flops = row_work(*work_of(TASK))[0]
     expected = {

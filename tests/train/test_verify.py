@@ -19,22 +19,23 @@ from tables import raised_by
 from variants import small_model
 
 from jaxtp.checkpoint.checksum import minority_devices, replica_groups_by_name
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import named_arrays, named_variables
 from jaxtp.collectives import batch_spec
 from jaxtp.config import entry
 from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.guards import verify
+from jaxtp.guards.verify import CorruptionError, Verifier, changed
 from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import AXES, CP, mesh_of, mesh_shape
 from jaxtp.tools.launch.__main__ import main as launch
-from jaxtp.train import memory_check, verify
+from jaxtp.train import memory_check
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import step as steps
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.parts import step_settings
-from jaxtp.train.state import named_arrays, plan_state
+from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import compiler_options
-from jaxtp.train.verify import CorruptionError, Verifier, changed
 
 MODEL = small_model(vocab_size=32, num_heads=8, num_kv_heads=8, d_ff=32)
 # every gradient is clipped
@@ -76,7 +77,8 @@ class Rig:
         checkpoints = SimpleNamespace(
             steps=lambda: list(saved), wait=lambda: None, folder="checkpoints"
         )
-        self.verifier = Verifier(self.config, self.plan, checkpoints, verified)
+        trained = trained_parameters(self.plan)
+        self.verifier = Verifier(self.mesh, trained, 4, checkpoints, verified)
 
     def state(self):
         """A copy of the first state, which a step may donate."""
@@ -93,7 +95,13 @@ class Rig:
 
     def verify(self, first, second, state=None, damage=lambda state: state):
         """Verifies step 4; returns the state after it."""
-        state = self.verifier.begin(4, self.state() if state is None else state, self.batch, first)
+
+        def compute(state):
+            state, output = first(state)
+            return state, output.checksums
+
+        state = self.state() if state is None else state
+        state = self.verifier.begin(4, state, self.batch, compute)
         state, output = second(state)
         state = damage(state)
         self.verifier.record(4, output.checksums)

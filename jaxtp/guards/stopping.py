@@ -18,13 +18,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config.entry import TEMPORARY, Interrupt
 from jaxtp.distributed.agreement import is_multiprocess
+from jaxtp.guards.hook import FinishedStep, Hook, Loop, NextStep
 from jaxtp.mesh import AXES
 
 STOP = "stop"  # Name of the step's argument that takes the flags
 STDERR = 2  # File descriptor, even if `sys.stderr` is replaced
 
 
-class Stopping:
+class Stopping(Hook):
     """Agrees with all processes on the step after which the run stops."""
 
     def __init__(self, interrupt: Interrupt, mesh: Mesh):
@@ -45,9 +46,13 @@ class Stopping:
         """Returns the argument of the next step."""
         return self._flags[self._interrupt.received is not None]
 
-    def read(self, flag: int) -> None:
-        """Takes the maximum of the flags, which is a result of the step."""
-        self._process = flag
+    def before_step(self, loop: Loop, step: NextStep) -> None:
+        """Ends the start of the run: from the first step on, there is work to save."""
+        self._interrupt.defer()
+
+    def after_step(self, loop: Loop, step: FinishedStep) -> None:
+        """Takes the maximum of all processes' flags, which is a result of the step."""
+        self._process = step.flag
 
     @property
     def reason(self) -> str | None:
@@ -59,14 +64,14 @@ class Stopping:
         return self._interrupt.received or f"a signal to process {self._process - 1}"
 
 
-class Watchdog:
+class Watchdog(Hook):
     """Reports, or ends, a process in which no step finishes.
 
     Args:
-      seconds: time without `feed` after which it prints the stacks of all Python threads, once per
-        stall; 0 is never.
-      abort_seconds: time without `feed` after which it ends the process with exit code `TEMPORARY`;
-        0 is never.
+      seconds: time without an activity after which it prints the stacks of all Python threads, once
+        per stall; 0 is never.
+      abort_seconds: time without an activity after which it ends the process with exit code
+        `TEMPORARY`; 0 is never.
     """
 
     def __init__(self, seconds: float, abort_seconds: float = 0.0):
@@ -77,13 +82,17 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def feed(self) -> None:
-        """Reports progress, and restarts the time."""
+    def on_activity(self) -> None:
+        """Restarts the time."""
         self._fed = time.monotonic()
         if self._watches and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()
 
-    def stop(self) -> None:
+    def rest(self) -> None:
+        """Stops watching until the next activity."""
+        self._fed = math.inf
+
+    def close(self) -> None:
         """Stops watching."""
         self._stopped.set()
 

@@ -10,48 +10,40 @@ Every `train.verify_every` steps, checksums of each device's shards are compared
 Checksums of every step's gradients show in which step copies first differed. Programs must be
 bitwise reproducible (`step.compiler_options`). With dp 1, a gradient that is wrong once, between
 two verifications, goes unnoticed. Cost: `scripts/results/verify_cost.txt`.
-
-The errors for non-finite losses, gradients and updates are here too.
 """
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.checksum import (
     DIAGNOSE,
     MeshPositions,
-    NonFiniteError,
-    Sums,
     describe_devices,
-    describe_not_finite,
     device_checksums,
     minority_devices,
     replica_groups,
     replica_groups_by_name,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError
-from jaxtp.checkpoint.logical import replace_arrays
+from jaxtp.checkpoint.logical import Variable, named_arrays, replace_arrays
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.collectives import constrain
-from jaxtp.config.entry import NumericsError, UserError
+from jaxtp.config.entry import NumericsError
 from jaxtp.data.loader import Batch
 from jaxtp.distributed.agreement import host_names
+from jaxtp.guards.hook import VERIFIED, FinishedStep, Hook, Loop, NextStep
 from jaxtp.layers.parameter import spec_of
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.run_folder import NON_FINITE, replacing
-from jaxtp.train.setup import Run
-from jaxtp.train.state import Blueprint, named_arrays, trained_parameters
-from jaxtp.train.step import StepOutput
 
-Compute = Callable[[nnx.State], tuple[nnx.State, StepOutput]]
-"""A step on a batch, as from `make_train_step(with_checksums=True)`."""
+Compute = Callable[[nnx.State], tuple[nnx.State, Array]]
+"""Computes a step on a batch, as `NextStep.compute`."""
 
 HostShards = dict[str, list[tuple[jax.Device, np.ndarray]]]
 """Copies of this process's shards of each array, in host memory."""
@@ -67,31 +59,34 @@ class CorruptionError(NumericsError):
     """Copies differ, or a repeated step gives different results."""
 
 
-class Verifier:
+class Verifier(Hook):
     """Verifies steps, and records checksums of gradients in between.
 
     All processes must call the methods that may raise, at the same step; all raise the same error.
 
     Args:
+      trained: the trained parameters, in the order of the gradients' checksums.
+      every: number of steps from one verification to the next.
       checkpoints: errors say from which of them to resume.
       verified: the last verified step, if any.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
-        blueprint: Blueprint,
+        mesh: Mesh,
+        trained: Mapping[str, Variable],
+        every: int,
         checkpoints: Checkpoints,
         verified: int | None,
     ):
         self.verified = verified
-        self._every = config.train.verify_every
-        self._devices = list(blueprint.mesh.devices.flat)
+        self._every = every
+        self._devices = list(mesh.devices.flat)
         self._checkpoints = checkpoints
         self._hosts = host_names()
         self._gradients = {
-            name: replica_groups(NamedSharding(blueprint.mesh, spec_of(variable)), variable.shape)
-            for name, variable in trained_parameters(blueprint).items()
+            name: replica_groups(NamedSharding(mesh, spec_of(variable)), variable.shape)
+            for name, variable in trained.items()
         }
         self._history: dict[int, np.ndarray] = {}
         self._compared: list[str] = []
@@ -103,6 +98,34 @@ class Verifier:
     def due(self, step: int) -> bool:
         """Returns whether to verify a step."""
         return step % self._every == 0
+
+    def before_step(self, loop: Loop, step: NextStep) -> None:
+        """Computes the step once, if it is due; it is computed again as usual."""
+        if self.due(step.index):
+            loop.finish_step()
+            with loop.phase(f"the verification of step {step.index}", "verify"):
+                loop.state = self.begin(step.index, loop.state, step.batch, step.compute)
+
+    def after_dispatch(self, loop: Loop) -> None:
+        """Waits for a step that is due, because the next one donates its result."""
+        if self.due(loop.step):
+            loop.finish_step()
+
+    def after_step(self, loop: Loop, step: FinishedStep) -> None:
+        """Records the gradients' checksums, and compares the results of a step that is due."""
+        assert step.checksums is not None
+        self.record(step.index, step.checksums)
+        if self.due(step.index):
+            with loop.phase(f"the verification of step {step.index}", "verify"):
+                self.finish(step.index, loop.state, step.checksums)
+            loop.line(
+                f"step {step.index}: verified; copies agree on all devices, and so do two "
+                "computations of the step"
+            )
+
+    def at_save(self, info: dict[str, Any]) -> None:
+        """Stores the last verified step."""
+        info[VERIFIED] = self.verified
 
     def begin(self, step: int, state: nnx.State, batch: Batch, compute: Compute) -> nnx.State:
         """Compares copies, computes the step once, and returns the state before it; donates
@@ -118,8 +141,7 @@ class Verifier:
         # The step donates the state, so a copy on the host restores it.
         donated = named_arrays(state)
         on_host = to_host(donated)
-        first, output = compute(state)
-        assert output.checksums is not None
+        first, gradients = compute(state)
         results = named_arrays(first)
         after = jax.block_until_ready(checksums(results))
         # Makes room for the restored state
@@ -129,7 +151,7 @@ class Verifier:
         state = replace_arrays(state, copies)
         returned = checksums(arrays | named_arrays(state))
         self._compared = list(arrays)
-        self._tables = [before, returned, output.checksums, after]
+        self._tables = [before, returned, gradients, after]
         return state
 
     def finish(self, step: int, state: nnx.State, gradients: Array) -> None:
@@ -268,62 +290,3 @@ def to_devices(shards: Sequence[tuple[jax.Device, np.ndarray]], like: Array) -> 
     """Puts the shards from `to_host` back on their devices."""
     parts = [jax.device_put(shard, device) for device, shard in shards]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
-
-
-def nonfinite_gradient(
-    run: Run, description: str, step: int, batch: Batch, info: dict[str, object]
-) -> NonFiniteError:
-    """Saves the unchanged state and the batch, and returns the error.
-
-    Replaces the files of an earlier failure. The message begins with `description`.
-    """
-    remedy = "leave such steps out with --train.non-finite skip"
-    if run.config.train.non_finite == "skip":
-        remedy = (
-            f"allow more than --train.max-skipped {run.config.train.skips_allowed} such steps in a "
-            "row"
-        )
-    folder = run.config.run.dir / NON_FINITE
-    try:
-        _save_state_and_batch(run, step, batch, info)
-        saved = f"are in {folder / str(step)}, from which a new run can start (--run.init-from)"
-    except (UserError, OSError) as error:
-        saved = f"could not be saved for inspection ({error})"
-    return NonFiniteError(
-        f"{description}: not finite. The update was not applied; the weights and the batch "
-        f"{saved}. {_resume_hint(run.checkpoints)}. Look for the cause (a learning rate too high, "
-        f"a bad sample), or {remedy}"
-    )
-
-
-def nonfinite_update(run: Run, step: int, values: dict[str, float]) -> NonFiniteError:
-    """Returns the error for a non-finite update, whose weights are not saved."""
-    loss, gradient, weights = (values[name] for name in ("loss", "grad_norm", "param_norm"))
-    rate = f", which was {values['learning_rate']:g}" if "learning_rate" in values else ""
-    counts = Sums(named_arrays(run.state)).not_finite()
-    where = f": {describe_not_finite(counts)}" if counts else ""
-    return NonFiniteError(
-        f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the new weights "
-        f"{weights:g}: the update is not finite{where}. These weights are not saved. "
-        f"{_resume_hint(run.checkpoints)}. Lower the learning rate{rate}"
-    )
-
-
-def _save_state_and_batch(run: Run, step: int, batch: Batch, info: dict[str, object]) -> None:
-    rows = {}
-    for name, array in batch.items():
-        for shard in array.addressable_shards:
-            rows[f"{name}_{shard.index[0].start or 0}"] = np.asarray(shard.data)
-    with replacing(run.config.run.dir / NON_FINITE) as new:
-        checkpoints = Checkpoints(new)
-        checkpoints.save(step, run.blueprint.stored(run.state), run.blueprint.mesh, info)
-        checkpoints.close()
-        np.savez(new / str(step) / f"batch_{jax.process_index()}.npz", **rows)  # type: ignore[arg-type]
-
-
-def _resume_hint(checkpoints: Checkpoints) -> str:
-    checkpoints.describe_newest()  # waits for a save in progress
-    saved = checkpoints.steps()
-    if not saved:
-        return "The same command starts again: there is no checkpoint yet"
-    return f"The same command resumes from the checkpoint at step {saved[-1]}"

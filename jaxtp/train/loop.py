@@ -1,0 +1,316 @@
+"""The training loop: one step in flight, and hooks around it (`guards/hook.py`)."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxtp.config.entry import STANDARD_OUTPUT
+from jaxtp.config.reading import truncate
+from jaxtp.config.schema import ConfigError
+from jaxtp.data.batches import Position
+from jaxtp.data.columns import BatchError, EndOfDataError
+from jaxtp.data.loader import Batch
+from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, working_on
+from jaxtp.guards.hook import FinishedStep, Hook, NextStep
+from jaxtp.guards.nonfinite import NonFinitePolicy
+from jaxtp.guards.stopping import Stopping, Watchdog
+from jaxtp.mesh import mesh_sizes, platform_of
+from jaxtp.train import run_folder
+from jaxtp.train.evaluation import Evaluation
+from jaxtp.train.first_step import SumsCheck, compile_step, require_sound_start
+from jaxtp.train.log import Log
+from jaxtp.train.metrics import Trackers
+from jaxtp.train.setup import Run
+from jaxtp.train.state import trained_parameters
+from jaxtp.train.step import StepOutput, TrainStep, fetch
+
+
+class TrainingLoop:
+    """Runs the steps of a run, which `steps` yields by number.
+
+    Args:
+      callbacks: calls a user's callbacks.
+      resources: closes the hooks.
+    """
+
+    def __init__(self, run: Run, callbacks: Hook, resources: ExitStack):
+        self.run = run
+        self.mesh: Mesh = run.blueprint.mesh
+        loop = run.config.train
+        self.watchdog = Watchdog(loop.stall_seconds, loop.stall_abort_seconds)
+        self.stopping = Stopping(run.interrupt, self.mesh)
+        with raise_everywhere():
+            self.trackers = Trackers(run.config, run.step, run.report.line)
+        self.evaluation = Evaluation(self, run, self.trackers)
+        self.hooks = self._make_hooks(callbacks)
+        for hook in self.hooks:
+            resources.callback(hook.close)
+        # The number and the metrics of the last finished step
+        self.last_step = 0
+        self.last_metrics: dict[str, float] = {}
+        self.first = run.step + 1
+        self.total = run.config.train.steps
+        # Whether all steps are done
+        self.done = False
+        self.is_open = True
+        self.steps = self._converting_errors()
+        self._in_flight: tuple[NextStep, StepOutput] | None = None
+        self._saved_at = run.step if run.checkpoints.steps() else None
+        self._stop_reason: str | None = None
+
+    def _make_hooks(self, callbacks: Hook) -> list[Hook]:
+        # In the order of their calls: a corrupt or non-finite step is not logged, a trace has no
+        # verification in front, and callbacks see the metrics of an evaluation.
+        run = self.run
+        config = run.config
+        hooks: list[Hook] = [self.watchdog, SumsCheck(run), self.stopping]
+        if config.train.verify_every:
+            from jaxtp.guards.verify import Verifier
+
+            trained = trained_parameters(run.blueprint)
+            every = config.train.verify_every
+            hooks.append(Verifier(self.mesh, trained, every, run.checkpoints, run.verified))
+        policy = NonFinitePolicy(
+            config.run.dir / run_folder.NON_FINITE,
+            may_skip=config.train.non_finite == "skip",
+            max_skipped=config.train.max_skipped,
+            checkpoints=run.checkpoints,
+            mesh=self.mesh,
+            stored=run.blueprint.stored,
+        )
+        hooks += [policy, Log(run, self.trackers)]
+        if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
+            from jaxtp.guards.stragglers import Stragglers
+
+            hooks.append(Stragglers(self.mesh))
+        if config.profile.start:
+            from jaxtp.guards.profiler import Profiler
+
+            folder = config.run.dir / run_folder.PROFILE
+            hooks.append(Profiler(folder, config.profile.start, config.profile.steps))
+        return [*hooks, self.evaluation, callbacks]
+
+    def _train(self) -> Iterator[int]:
+        run = self.run
+        require_sound_start(self, run)
+        train_step = compile_step(self, run)
+        run.report.begin(run.step, self.total)
+        batches = run.data.batches(self.mesh, run.position, self.total - run.step)
+        while run.step < self.total:
+            self._enter(f"step {run.step + 1}")
+            with run.timing.waiting_for_data():
+                batch, position = self._next_batch(batches)
+            flags = self.stopping.flags()
+            step = NextStep(run.step + 1, batch, partial(self._compute, train_step, batch, flags))
+            for hook in self.hooks:
+                hook.before_step(self, step)
+            run.leaves, output = train_step(run.leaves, batch, **flags)
+            run.step += 1
+            run.position = position
+            # The devices compute this step while the host reads the numbers of the step before.
+            self.finish_step()
+            self._in_flight = step, output
+            for hook in self.hooks:
+                hook.after_dispatch(self)
+            yield run.step
+            self.require_open()
+            if run.step < self.total:
+                for hook in self.hooks:
+                    hook.between_steps(self)
+                every = run.config.checkpoint.every
+                if every and run.step % every == 0:
+                    self.start_save()
+                if self.stopping.reason is not None:
+                    self._stop(self.stopping.reason)
+                    return
+        self._end(self.save())
+
+    def finish_step(self) -> None:
+        """Waits for the step in flight, if any, and tells the hooks its numbers."""
+        if self._in_flight is None:
+            return
+        step, output = self._in_flight
+        self._in_flight = None
+        metrics = fetch(output)
+        self.run.checkpoints.confirm()
+        self.run.timing.tick()
+        finished = FinishedStep(
+            step.index,
+            step.batch,
+            metrics,
+            weight=metrics.pop("loss_tokens"),
+            skipped=int(metrics.pop("skipped")),
+            flag=output.scalars.flag,
+            checksums=output.checksums,
+        )
+        for hook in self.hooks:
+            hook.after_step(self, finished)
+        self.last_step = step.index
+        self.last_metrics = metrics
+
+    def _compute(
+        self,
+        train_step: TrainStep,
+        batch: Batch,
+        flags: Mapping[str, jax.Array],
+        state: nnx.State,
+    ) -> tuple[nnx.State, Array]:
+        leaves, output = train_step(jax.tree.leaves(state), batch, **flags)
+        assert output.checksums is not None
+        return self.run.blueprint.unflatten(leaves), output.checksums
+
+    def _converting_errors(self) -> Iterator[int]:
+        run = self.run
+        try:
+            if run.step < self.total:
+                yield from self._train()
+                return
+            self.line(
+                f"already at step {run.step}, and train.steps={self.total}: to train on, raise "
+                "train.steps (or train.epochs, if you set that)"
+            )
+            self.evaluation.report(is_logged=False)
+            self.done = True
+        except OSError as error:
+            if isinstance(error, BrokenPipeError) and error.filename == STANDARD_OUTPUT:
+                raise
+            raise run_folder.RunFilesError(
+                f"{truncate(error.filename or 'a file')}: {error.strerror or error}; "
+                f"{run.checkpoints.describe_disk()}"
+            ) from error
+
+    def _next_batch(self, batches: Iterator[tuple[Batch, Position]]) -> tuple[Batch, Position]:
+        try:
+            return next(batches)
+        except BatchError as error:
+            # Saves, so that bad data costs no step. But with several processes it may be bad for
+            # one of them only, and a save needs all; data ends for all of them at the same step.
+            if self.run.step >= self.first and (
+                isinstance(error, EndOfDataError) or not is_multiprocess()
+            ):
+                self.save()
+            raise
+
+    def stop(self, reason: str) -> None:
+        """Saves and ends the run after this step."""
+        self._stop_reason = reason
+        self.run.interrupt.received = reason
+
+    def _stop(self, reason: str) -> None:
+        self.save()
+        step = self.run.step
+        text = f"stopped by {reason} at step {step} and saved; the same command resumes it"
+        if reason == self._stop_reason:
+            text = f"stopped and saved at step {step}: {reason}"
+        self.run.report.end()
+        self.line(text)
+
+    def _end(self, saved: Path) -> None:
+        run = self.run
+        run.report.end()
+        pairs = run.data.tokens is not None and run.data.tokens.corpus.has_pairs
+        first, *commands = run.parts.model.next_steps(run.config, pairs=pairs)
+        for text in (f"saved in {saved}; {first}", *commands):
+            self.line(text)
+        self.done = True
+
+    # What hooks use
+
+    @property
+    def step(self) -> int:
+        """Number of dispatched steps."""
+        return self.run.step
+
+    @property
+    def state(self) -> nnx.State:
+        """The state after the last dispatched step."""
+        return self.run.state
+
+    @state.setter
+    def state(self, state: nnx.State) -> None:
+        self.run.state = state
+
+    def line(self, text: str) -> None:
+        """Prints a line, from process 0, above the progress bar."""
+        self.run.report.line(text)
+
+    def lost_to(self, cause: str) -> AbstractContextManager[None]:
+        """Counts the time of the block as lost to `cause`."""
+        return self.run.timing.lost_to(cause)
+
+    @contextmanager
+    def phase(self, activity: str, cause: str) -> Iterator[None]:
+        """Announces an activity between steps, whose time is lost to `cause`."""
+        self._enter(activity)
+        with self.lost_to(cause):
+            yield
+
+    def _enter(self, activity: str) -> None:
+        working_on(activity)
+        for hook in self.hooks:
+            hook.on_activity()
+
+    def complete_record(self, record: dict[str, float]) -> None:
+        """Has the hooks add numbers to the record of a logged step."""
+        for hook in self.hooks:
+            hook.at_log(self, record)
+
+    def require_open(self) -> None:
+        """Raises ConfigError if the run is closed."""
+        if not self.is_open:
+            raise ConfigError(
+                f"these steps ended at step {self.run.step}, where the trainer was closed; "
+                "iterate over the trainer again to continue from the last checkpoint"
+            )
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether there is a checkpoint of the last step."""
+        return self._saved_at == self.run.step
+
+    def save(self) -> Path:
+        """Saves the last step, unless it is saved; returns the checkpoint's folder."""
+        self.start_save()
+        self.run.checkpoints.wait()
+        return self.run.checkpoints.folder / str(self.run.step)
+
+    def start_save(self) -> None:
+        """Starts to save the last step, unless it is saved."""
+        self.finish_step()
+        run = self.run
+        if self.is_saved:
+            return
+        self.require_open()
+        eval_loss = None
+        if self.last_step == run.step and math.isfinite(
+            self.last_metrics.get("eval_loss", math.nan)
+        ):
+            eval_loss = self.last_metrics["eval_loss"]
+        with self.phase(f"the checkpoint at step {run.step}", "save"):
+            stored = run.blueprint.stored(run.state)
+            info = self.checkpoint_info()
+            run.checkpoints.save(run.step, stored, self.mesh, info, eval_loss=eval_loss)
+        self._saved_at = run.step
+
+    def checkpoint_info(self) -> dict[str, Any]:
+        """Returns the info that a checkpoint of the last step stores."""
+        run = self.run
+        info = run_folder.checkpoint_info(
+            run.config, run.data.description, run.position.sample, mesh_sizes(self.mesh)
+        )
+        streams = run.position.gathered().streams
+        if streams is not None:
+            info[run_folder.STREAMS] = streams
+        if run.base is not None:
+            info[run_folder.BASE] = run.base
+        for hook in self.hooks:
+            hook.at_save(info)
+        return info
