@@ -153,6 +153,10 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     model = settings(LayerKind(all(windows), any(rotated), any(linear), any(sparse)))
     if model in usual:
         model = layers[usual.index(model)]
+    if any(linear):
+        _check_multiple(
+            model["delta_value_heads"], whole("linear_num_key_heads", fields["delta_key_heads"])
+        )
     if SCALE_BY_LAYER in names and switch(SCALE_BY_LAYER, attributes.get(SCALE_BY_LAYER, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
@@ -370,7 +374,15 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
     if types is None:
         return _windows_by_index(attributes, family, count)
     windows = _are_of_type("layer_types", types, _SLIDING, _FULL, count)
-    return [*windows[:-1], windows[-1] and not family.last_is_global]
+    windows[-1] &= not family.last_is_global
+    period = attributes.get("sliding_window_pattern")
+    if period is None or family.pattern_is_default:
+        return windows
+    if windows != _windows_by_index(attributes, family, count):
+        raise HFError(
+            f"layer_types and sliding_window_pattern = {quote(period)} contradict each other"
+        )
+    return windows
 
 
 def _check_lengths(attributes: Attributes, names: Collection[str], count: int) -> None:
@@ -412,7 +424,11 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
         return [i >= first for i in range(count)]
     period = attributes.get("sliding_window_pattern")
     hidden = attributes.get("_sliding_window_pattern")
-    if period is None and hidden not in (None, family.window_period):
+    if (
+        period is None
+        and hidden not in (None, family.window_period)
+        and "layer_types" not in attributes
+    ):
         raise HFError(
             f"_sliding_window_pattern = {quote(hidden)} without layer_types: add them, one for "
             "each layer"
@@ -504,6 +520,15 @@ def _read_linear(attributes: Attributes, family: Family, count: int) -> list[boo
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
     return _are_of_type("layer_types", types, _LINEAR, _FULL, count)
+
+
+def _check_multiple(values: int, keys: int) -> None:
+    if values % keys:
+        nearest = max(1, round(values / keys)) * keys
+        raise HFError(
+            f"linear_num_value_heads = {values} is not a multiple of linear_num_key_heads = "
+            f"{keys}; the nearest is {nearest}"
+        )
 
 
 def _write_linear(layers: Sequence[BlockConfig]) -> MutableAttributes:
@@ -598,6 +623,9 @@ def _read_rope(
     if "proportional" in family.rope_kinds and kind != "proportional":
         # In transformers, the other kinds ignore the fraction.
         read["rotary_fraction"] = 1.0
+    fraction = read.get("rotary_fraction", 1.0)
+    if fraction > 1:
+        raise HFError(f"the rotated part of a head is {fraction}; it should be at most 1")
     if kind == "dynamic":
         alpha = parameters.get("alpha")
         if not alpha:
@@ -608,8 +636,7 @@ def _read_rope(
         kind = "default"
         theta *= _power("alpha", positive("alpha", alpha), width / max(width - 2, 1))
     scaling = _read_scaling(kind, parameters, {_ORIGINAL: family.original_length, **attributes})
-    fraction = read.get("rotary_fraction", 1.0)
-    if fields and width % 2 == 0 and fraction <= 1:
+    if fields and width % 2 == 0:
         for problem in rope_problems(width, theta, scaling, fraction):
             raise HFError(f"the rotary embedding {kind!r} is invalid: {problem}")
     all_dim = parameters.get(_ALL_DIM) if family.scaled_scores and fields else None

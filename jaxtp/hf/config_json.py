@@ -17,6 +17,7 @@ from jaxtp.config.schema import differences, to_plain, validate
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.config_blocks import (
     Settings,
+    name_in_file,
     read_attribute,
     read_layers,
     write_fields,
@@ -355,11 +356,20 @@ def _quantization_problem(method: str, family: Family) -> str:
 
 def _fields(attributes: Attributes, family: Family) -> Settings:
     fields = dict(family.always)
+    names = dict[str, str]()
     for attribute in sorted(family.attributes, key=lambda attribute: attribute.unit is not None):
         if attribute.unit is not None and "head_dim" not in fields:
             fields["head_dim"] = _head_dim(attributes, family, fields)
+        names |= dict.fromkeys(attribute.fields, name_in_file(attribute, attributes))
         fields |= dict.fromkeys(attribute.fields, read_attribute(attribute, attributes, fields))
     fields["head_dim"] = _head_dim(attributes, family, fields)
+    num_experts = fields.get("num_experts")
+    per_token = fields.get("experts_per_token", 0)
+    if num_experts and per_token > num_experts:
+        raise HFError(
+            f"{names['experts_per_token']} = {per_token}: should be at most "
+            f"{names['num_experts']} = {num_experts}"
+        )
     return {**fields, **read_layers(attributes, family, fields)}
 
 

@@ -29,12 +29,11 @@ INDEX = "model.safetensors.index.json"
 _MAX_COPIED = 2**28
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
-_WRAPPER = re.compile(
-    r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-    r"|(?:^|(?<=^_orig_mod\.))module\."
-)
+_WRAPPER = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 """Parts of the names of tensors that torch.compile, FSDP and activation checkpointing add before
-any module, and DistributedDataParallel before the whole name."""
+any module."""
+# DistributedDataParallel adds this before the whole name.
+_PARALLEL = "module."
 # Default of weight_block_size
 _FP8_BLOCK = (128, 128)
 _MAX_LISTED = 10
@@ -178,6 +177,10 @@ def without_wrappers(
     """
     plain = {name: _WRAPPER.sub("", name) for name in tensors}
     removed = set(chain.from_iterable(map(_WRAPPER.findall, tensors)))
+    # A module of the model may be called `module`, but not one that holds all others.
+    while plain and all(bare.startswith(_PARALLEL) for bare in plain.values()):
+        plain = {name: bare.removeprefix(_PARALLEL) for name, bare in plain.items()}
+        removed.add(_PARALLEL)
     if not removed:
         return dict(tensors), []
     wrappers = " and ".join(map(repr, sorted(removed)))

@@ -1,9 +1,9 @@
 """Reads and writes adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 The format: https://huggingface.co/docs/peft/developer_guides/checkpoint. Tensor names decide which
-modules have adapters; of the names in adapter_config.json only `target_parameters` is read, which
-tells experts that are stacked in one parameter apart. A layer or expert without an adapter gets
-zeros, which training does not change (`jaxtp/layers/lora.py`).
+modules have adapters. Plain lists in `target_modules` and `target_parameters` must agree; a regular
+expression is not evaluated, since a hostile one may never end. A layer or expert without an adapter
+gets zeros, which training does not change (`jaxtp/layers/lora.py`).
 
 PEFT has one A and one B for a kernel of several projections (Phi-3's qkv_proj), and for all experts
 that are stacked in one parameter: `[E * r, in]` and `[out, r * E]`. jaxtp has an adapter for each
@@ -87,6 +87,8 @@ _ATTRIBUTES = """
 or only with another attribute, which is refused."""
 # PEFT's first version with these A and B of stacked experts; older ones exchanged them
 _VERSION = "0.19.0"
+_CHOICES = ("exclude_modules", "layers_to_transform", "layers_pattern")
+"""Attributes that choose among the modules that `target_modules` names."""
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
@@ -456,6 +458,7 @@ def _match_model(
     stems = _stems(possible)
     stored = _check_tensors(stored, dict.fromkeys(stems.values()), config, family)
     adapted = _stored_modules(possible, stems, stored, attributes)
+    _check_names(attributes, stems, adapted)
     lora, diagonal = _lora_config(attributes, adapted)
     trained = adapters(replace(config, lora=lora))
     lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
@@ -679,6 +682,31 @@ def _names(name: str, attributes: Attributes) -> set[str]:
     if isinstance(value, list) and set(map(type, value)) <= {str}:
         return set(value)
     raise HFError(f"{name} = {quote(value)}: should be a list of names, or an expression")
+
+
+def _check_names(
+    attributes: Attributes,
+    stems: Mapping[str, str],
+    adapted: Container[str],
+) -> None:
+    """Compares the adapted modules with the lists of names in the configuration.
+
+    With anything else in it that chooses modules, the tensors alone decide.
+    """
+    chosen = [name for name in _CHOICES if attributes.get(name) not in (None, [])]
+    if chosen or isinstance(attributes.get("target_modules"), str):
+        return
+    included = _names("target_modules", attributes)
+    parameters = _names("target_parameters", attributes)
+    for name, module in stems.items():
+        is_named = _suffixes(name) & parameters
+        if name.endswith(".weight"):
+            is_named |= _suffixes(module) & included
+        tensor = _tensor_name(module, "A")
+        if is_named and name not in adapted:
+            raise HFError(f"missing: {tensor}, which {CONFIG} requires")
+        if name in adapted and not is_named:
+            raise HFError(f"unexpected: {tensor}, which {CONFIG} does not name")
 
 
 def _suffixes(module: str) -> set[str]:

@@ -16,14 +16,11 @@ from structures import VALUES, changed, examples, gives_one_of
 from tables import read_table, write_json
 
 import jaxtp
-from jaxtp.config.schema import ConfigError
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, end_token, special_tokens
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.config_json import model_config, write_attributes
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.model_folder import positive
-from jaxtp.mesh import mesh_sizes
-from jaxtp.models.config import validate_model
 from jaxtp.tools.check.__main__ import main as check
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.tools.estimate.__main__ import main as estimate
@@ -94,31 +91,6 @@ def test_unsupported_attributes_are_refused_by_name():
             for changes, *words in rows
         }
     )
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "words"),
-    [
-        ("mixtral", {"num_experts_per_tok": 9}, r"experts_per_token=9 .*num_experts=8"),
-        ("phi3", {"partial_rotary_factor": 1e308}, r"rotary_fraction.*1e\+308"),
-        ("qwen3_5_text", {"linear_num_value_heads": 30}, r"delta_value_heads=30 .*key_heads=16"),
-        ("qwen3_5_text", {"linear_num_key_heads": 0}, r"delta_key_heads=0"),
-        (
-            "smollm2",
-            {"rope_scaling": {"type": "yarn", "factor": 2}, "rope_theta": 0.5},
-            "rope_theta",
-        ),
-    ],
-)
-def test_the_models_rules_refuse_sizes_that_do_not_fit_each_other(model, changes, words):
-    with pytest.raises((jaxtp.HFError, ConfigError), match=words):
-        validate_model(read(PUBLISHED[model] | changes), mesh_sizes(None), fixed=True)
-
-
-def test_layer_types_decide_beside_another_pattern():
-    types = {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}
-    found = PUBLISHED["gemma3"] | types
-    assert read(found | {"sliding_window_pattern": 6}) == read(found)
 
 
 def test_attributes_without_effect_are_skipped():

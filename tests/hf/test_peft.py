@@ -201,13 +201,6 @@ def test_the_wrappers_of_pytorch_are_left_out_of_names(wrapper, tmp_path):
     assert f"'{wrapper}'" in opened.notes[0]
 
 
-def test_the_tensors_alone_say_what_has_an_adapter(tmp_path):
-    arrays = tensors(PLAIN)
-    named = open_peft(write(tmp_path / "named", arrays), MODEL)
-    other = open_peft(write(tmp_path / "other", arrays, target_modules=["o_proj"]), MODEL)
-    assert (other.lora, other.notes, {*other.tensors}) == (named.lora, named.notes, {*arrays})
-
-
 TOGETHER = {
     "gpt2": {"transformer.h.{}.attn.c_attn": "attention.qkv.kernels"},
     "phi3": {

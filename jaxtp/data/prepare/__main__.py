@@ -5,11 +5,14 @@ if __name__ == "__main__":
 
     start("jaxtp prepare")
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
+from jaxtp.config.files import require_writable, write_json
+from jaxtp.config.reading import MAX_JSON, read_bytes
 from jaxtp.data.manifest import MANIFEST, DatasetError
 from jaxtp.data.prepare.prepare_config import FIRST, PrepareConfig, check
 from jaxtp.data.prepare.run import prepare
@@ -40,14 +43,18 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> int:
     config, _ = COMMAND.load(argv)
     check(config)
+    require_writable("--json", config.json)
     if config.verify is not None:
-        return _verify(config.verify)
+        return _verify(config.verify, config.json)
     if config.out is not None:
         prepare(config.out, config)
+        if config.json is not None:
+            record = json.loads(read_bytes(config.out / MANIFEST, MAX_JSON))
+            write_json("--json", config.json, {"folder": str(config.out), **record})
     return 0
 
 
-def _verify(folder: Path) -> int:
+def _verify(folder: Path, file: Path | None) -> int:
     tokens: dict[str, int] = {}
     problems: list[str] = []
     try:
@@ -63,6 +70,7 @@ def _verify(folder: Path) -> int:
         print(error)
     counts = "".join(f"{name} {count:,} tokens, " for name, count in tokens.items())
     print(f"{folder}: {counts}{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
+    write_json("--json", file, {"folder": str(folder), "tokens": tokens, "problems": problems})
     return 1 if problems else 0
 
 

@@ -29,15 +29,7 @@ from jaxtp.data.chat_template import (
 )
 from jaxtp.data.documents import Tokens
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import (
-    MEDIA,
-    BadInputError,
-    Row,
-    Turn,
-    shorten,
-    text_of,
-    too_large,
-)
+from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Row, Turn, shorten, too_large
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import (
     TEMPLATE,
@@ -68,7 +60,7 @@ class Conversations:
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
         self._config = config
-        self._field = config.fields.names[0]
+        self._fields = config.fields
         text, name = _template_of(config)
         tokens: dict[str, str] = {}
         if config.tokenizer is not None:
@@ -88,8 +80,7 @@ class Conversations:
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the `turns` of a row's conversation."""
-        messages = row[self._field]
-        return self.turns(with_system(messages, row) if isinstance(messages, list) else messages)
+        return self.turns(_messages(row, self._fields))
 
     def turns(self, messages: object) -> tuple[Turn, ...]:
         """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
@@ -176,16 +167,41 @@ def _ends(tokenizer: Tokenizer) -> dict[str, str]:
     return tokens
 
 
-def with_system(messages: list[Message], row: Row) -> list[Message]:
+def _messages(row: Row, fields: Fields) -> object:
+    texts = [name for name in fields.optional if name != "history"]
+    for name in (*texts, *(fields.names if fields.prompt else ())):
+        value = row.get(name)
+        if not isinstance(value, str) and (value is not None or name in fields.names):
+            raise ChatError(f"{name!r} is not a string, but {shorten(value)}")
+    messages = row[fields.text]
+    if fields.prompt is not None:
+        question = "\n\n".join(str(text) for text in (row[fields.prompt], row.get("input")) if text)
+        history = row.get("history") or []
+        if not isinstance(history, list) or not all(
+            isinstance(turn, list) and len(turn) == 2 for turn in history
+        ):
+            raise ChatError(f"'history' is not a list of pairs of texts, but {shorten(history)}")
+        turns = [*history, [question, messages]]
+        conversation: list[Message] = []
+        for question, answer in turns:
+            conversation.append({"role": "user", "content": question})
+            conversation.append({"role": ASSISTANT, "content": answer})
+        messages = conversation
+    if isinstance(messages, list):
+        return with_system(messages, row.get("system"))
+    return messages
+
+
+def with_system(messages: list[Message], system: object) -> list[Message]:
     """Puts a row's system message, if it has one, before the others."""
-    if not row.get("system"):
+    if not system:
         return messages
     if any(
         isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
         for message in messages
     ):
         raise ChatError("there are two system messages, one of them in the field 'system'")
-    return [{"role": "system", "content": text_of(row, "system")}, *messages]
+    return [{"role": "system", "content": system}, *messages]
 
 
 def checked(messages: object, media_as_text: bool) -> list[Message]:
@@ -209,11 +225,9 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
             message = {"role": _ROLES[role], "content": message["value"]}
         if message.get("tool_calls") and message.get("content") is None:
             message = {**message, "content": ""}
-        if not {"role", "content"} <= message.keys():
-            raise ChatError(
-                f"message {number} has {', '.join(map(repr, message)) or 'no keys'}; it needs "
-                "'role' and 'content'"
-            )
+        for key in ("role", "content"):
+            if key not in message:
+                raise _no_key(key, number, message)
         message = {**message, "content": _joined(message["content"])}
         for key in ("role", "content"):
             if not isinstance(message[key], str):
@@ -230,6 +244,20 @@ def checked(messages: object, media_as_text: bool) -> list[Message]:
             )
         merged.append(message)
     return merged
+
+
+def _no_key(key: str, number: int, message: Message) -> ChatError:
+    """Returns the error of a message without its role or its content."""
+    other_keys = [name for name in list(message)[:4] if name not in ("role", "content")]
+    if len(other_keys) == 1:
+        fix = f"rename its key {other_keys[0]!r} to {key!r}"
+    elif other_keys:
+        fix = f"rename one of its keys to {key!r}: {', '.join(map(repr, other_keys))}"
+    elif message:
+        fix = f"it has only {next(iter(message))!r}; give it a {key}, or remove the message"
+    else:
+        fix = "it is empty; remove it"
+    return ChatError(f"message {number} has no {key!r}: {fix}")
 
 
 def _no_answer(roles: Sequence[str]) -> ChatError:

@@ -33,7 +33,9 @@ class PairsOfConversations(Conversations):
         turns = []
         for name in (CHOSEN, REJECTED):
             with _naming(name):
-                whole = with_system(self._whole(row, name, prompt), row)
+                whole = with_system(
+                    self._whole(row, name, prompt), row.get("system") and text_of(row, "system")
+                )
                 *before, answer = self._escaped(whole)
                 prompts.append(before)
                 turns.append(self._turn([*before, answer], len(before)))

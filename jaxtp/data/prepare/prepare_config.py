@@ -38,6 +38,7 @@ FIRST = (
     "dedup",
     "on_error",
     "overwrite",
+    "json",
     "verify",
 )
 """Settings at the top of the help."""
@@ -92,16 +93,17 @@ class PrepareConfig:
 
     messages: Annotated[str | None, Argument("FIELD")] = None
     """Field of a row that holds a conversation, such as messages, or conversations for ShareGPT's
-    rows. A conversation is a list of messages with role and content, or from and value (ShareGPT).
-    Each answer of the assistant becomes a document; its prompt is everything before it, as the chat
-    template writes it. Only answers have a loss, and the beginning of a conversation with n answers
-    is read n times. With --preference, chosen: pairs are conversations."""
+    rows; or instruction for Alpaca's rows. A conversation is a list of messages with role and
+    content, or from and value (ShareGPT). In Alpaca's rows, instruction and input are the question,
+    and output is the answer. Each answer of the assistant becomes a document; its prompt is
+    everything before it, as the chat template writes it. Only answers have a loss, and the
+    beginning of a conversation with n answers is read n times."""
 
     preference: bool = False
     """Reads pairs of answers, for losses such as jaxtp:DPO, from the fields prompt, chosen and
-    rejected. They are texts, or with --messages chosen lists of messages for the chat template, or
-    texts that become messages. Without a prompt, chosen and rejected are texts with the same
-    beginning, or whole conversations that differ in the last message."""
+    rejected. They are texts, or lists of messages for the chat template (with --template FILE,
+    texts are messages too). Without a prompt, chosen and rejected are whole conversations that
+    differ in the last message, or texts with the same beginning."""
 
     template: OptionalFile = None
     """Chat template for --messages, in Jinja; by default the template next to the tokenizer
@@ -147,6 +149,9 @@ class PrepareConfig:
     overwrite: bool = False
     """Starts over if --out holds another dataset, which is deleted before anything is read."""
 
+    json: OptionalFile = None
+    """JSON file for the content of dataset.json, or for the result of --verify."""
+
     verify: OptionalFolder = None
     """Dataset to compare with its checksums, instead of making a dataset; exit code 1 if it is
     damaged."""
@@ -164,15 +169,19 @@ class PrepareConfig:
     @property
     def fields(self) -> Fields:
         """The columns that make a document."""
-        has_system = self.messages in ("conversations", CHOSEN)
-        optional = ("system",) if has_system else ()
-        if self.preference and self.prompt_field is None:
-            return Fields((CHOSEN, REJECTED), (PROMPT_FIELD, *optional))
         if self.preference:
-            return Fields((CHOSEN, self.prompt_name, REJECTED), optional)
-        if self.prompt_field is not None and self.completion_field is not None:
-            return Fields((self.prompt_field, self.completion_field))
-        return Fields((self.messages or self.field,), optional)
+            system = () if self.messages is None else ("system",)
+            if self.prompt_field is None:
+                return Fields(CHOSEN, optional=(PROMPT_FIELD, *system), required=(REJECTED,))
+            return Fields(CHOSEN, optional=system, required=(self.prompt_field, REJECTED))
+        if self.messages == "instruction":
+            return Fields("output", "instruction", ("input", "system", "history"))
+        if self.messages is not None:
+            optional = ("system",) if self.messages == "conversations" else ()
+            return Fields(self.messages, optional=optional)
+        if self.completion_field is not None:
+            return Fields(self.completion_field, self.prompt_field)
+        return Fields(self.field)
 
 
 _MAY_CHANGE = {
@@ -184,6 +193,7 @@ _MAY_CHANGE = {
     "save_seconds",
     "overwrite",
     "verify",
+    "json",
     "max_document_bytes",
 }
 """Settings that a resumed command may change. Tokenizer and template are compared by content."""
@@ -227,7 +237,7 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
             "--field is for documents without a prompt; give either --field, or --prompt-field and "
             "--completion-field"
         )
-    if config.template is not None and config.messages is None:
+    if config.template is not None and config.messages is None and not config.preference:
         yield "--template is for conversations; give --messages FIELD too"
     if config.messages is not None and config.bos != "auto":
         yield "--bos is for documents; the chat template determines how a conversation starts"

@@ -3,14 +3,15 @@
 import codecs
 import difflib
 import gzip
+import itertools
 import json
 import os
 import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -55,6 +56,7 @@ T = TypeVar("T")
 
 SKIP_BYTES = 2**20
 _MAX_SKIPS = 2**8  # Maximum number of times that `SKIP_BYTES` are read to find the end of a line
+_PEEKED_ROWS = 100  # `first_row` returns an object among these rows
 _BINARY_PREFIX = 8192  # A NUL byte in this prefix marks a binary file, as in git
 _PDF = b"%PDF-"  # The start of the only common files that are no text and may have no such byte
 # The start of a list of objects, in the first member of a packed file
@@ -62,27 +64,21 @@ _LIST = re.compile(rb"\s*\[\s*\{")
 MAX_LIST = 2**30
 """Maximum bytes of a JSON list, which is parsed as a whole and takes several times its size in
 memory. ShareGPT's list, of 0.7 GB, is read."""
-MAX_VALUES = 2**22  # Maximum number of values of a row of a table; each takes some 100 bytes
+MAX_VALUES = 2**22  # Maximum number of values of a row; each takes some 100 bytes of memory
 _DECODING = 2**30
 _EXPANSION = 64
 """Maximum memory for decoding a table or a list: bytes, and bytes for each byte of the file."""
-_LONG_LINE = 2**22
-_EXPANSION_OF_LINE = 8
-"""Bytes from which on a line is decoded in limited memory, and its bytes for each byte of the line:
-four for a character of the line, and four for one of its values."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A JSON string, which may be cut short. The quantifiers are possessive, because backtracking would
+take gigabytes of memory."""
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 DECOMPRESSION_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error)
 """Errors of truncated or damaged gzip streams; `_open_stream` converts zstd's to EOFError."""
-_KNOWN = {
-    ("chosen", "rejected"): "--preference reads such rows",
-    ("instruction", "output"): (
-        'jq -c \'{messages: [{role: "user", content: ([.instruction, .input] | '
-        'map(select(. != null and . != "")) | join("\\n\\n"))}, '
-        '{role: "assistant", content: .output}]}\' FILE > NEW.jsonl makes conversations of such '
-        "rows, for --messages messages"
-    ),
+_KNOWN_BY = {
+    "--preference": {"chosen", "rejected"},
+    "--messages instruction": {"instruction", "output"},
 }
-"""How rows with these fields are read."""
+"""Fields of rows that these flags read."""
 _LOG_OF_WINDOW = 31  # The largest window of zstd, with which `zstd --long=31` packs: 2 GiB
 ZSTD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
 _PARQUET_ROWS = 32  # Rows in memory at a time
@@ -143,11 +139,23 @@ line of JSON (bytes), or a row."""
 class Fields:
     """The columns that make a document."""
 
-    names: tuple[str, ...]
-    """The required columns; without `turns` a text, or a prompt and a text."""
+    text: str
+    prompt: str | None = None
     optional: tuple[str, ...] = ()
     turns: Callable[[Row], tuple[Turn, ...]] | None = None
     """Converts a row of a conversation or a pair; raises `ChatError` or `BadInputError`."""
+    required: tuple[str, ...] = ()  # columns that pairs have after `text`
+    only_texts: bool = False  # Whether the command reads no conversations and no pairs
+
+    @property
+    def names(self) -> list[str]:
+        """The required columns."""
+        return [self.text, *self.required] if self.prompt is None else [self.prompt, self.text]
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the column holds lists of messages."""
+        return self.turns is not None and self.prompt is None
 
     def names_in(self, columns: Container[str]) -> list[str]:
         """Returns the subset of columns to read."""
@@ -194,10 +202,22 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
         yield Event((), END, source.size, _to_bad_input(source, error).at(f"{source.path}{after}"))
 
 
+def first_row(source: Source, fields: Fields) -> Row:
+    """Returns the first JSON object, or the `fields` of a table's first row; empty if
+    unreadable."""
+    with suppress(*DECOMPRESSION_ERRORS, BadInputError, OSError):
+        for _, _, item in itertools.islice(
+            _READERS[source.format](source, 0, fields), _PEEKED_ROWS
+        ):
+            with suppress(BadInputError):
+                return _row(source, item, fields)
+    return {}
+
+
 def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Item]:
     if start:
         return
-    if len(fields.names) > 1 or fields.turns is not None:
+    if fields.prompt is not None or fields.turns is not None:
         raise BadInputError(NO_FIELD, "text has no fields; rows are read from JSONL and Parquet")
     with _open_stream(Path(source.path)) as (stream, _):
         content = stream.read(_BINARY_PREFIX)
@@ -260,9 +280,7 @@ def _read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Item]:
         with parquet.ParquetFile(
             source.path, page_checksum_verification=True, pre_buffer=False
         ) as file:
-            columns = file.schema_arrow.names
-            _require_fields(columns, fields)
-            names = fields.names_in(columns)
+            names = _columns(file.schema_arrow, fields)
             for group in range(file.num_row_groups):
                 group_metadata = file.metadata.row_group(group)
                 if row + group_metadata.num_rows <= start:
@@ -325,8 +343,7 @@ def _limited_memory(max_bytes: int) -> Iterator[None]:
 def _read_table(source: Source, start: int, fields: Fields) -> Iterator[Item]:
     table = source.table
     assert table is not None
-    _require_fields(table.column_names, fields)
-    rows = table.select_columns(fields.names_in(table.column_names)).with_format(None)
+    rows = table.select_columns(_columns(table.data.schema, fields)).with_format(None)
     for row, values in enumerate(rows.select(range(start, len(rows))), start + 1):
         yield row, source.size * row // len(rows), values
 
@@ -339,6 +356,23 @@ _READERS: dict[str, Callable[[Source, int, Fields], Iterator[Item]]] = {
 }
 """A reader for each format; it takes a source, the number of items to skip, and a table's columns
 to read."""
+
+
+def _columns(schema: "pyarrow.Schema", fields: Fields) -> list[str]:
+    """Returns the columns to read; refuses a column of texts that has another type."""
+    from pyarrow import types
+
+    _require_fields(dict.fromkeys(schema.names), fields)
+    if fields.turns is None and not fields.required:
+        texts = (types.is_string, types.is_large_string, types.is_string_view)
+        for name in fields.names:
+            kind = schema.field(name).type
+            values = kind.value_type if types.is_dictionary(kind) else kind
+            if not any(is_text(values) for is_text in texts):
+                raise BadInputError(
+                    NOT_A_STRING, f"the column {name!r} has no strings, but values of type {kind}"
+                )
+    return fields.names_in(schema.names)
 
 
 def _lines(content: BufferedReader, limit: int) -> Iterator[bytes]:
@@ -391,32 +425,27 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
     for value in row.values():
         if isinstance(value, str) and _is_longer(value, source.max_document):
             raise too_large(source.max_document)
-    first = fields.names[0]
+    if row[fields.text] == "" and not fields.is_list:
+        raise BadInputError(EMPTY_DOCUMENT, f"{fields.text!r} is empty", is_harmless=True)
     if fields.turns is not None:
         try:
             return fields.turns(row)
         except ChatError as error:
-            raise BadInputError(NO_CONVERSATION, f"{first!r}: {error}") from None
+            where = f"{fields.text!r}: " if fields.is_list else ""
+            raise BadInputError(NO_CONVERSATION, f"{where}{error}") from None
         except RecursionError as error:
             raise _not_json(error) from None
-    last = fields.names[-1]
-    if row[last] == "":
-        raise BadInputError(EMPTY_DOCUMENT, f"{last!r} is empty", is_harmless=True)
-    prompt = None if first == last else text_of(row, first)
-    return (Turn(prompt, text_of(row, last)),)
+    prompt = None if fields.prompt is None else text_of(row, fields.prompt)
+    return (Turn(prompt, text_of(row, fields.text)),)
 
 
 def _row(source: Source, item: object, fields: Fields) -> Row:
     if isinstance(item, bytes):
         if len(item) > source.max_document and not item.endswith(b"\n"):
             raise too_large(source.max_document)
-        names = fields.names if fields.turns is None else None
-        if len(item) <= _LONG_LINE:
-            item = _decode(item, names)
-        else:
-            # A value of two bytes takes up to 100 bytes in memory.
-            with _limited_memory(_DECODING + _EXPANSION_OF_LINE * len(item)):
-                item = _decode(item, names)
+        if _has_many_values(item):
+            raise BadInputError(TOO_LARGE, f"a row of more than {MAX_VALUES:,} values")
+        item = _decode(item, fields.names if fields.turns is None else None)
     if not isinstance(item, dict):
         raise BadInputError(NOT_JSON, f"not a JSON object: {shorten(item)}")
     return item
@@ -460,14 +489,22 @@ def _not_json(error: Exception) -> BadInputError:
     return BadInputError(NOT_JSON, f"not JSON: {problem}")
 
 
+def _has_many_values(content: bytes) -> bool:
+    """Returns whether a row has too many values; one of 2 bytes takes 100 bytes in memory."""
+    if len(content) <= MAX_VALUES or _num_marks(content) <= MAX_VALUES:
+        return False
+    return _num_marks(_STRING.sub(b"", content)) > MAX_VALUES
+
+
+def _num_marks(content: bytes) -> int:
+    return sum(map(content.count, (b",", b"[", b"{")))
+
+
 def text_of(row: Row, name: str) -> str:
     """Returns a text; raises `BadInputError`."""
     value = row[name]
     if not isinstance(value, str):
-        hint = ""
-        if isinstance(value, list):
-            hint = "; --messages NAME reads messages, and those of pairs with --messages chosen"
-        raise BadInputError(NOT_A_STRING, f"{name!r} is not a string, but {shorten(value)}{hint}")
+        raise BadInputError(NOT_A_STRING, f"{name!r} is not a string, but {shorten(value)}")
     try:
         value.isascii() or value.encode()
     except UnicodeEncodeError:
@@ -507,23 +544,34 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {error.start}"
 
 
-def _require_fields(columns: Collection[str], fields: Fields) -> None:
-    """Raises `BadInputError` if a row, or a table, lacks a field."""
-    missing = next((name for name in fields.names if name not in columns), None)
+def _require_fields(row: Row, fields: Fields) -> None:
+    """Raises `BadInputError` if a row, or a table's columns without values, lack a field."""
+    missing = next((name for name in fields.names if name not in row), None)
     if missing is None:
         return
-    hint = f"fields: {', '.join(map(repr, columns)) or 'none'}"
-    for name in difflib.get_close_matches(missing, columns, n=1):
+    hint = f"fields: {', '.join(map(repr, row)) or 'none'}"
+    for name in difflib.get_close_matches(missing, row, n=1):
         hint = f"did you mean {name!r}? {hint}"
-    if len(fields.names) == 1:
-        hint += (
-            ". Name it with --field NAME; jaxtp prepare --messages NAME reads a conversation, and "
-            + _to_json_lines(".NAME[]")
-        )
-        for names, reader in _KNOWN.items():
-            if all(name in columns for name in names):
-                hint += f"; {reader}"
-    raise BadInputError(NO_FIELD, f"no field {missing!r}; {hint}")
+    other = ""
+    if fields.only_texts:
+        conversation = "prepare it with jaxtp prepare --messages NAME, then --data"
+        other = f". Name it with --field NAME; if it is a conversation, {conversation}"
+    elif not fields.required and (fields.prompt is None or fields.turns):
+        other = ". Name it with --field NAME, or a conversation with --messages NAME"
+        for flags, names in _KNOWN_BY.items():
+            if names <= row.keys():
+                other += f"; {flags} reads such rows"
+    raise BadInputError(NO_FIELD, f"no field {missing!r}; {hint}{other}{_nested_hint(row)}")
+
+
+def _nested_hint(row: Row) -> str:
+    for name, value in row.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            if value[0].keys() & {"role", "from", "content", "value"}:
+                return f"; {name!r} seems to be a conversation"
+            selection = f".[{json.dumps(name)}][]"
+            return f"; if {name!r} is the list of rows, {_to_json_lines(selection)}"
+    return ""
 
 
 def _to_json_lines(selection: str) -> str:

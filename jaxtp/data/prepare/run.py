@@ -31,7 +31,7 @@ from jaxtp.data.prepare.session import (
     drop_unknown,
     truncate_file,
 )
-from jaxtp.data.prepare.sources import find_sources
+from jaxtp.data.prepare.sources import find_sources, with_layout
 from jaxtp.data.store import open_dataset
 
 # Bytes of a hash that --dedup stores: among 10^12 documents, two collide with a probability of
@@ -45,6 +45,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     """Makes or resumes a dataset; raises `UserError`."""
     tokenizer = named_tokenizer(config)
     sources = find_sources(config)
+    config = with_layout(config, sources)
     fields = config.fields
     conversations = None
     if config.messages is not None:

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import chain
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxtp.config.schema import HF_PREFIX, expand, nearest_file
 from jaxtp.data.prepare import readers
-from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.prepare_config import PrepareConfig, check
 from jaxtp.data.prepare.readers import (
     DATASETS,
     GZIP,
@@ -47,6 +48,28 @@ def find_sources(config: PrepareConfig) -> list[Source]:
     if any(source.path.lower().endswith(ZSTD) for source in sources):
         _require(readers.ZSTD_LIBRARY, ZSTD)
     return sources
+
+
+def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
+    """Detects and prints whether pairs are conversations or texts.
+
+    They are conversations if the first row has messages, or a template is named.
+    """
+    if not config.preference:
+        return config
+    rows = (readers.first_row(source, config.fields) for source in sources)
+    row: readers.Row = next(filter(None, rows), {})
+    has_messages = any(
+        isinstance(row.get(name), list | dict) for name in config.fields.names_in(row)
+    )
+    kind = "texts"
+    if has_messages or config.template is not None:
+        kind = "conversations"
+        config = replace(config, messages=config.fields.text)
+        check(config)
+    if row:
+        print(f"{'layout':<12}pairs of {kind}, 'chosen' and 'rejected'", flush=True)
+    return config
 
 
 def _require(library: str, files: str) -> None:

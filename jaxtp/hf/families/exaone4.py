@@ -13,6 +13,7 @@ EXAONE4 = replace(
     layer_attributes=COMMON | WINDOW | {"layer_types", "sliding_window_pattern"},
     always_by_type={"global": NO_ROPE},
     window_period=4,
+    pattern_is_default=True,
     window_can_be_null=True,
     always={"norm_placement": "after", "qk_norm": "head"},
     required={},

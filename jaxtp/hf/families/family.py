@@ -492,6 +492,8 @@ class Family:
     """Whether the last layer never has a window."""
     window_can_be_null: bool = False
     """Whether a sliding_window of null means no windows, and layers are global only without it."""
+    pattern_is_default: bool = False
+    """Whether layer_types replaces another sliding_window_pattern."""
     only_layer_type: str | None = None
     """The one supported type in layer_types, in a family without windows; a file without
     layer_types has others."""

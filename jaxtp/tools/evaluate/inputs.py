@@ -1,7 +1,7 @@
 """The documents to measure on: checked before any computation, then streamed."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -116,9 +116,10 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
     if (Path(name) / MANIFEST).is_file():
         raise InputError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
     prepare = PrepareConfig(inputs=(name,), field=config.field)
+    fields = replace(prepare.fields, only_texts=True)
     inputs = []
     for source in find_sources(prepare):
-        read = partial(_read_texts, source, prepare.fields, config.limit)
+        read = partial(_read_texts, source, fields, config.limit)
         if count := sum(map(len, read())):
             documents = partial(_documents_of_texts, read, source.path, model)
             inputs.append(Input(source.path, count, documents))

@@ -71,7 +71,7 @@ def test_a_command_without_inputs_or_folder_is_refused(capsys):
 
 def test_the_summary_counts_documents_tokens_and_what_was_left_out():
     write("b.txt", "unlike the others")
-    out = output("a.jsonl b.txt --dedup --held-out 0.2 --shard-tokens 3000")
+    out = output("a.jsonl b.txt --dedup --held-out 0.2 --shard-tokens 3000 --json s.json")
     splits = open_dataset(Path("d")).splits
     assert "dataset     d, tokenizer bytes, vocabulary 256" in out
     for name in ("train", "validation"):
@@ -79,7 +79,7 @@ def test_the_summary_counts_documents_tokens_and_what_was_left_out():
         assert f"{name:<12}{found.num_documents} documents, {found.num_tokens:,} tokens in " in out
     assert f"left out    {60 - len(set(TEXTS))} x duplicate" in out
     assert splits["train"].num_documents + splits["validation"].num_documents == len(set(TEXTS)) + 1
-    assert json.loads(Path("d/dataset.json").read_text())["inputs"]["files"] == 2
+    assert json.loads(Path("s.json").read_text())["inputs"]["files"] == 2
 
 
 def test_a_finished_dataset_is_left_as_it_is():

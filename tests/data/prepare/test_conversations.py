@@ -2,9 +2,6 @@
 
 import io
 import json
-import shlex
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -283,23 +280,31 @@ def test_sharegpt_is_read_as_messages_are(name):
     assert prompts_and_answers(made(f"{name} --messages conversations")) == expected
 
 
-@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
-def test_the_error_of_alpacas_rows_has_a_command_that_makes_messages_of_them():
+@pytest.mark.parametrize("name", ["s.jsonl", "s.parquet"])
+def test_alpaca_is_read_as_a_question_and_its_answer(name):
     rows = [
         {"instruction": "Add.", "input": "1 2", "output": "3"},
-        {"instruction": "Say.", "input": "", "output": "so"},
+        {"instruction": "Say.", "output": "so"},
+        {"instruction": "Be.", "input": "", "output": ""},
+        {"instruction": "Go.", "input": None, "output": "on", "system": "Be brief."},
+        {"instruction": "Try.", "output": "so", "history": [["q", "a"]]},
     ]
-    write("a.jsonl", rows)
-    error = refusal("a.jsonl --messages conversations --tokenizer t")
-    command = error[error.index("jq -c '{") : error.index(" FILE > NEW.jsonl")]
-    made_by_jq = subprocess.run(
-        shlex.split(command), input=Path("a.jsonl").read_bytes(), capture_output=True
-    )
-    messages = [json.loads(line)["messages"] for line in made_by_jq.stdout.splitlines()]
-    contents = [[message["content"] for message in row] for row in messages]
-    assert contents == [["Add.\n\n1 2", "3"], ["Say.", "so"]]
-    write("b.jsonl", made_by_jq.stdout)
-    assert len(prompts_and_answers(made("b.jsonl --messages messages"))) == 2
+    absent = dict.fromkeys(("input", "system", "history")) if name == "s.parquet" else {}
+    write(name, [absent | row for row in rows])
+    user = "<|begin|><|turn|>user\n"
+    brief = "<|begin|><|turn|>system\nBe brief.<|stop|>\n<|turn|>user\n"
+    then = "<|stop|>\n<|turn|>assistant\n"
+    expected = [
+        f"{user}Add.\n\n1 2{then}|3<|stop|>\n",
+        f"{user}Say.{then}|so<|stop|>\n",
+        f"{brief}Go.{then}|on<|stop|>\n",
+        f"{user}q{then}|a<|stop|>\n",
+        f"{user}q{then}a<|stop|>\n<|turn|>user\nTry.{then}|so<|stop|>\n",
+    ]
+    out = output(f"{name} --messages instruction --tokenizer t --held-out 0")
+    assert "left out    1 x empty document" in out
+    pairs = prompts_and_answers(open_dataset(Path("d")))
+    assert [spelled(prompt) + "|" + spelled(answer) for prompt, answer in pairs] == expected
 
 
 @pytest.mark.wide

@@ -83,7 +83,7 @@ def test_damaged_inputs_give_documents_or_problems(index, rounds, whole):
         path.write_bytes(mutated(content, numbers))
         (source,) = find_sources(PrepareConfig(inputs=(str(path),)))
         source = replace(source, in_folder=bool(number % 2))
-        events = read_source(source, number % 5, Fields(("text",)))
+        events = read_source(source, number % 5, Fields("text"))
         outcomes.update(event.problem is None for event in events)
         if number % whole == whole - 1:
             prepare_or_refuse(Path(f"out{number}"), path, numbers)

@@ -1,5 +1,6 @@
 """`jaxtp prepare --preference`: pairs of answers to one prompt."""
 
+import json
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -87,7 +88,9 @@ def test_texts_have_a_prompt_or_share_their_beginning():
         "Say it:~ wrong",
     ]
     assert in_bytes(pairs_of("a.jsonl")) == expected
-    assert "train       6 pairs, " in output("a.jsonl --preference --held-out 0 --overwrite")
+    out = output("a.jsonl --preference --held-out 0 --overwrite")
+    assert "layout      pairs of texts, 'chosen' and 'rejected'\n" in out
+    assert "train       6 pairs, " in out
     write("b.parquet", [{"question": row["prompt"], **row, "prompt": "x"} for row in rows[:3]])
     assert in_bytes(pairs_of("b.parquet --prompt-field question")) == expected[:6]
 
@@ -139,7 +142,7 @@ def test_conversations_have_the_tokens_of_their_answers_in_instruction_data(numb
         [{"messages": [*prompt, answer(text)]} for prompt, *both in CONVERSATIONS for text in both],
     )
     tuning = dataset("b.jsonl --messages messages --tokenizer t --held-out 0 --out e")
-    found = pairs_of("a.jsonl --tokenizer t --messages chosen")
+    found = pairs_of("a.jsonl --tokenizer t")
     answers = prompts_and_answers(tuning)
     assert found == [answers[index] for index in (0, 1, 3, 5)]
     assert open_dataset(Path("d")).tokenizer == tuning.tokenizer
@@ -156,7 +159,7 @@ def test_a_system_message_and_texts_go_through_a_template():
     write("a.parquet", rows)
     found = [
         spelled(prompt + text)
-        for prompt, text in pairs_of("a.parquet --tokenizer t --template x.jinja --messages chosen")
+        for prompt, text in pairs_of("a.parquet --tokenizer t --template x.jinja")
     ]
     system = "<|begin|><|turn|>system\nBe brief.<|stop|>\n"
     assert found[1] == f"{system}<|turn|>user\na<|stop|>\n<|turn|>assistant\nc<|stop|>\n"
@@ -172,18 +175,28 @@ MISTAKES = read_table(__file__, "mistaken_pairs")
 def test_rows_that_are_no_pairs_are_refused_or_skipped(kind, like):
     write_chat_tokenizer()
     base = MESSAGES if kind == "messages" else {}
-    flags = "--tokenizer t --messages chosen" if kind == "messages" else "--tokenizer t"
     rows = [base | row["row"] for row in MISTAKES[kind]]
 
     def error_of(row):
         write("a.jsonl", [like, base | row["row"]])
-        error = refusal(f"a.jsonl {flags} --preference --overwrite")
-        return error.partition("a.jsonl, line 2: ")[2]
+        return refusal("a.jsonl --tokenizer t --preference --overwrite").partition(
+            "a.jsonl, line 2: "
+        )[2]
 
     assert_errors(MISTAKES[kind], error_of)
     write("a.jsonl", [like, *rows])
-    assert len(pairs_of(f"a.jsonl {flags} --on-error skip")) == 2
+    assert len(pairs_of("a.jsonl --tokenizer t --on-error skip")) == 2
     assert sum(read_manifest(Path("d")).skipped.values()) == len(rows)
+
+
+def test_pairs_are_messages_if_the_first_row_has_them():
+    write_chat_tokenizer()
+    write("s.txt", "text")
+    write("s.jsonl", "\n[]\nnot JSON\n" + json.dumps(MESSAGES))
+    command = "s.txt s.jsonl --preference --on-error skip --held-out 0"
+    out = output(f"{command} --tokenizer t")
+    assert "layout      pairs of conversations, 'chosen' and 'rejected'\n" in out
+    assert len(prompts_and_answers(open_dataset(Path("d")))) == 2
 
 
 SAID = st.sampled_from([None, 3, "", "a", "a b", [], {}, ["a"]])
@@ -200,8 +213,7 @@ ROW = st.fixed_dictionaries(
 def test_each_random_row_is_a_pair_or_a_problem(rows, first):
     write("x.jinja", "{% for m in messages %}[{{ m.content }}]{% endfor %}")
     write("a.jsonl", [first, *rows])
-    flags = "--messages chosen --template x.jinja" if first is MESSAGES else ""
-    found = pairs_of(f"a.jsonl --on-error skip {flags}")
+    found = pairs_of(f"a.jsonl --on-error skip {'--template x.jinja' if first is MESSAGES else ''}")
     assert len(found) // 2 + sum(read_manifest(Path("d")).skipped.values()) == len(rows) + 1
     for (prompt, chosen), (same, rejected) in zip(found[::2], found[1::2], strict=True):
         assert prompt == same
@@ -215,9 +227,7 @@ def test_pairs_are_not_read_from_text_and_keep_the_beginning_of_the_template():
     assert "text has no fields; rows are read from JSONL and Parquet" in refusal(
         "a.txt --preference"
     )
-    assert "of pairs with --messages chosen" in refusal("a.jsonl --preference --tokenizer t")
-    command = "a.jsonl --preference --messages chosen --tokenizer t --bos none"
-    assert "--bos is for documents" in refusal(command)
+    assert "--bos is for documents" in refusal("a.jsonl --preference --tokenizer t --bos none")
 
 
 def test_a_pair_is_in_one_split_and_one_shard_and_once_with_dedup():

@@ -257,7 +257,7 @@ REFUSED = {
     "--model {model} --text {here}/broken.jsonl": "line 2: not JSON",
     "--model {model} --text {here}/other.jsonl": "did you mean 'txt'?",
     "--model {model} --text "
-    "{here}/chat.jsonl": "jaxtp prepare --messages NAME reads a conversation",
+    "{here}/chat.jsonl": "prepare it with jaxtp prepare --messages NAME, then --data",
     "--model {model} --text {here}/nothing.jsonl": "all documents are empty",
     "--model {model} --text {here}/empty.tx": "did you mean {here}/empty.txt?",
     "--model {model} --text {here}/folder": "no file in this folder",
