@@ -1,4 +1,4 @@
-"""Starts several processes on one machine, and ends all when one fails.
+"""Starts several processes on one machine, ends all when one fails, and restarts them if requested.
 
 Each process writes a log, to which a later start appends. The supervisor prints the output of
 process 0, and the last lines of a process that failed. This file does not import JAX.
@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from jaxtp.config.entry import TEMPORARY, say, signal_name
+from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG, say, signal_name
 from jaxtp.config.files import open_directly
 from jaxtp.distributed.environment import (
     ADDRESS,
@@ -86,25 +86,47 @@ class Group:
         shares = (gpu_share(self.gpus, self.count, index) for index in range(self.count))
         return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares]
 
+    def shrunk_to_visible_gpus(self) -> "Group | None":
+        """Returns the group to restart: smaller if GPUs have disappeared, None if no GPU is
+        left."""
+        if self.devices is not None or not self.gpus:
+            return self
+        gpus = names_of_gpus(gpus_present())
+        if not gpus:
+            return None
+        count = next(count for count in range(self.count, 0, -1) if len(gpus) % count == 0)
+        return replace(self, count=count, gpus=gpus)
+
     def log(self, index: int) -> Path:
         """Returns a process's log file."""
         return self.logs / f"process-{index}.log"
 
 
-def supervise(group: Group) -> int:
+def supervise(group: Group, *, restarts: int = 0) -> int:
     """Runs processes until all succeed or one fails; returns 0, or the first failure's exit code.
 
-    The code is 128 + N after signal N.
+    The code is 128 + N after signal N. After a failure, all processes restart, at most `restarts`
+    times, except after a user error, wrong numbers, or a signal to the supervisor.
     """
     group.logs.mkdir(parents=True, exist_ok=True)
     with _locked(group.logs):
-        last_log = f" to {group.log(group.count - 1).name}" if group.count > 1 else ""
-        say(f"logs: {group.log(0)}{last_log}")
-        failure = _run(group)
-    if failure is None:
-        return 0
-    index, code = failure
-    _report(index, code, group.log(index))
+        for attempt in range(1, restarts + 2):
+            last_log = f" to {group.log(group.count - 1).name}" if group.count > 1 else ""
+            say(f"logs: {group.log(0)}{last_log}")
+            failure, is_stopped = _run(group)
+            if failure is None:
+                return 0
+            index, code = failure
+            _report(index, code, group.log(index))
+            if attempt > restarts or is_stopped or code in (MISTAKE, WRONG):  # it would fail again
+                break
+            next_group = group.shrunk_to_visible_gpus()
+            if next_group is None:
+                say("no GPU is left: no restart")
+                break
+            count = "all" if next_group.count == group.count else f"only {next_group.count}"
+            say(f"restarts {count} processes (restart {attempt} of {restarts})")
+            group = next_group
     return 128 - code if code < 0 else code
 
 
@@ -133,14 +155,18 @@ def _locked(logs: Path) -> Iterator[None]:
         yield
 
 
-def _run(group: Group) -> tuple[int, int] | None:
+def _run(group: Group) -> tuple[tuple[int, int] | None, bool]:
     """Runs the processes until all succeed or one fails, then ends the others.
 
-    Returns index and exit code (-N after signal N) of the first process that failed, or None.
+    Returns:
+      Index and exit code (-N after signal N) of the first process that failed, or None; and whether
+      this process received a signal.
     """
     processes: list[subprocess.Popen[bytes]] = []
+    signals: list[int] = []
 
     def forward(number: int, _: FrameType | None) -> None:
+        signals.append(number)
         _signal_all(processes, number)
 
     with ExitStack() as stack:
@@ -157,7 +183,8 @@ def _run(group: Group) -> tuple[int, int] | None:
         stack.callback(_terminate, processes)
         for process in _start_all(group):
             processes.append(process)  # before the next start, so that an error or signal ends it
-        return _first_failure(processes, log)
+        failure = _first_failure(processes, log)
+    return failure, bool(signals)
 
 
 def _begin_log(path: Path) -> None:

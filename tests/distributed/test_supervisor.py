@@ -13,6 +13,7 @@ import pytest
 from runs import SMALL, records, wait_until
 from tables import assert_errors, read_table
 
+from jaxtp.config.entry import FILES
 from jaxtp.distributed import supervisor
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.environment import LaunchError
@@ -102,23 +103,49 @@ def test_all_end_after_one_fails_and_its_last_lines_are_shown(tmp_path, monkeypa
     wait_for_end(logs_of(tmp_path / "logs", 3)[::2])
 
 
+def test_processes_restart_at_most_the_requested_number_of_times(tmp_path, monkeypatch, capsys):
+    """Those that only lost another process, too."""
+    monkeypatch.setattr(supervisor, "_CAUSE_SECONDS", 0.0)
+    count = tmp_path / "count"
+    code = (
+        f"open({str(count)!r}, "
+        f"'a').write(me)\ntime.sleep(0.5)\nsys.exit(75 * (os.path.getsize({str(count)!r}) < 5))"
+    )
+    assert supervise(group(tmp_path, 2, code), restarts=5) == 0
+    assert count.stat().st_size == 6
+    assert "restarts all processes (restart 2 of 5)" in capsys.readouterr().err
+    assert supervise(group(tmp_path, 1, f"sys.exit({FILES})"), restarts=1) == FILES, (
+        "lost files are worth another try"
+    )
+    assert "restarts all processes (restart 1 of 1)" in capsys.readouterr().err
+
+
 def test_log_of_a_failed_process_is_kept(tmp_path, capsys):
     """Another start keeps it too, and the last lines that are shown are those of the last start."""
     log = tmp_path / "logs/process-1.log"
     for words in ("first", "second"):
-        code = f"print('{words}', flush=True); sys.exit(me == '1')"
-        assert supervise(group(tmp_path, 2, code)) == 1
-        assert f"process-1.log:\n  {words}\n" in capsys.readouterr().err
+        assert (
+            supervise(
+                group(tmp_path, 2, f"print('{words}', flush=True); sys.exit(me == '1')"), restarts=1
+            )
+            == 1
+        )
+        shown = re.findall(
+            r"process-1.log:\n(.*?)\n(?!  )", capsys.readouterr().err + "\n", re.DOTALL
+        )
+        assert shown == [f"  {words}"] * 2
     starts = re.split(
         r"\n--- started again by jaxtp launch, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d ---\n",
         log.read_text(),
     )
-    assert starts == ["first\n", "second\n"]
+    assert starts == ["first\n", "first\n", "second\n", "second\n"]
 
 
-def test_a_single_process_meets_nobody(tmp_path):
-    assert supervise(group(tmp_path, 1, "print(me); sys.exit(2)")) == 2
+def test_user_error_is_not_retried(tmp_path, capsys):
+    assert supervise(group(tmp_path, 1, "print(me); sys.exit(2)"), restarts=3) == 2
+    # one process needs to meet nobody
     assert (tmp_path / "logs/process-0.log").read_text() == "none\n"
+    assert "restarts" not in capsys.readouterr().err
 
 
 def test_signal_reaches_all_processes_and_ends_the_launch(tmp_path):
@@ -126,11 +153,12 @@ def test_signal_reaches_all_processes_and_ends_the_launch(tmp_path):
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(me == '1'))\nprint('up', "
         "flush=True)\ntime.sleep(600)"
     )
-    process, _ = launched(tmp_path, 2, code)
+    process, _ = launched(tmp_path, 2, code, "--restarts=3")
     process.send_signal(signal.SIGUSR1)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "\nprocess 1 ended with exit code 1" in error
+    assert "restarts" not in error
 
 
 def test_gloo_log_lines_are_hidden(tmp_path, capsys):
@@ -162,6 +190,16 @@ def test_gpus_are_divided_evenly_or_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     shares = [own["CUDA_VISIBLE_DEVICES"] for own in group(tmp_path, 2, "").environments]
     assert shares == ["4,5", "6,7"]
+
+
+def test_restart_uses_fewer_processes_if_gpus_disappear(monkeypatch, tmp_path, capsys):
+    with_gpus(monkeypatch, 8, 6, 8, 0)
+    code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"  # noqa: E501
+    assert supervise(group(tmp_path, 4, code), restarts=1) == 0
+    assert "restarts only 3 processes (restart 1 of 1)" in capsys.readouterr().err
+    assert (tmp_path / "logs/process-2.log").read_text().splitlines()[-1] == "4,5"
+    assert supervise(group(tmp_path, 2, "sys.exit(4)"), restarts=1) == 4
+    assert "no GPU is left: no restart" in capsys.readouterr().err
 
 
 def test_two_launches_cannot_share_a_log_folder(tmp_path):

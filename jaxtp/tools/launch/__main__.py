@@ -47,6 +47,10 @@ class Launch:
     """Virtual CPU devices of each process. By default the processes divide the GPUs of the machine,
     or, if it has none, the virtual devices of the mesh."""
 
+    restarts: Annotated[int, pydantic.Field(ge=0, le=MAX_PROCESSES)] = 0
+    """Maximum number of restarts after failures; none after a mistake (exit code 2) or wrong
+    numbers (3)."""
+
     logs: Annotated[UserPath, Argument("DIR")] = Path("logs")
     """Folder of the logs process-0.log, ...; a later start appends to them."""
 
@@ -77,7 +81,9 @@ def _launch(argv: Sequence[str]) -> int:
             "devices (--devices N gives each process N)",
             file=sys.stderr,
         )
-    return supervise(Group(launch.processes, command, launch.logs, launch.devices))
+    return supervise(
+        Group(launch.processes, command, launch.logs, launch.devices), restarts=launch.restarts
+    )
 
 
 if __name__ == "__main__":
