@@ -183,12 +183,6 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "tokens that are in the text are not made less likely; {} avoids repetitions",
     ),
     (
-        "restarts",
-        "logs",
-        "start it again in a loop of the shell, unless its exit code is 2 or 3; each start appends "
-        "to the files in {} (jaxtp/distributed/README.md)",
-    ),
-    (
         "speculate",
         "batch_size",
         "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "
