@@ -147,8 +147,8 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
         scores = score(reference, columns["inputs"], columns["labels"], segments)
         return columns | {"segments": segments, "log_probs": np.asarray(scores)}
 
-    reference = jaxtp.load_hf(model)
-    score = jax.jit(jaxtp.token_log_probs)
+    reference = jaxtp.hf.load(model)
+    score = jax.jit(jaxtp.losses.token_log_probs)
     rows = [batch(step) for step in range(STEPS)]
     optimizer = optax.adamw(RATE, b1=0.9, b2=0.999, eps=EPS, weight_decay=0.0)
     settings = {
@@ -159,7 +159,7 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
     }
     records = []
     with jaxtp.Trainer(
-        loss=jaxtp.DPO(beta=BETA),
+        loss=jaxtp.losses.DPO(beta=BETA),
         batches=lambda step: rows[step],
         optimizer=optimizer,
         folder=folder / "run",

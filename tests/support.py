@@ -42,7 +42,7 @@ def decoder(config):
 
 def use_mesh(*sizes, **by_axis):
     """Puts a mesh of these axis sizes in context, for a `with` block."""
-    return jax.set_mesh(jaxtp.make_mesh(*sizes, **by_axis))
+    return jax.set_mesh(mesh_by_size(*sizes, **by_axis))
 
 
 def random_weights(build, scale=0.1):

@@ -31,7 +31,7 @@ from jaxtp.generate.request import (
     limits_of,
     requests_of,
 )
-from jaxtp.generate.sampling import GenerationSettings, check_settings, sample
+from jaxtp.generate.sampling import Settings, check_settings, sample
 from jaxtp.layers.kernels.padding import round_up
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -44,7 +44,7 @@ def sample_text(
     prompt: str | Sequence[str],
     every: int = 100,
     *,
-    settings: GenerationSettings = GenerationSettings(max_tokens=48),
+    settings: Settings = Settings(max_tokens=48),
     tokenizer: str | Path | None = None,
 ) -> Callable[[Any, Any], None]:
     """Returns a callback that continues texts with the current parameters, and prints them.
@@ -87,7 +87,7 @@ def _continue_texts(
     mesh: Mesh,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
-    settings: GenerationSettings,
+    settings: Settings,
 ) -> list[Result]:
     info = tokenizer.info
     limits = limits_of(model.config, None)
@@ -131,7 +131,7 @@ def _next_tokens(
     lengths_B: Array,
     seeds_B: Array,
     *,
-    settings: GenerationSettings,
+    settings: Settings,
     num_ids: int,
 ) -> tuple[Array, Array]:
     """Returns the token after each row's first `lengths_B` ones, and its log-probability."""

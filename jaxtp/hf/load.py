@@ -103,7 +103,7 @@ def import_config(
     unknown = [name for name in overrides if name not in settings]
     if unknown:
         raise HFError(
-            f"{', '.join(unknown)}: load_hf takes {', '.join(settings)}. "
+            f"{', '.join(unknown)}: jaxtp.hf.load takes {', '.join(settings)}. "
             f"{folder.path / CONFIG} determines the architecture, and jaxtp.add_adapters(model, "
             "LoraConfig(rank=8)) adds adapters to a loaded model"
         )

@@ -30,7 +30,7 @@ from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.adapters import Factors, factors_by_kernel, merge_layer
 from jaxtp.hf.config_json import changed_config, choose_family, open_whole, write_attributes
 from jaxtp.hf.families.family import Family, Layout
-from jaxtp.hf.load import Progress
+from jaxtp.hf.loading import Progress
 from jaxtp.hf.model_folder import (
     CONFIG,
     INDEX,
@@ -156,7 +156,7 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     config = model.config
     if config.lora.rank:
         raise HFError(
-            "the model has adapters; write them by save_peft, or all of it by "
+            "the model has adapters; write them by save_adapters, or all of it by "
             "save_hf(merge_adapters(model))"
         )
     dtype = options.get("dtype") or config.precision.param

@@ -32,7 +32,7 @@ def texts(findings, verdict="WRONG"):
 
 @swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_right_devices_pass(dtype):
-    found = list(check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), (dtype,)))
+    found = list(check_devices(jaxtp.make_mesh(fsdp=2, tp=2, cp=2), (dtype,)))
     assert texts(found) == []
     assert [finding.text[:9] for finding in found] == ["8 devices"] * 5
 
@@ -106,14 +106,14 @@ FAULTS = {
 def test_a_wrong_collective_is_named_with_its_axis(monkeypatch, collective):
     name, fault = FAULTS[collective]
     monkeypatch.setattr(self_check, name, fault)
-    found = list(check_collectives(jaxtp.make_mesh(1, 2, 1)))
+    found = list(check_collectives(jaxtp.make_mesh(fsdp=2)))
     assert texts(found)
     assert all(f"by {collective} over mesh.fsdp" in text for text in texts(found))
     assert len(texts(found, "ok")) == 4
 
 
 def test_collectives_are_right_over_every_axis():
-    for mesh in (jaxtp.make_mesh(2, 1, 1, cp=2), jaxtp.make_mesh(1, 3, 2)):
+    for mesh in (jaxtp.make_mesh(dp=2, cp=2), jaxtp.make_mesh(fsdp=3, tp=2)):
         found = list(check_collectives(mesh))
         assert [finding.verdict for finding in found] == ["ok"] * 10
 

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jaxtp.errors import PlanError
 
 import jaxtp
-from jaxtp import Colwise, PlanError, Rowwise
 from jaxtp.mesh import make_mesh
+from jaxtp.plans import Colwise, Rowwise
 
 D = 8
 F = 16

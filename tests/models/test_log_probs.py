@@ -44,7 +44,8 @@ SEGMENTS = np.broadcast_to(np.repeat(np.array([1, 2, 3, 0], np.int32), 4), (B, T
 
 def expected(model):
     warm_BTV, plain_BTV = (
-        jax.nn.log_softmax(model(IDS, SEGMENTS) / temperature) for temperature in (1.3, 1.0)
+        jax.nn.log_softmax(model(IDS, segments=SEGMENTS) / temperature)
+        for temperature in (1.3, 1.0)
     )
     of_labels = jnp.take_along_axis(warm_BTV, jnp.maximum(LABELS, 0)[..., None], axis=-1)[..., 0]
     of_top = jnp.take_along_axis(plain_BTV, jnp.maximum(TOP, 0), axis=-1)
@@ -54,15 +55,15 @@ def expected(model):
 
 
 def found(model):
-    log_probs, entropy = jaxtp.token_log_probs(
-        model, IDS, LABELS, SEGMENTS, temperature=1.3, entropy=True
+    log_probs, entropy = jaxtp.losses.token_log_probs(
+        model, IDS, LABELS, segments=SEGMENTS, temperature=1.3, entropy=True
     )
-    of_top = jaxtp.token_log_probs(model, IDS, TOP, SEGMENTS)
+    of_top = jaxtp.losses.token_log_probs(model, IDS, TOP, segments=SEGMENTS)
     return (
         log_probs,
         entropy,
         of_top,
-        *jaxtp.top_log_probs(model, IDS, K, SEGMENTS, temperature=1.3),
+        *jaxtp.losses.top_log_probs(model, IDS, K, segments=SEGMENTS, temperature=1.3),
     )
 
 
@@ -139,6 +140,8 @@ def test_a_model_without_adapters_is_its_base(name):
 
 def test_a_temperature_of_zero_and_too_many_ids_are_refused():
     with pytest.raises(ConfigError, match="temperature=0"):
-        jax.eval_shape(lambda: jaxtp.token_log_probs(decoder(PLAIN)(), IDS, LABELS, temperature=0))
+        jax.eval_shape(
+            lambda: jaxtp.losses.token_log_probs(decoder(PLAIN)(), IDS, LABELS, temperature=0)
+        )
     with pytest.raises(ConfigError, match=f"k={V + 1}: the vocabulary has {V} ids"):
-        jax.eval_shape(lambda: jaxtp.top_log_probs(decoder(PLAIN)(), IDS, V + 1))
+        jax.eval_shape(lambda: jaxtp.losses.top_log_probs(decoder(PLAIN)(), IDS, V + 1))

@@ -40,7 +40,7 @@ from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.rows import empty_row
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import ModelSource
-from jaxtp.generate.sampling import GenerationSettings
+from jaxtp.generate.sampling import Settings
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
 from jaxtp.tools.evaluate.inputs import check_ids
@@ -265,7 +265,7 @@ def _special_token(source: ModelSource, name: str, default: int | None) -> int:
     return int(source.tokenizer.encode_batch(["\n"])[0][-1])
 
 
-def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationSettings, list[str]]:
+def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[Settings, list[str]]:
     values = dict(normalize_gen_kwargs(kwargs, MAX_NEW_TOKENS))
     stops: list[str] = handle_stop_sequences(values.pop("until", None), eos)
     max_tokens = values.pop("max_gen_toks")
@@ -279,7 +279,7 @@ def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationS
     if not do_sample:
         values = {}
     settings = {**values, "max_tokens": max_tokens, "stop": tuple(filter(None, stops))}
-    return validate(GenerationSettings, settings, source="generation_kwargs"), stops
+    return validate(Settings, settings, source="generation_kwargs"), stops
 
 
 def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:

@@ -292,7 +292,7 @@ import jax.numpy as jnp
 
 def loss(model, batch, key):
     labels = jnp.where(batch["pairs"] > 0, batch["labels"], -100)
-    total, _ = model.loss(batch["inputs"], labels, segments_BT=batch["segments"])
+    total, _ = model.loss(batch["inputs"], labels, segments=batch["segments"])
     return total, batch["pairs"].max(-1).sum()
 """
 
@@ -307,7 +307,9 @@ def command():
 
 
 def test_the_loss_of_a_run_on_pairs_must_be_one_for_pairs(command, capsys):
-    assert_refused(train, command, "d: pairs need a loss for them: --train.loss jaxtp:DPO", capsys)
+    assert_refused(
+        train, command, "d: pairs need a loss for them: --train.loss jaxtp.losses:DPO", capsys
+    )
 
 
 @pytest.mark.wide

@@ -9,18 +9,11 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax_models import FeedForward
+from jaxtp.errors import PlanError
 from support import decoder, use_mesh
 
 import jaxtp
-from jaxtp import (
-    Colwise,
-    ContextParallel,
-    PlanError,
-    PrepareInput,
-    PrepareOutput,
-    Replicate,
-    Rowwise,
-)
+from jaxtp.plans import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
 
@@ -197,9 +190,9 @@ def test_our_own_decoder_has_the_split_it_declares():
 def test_a_second_plan_and_a_missing_mesh_are_refused():
     with use_mesh(tp=2):
         model = jaxtp.parallelize(build, PAIR)
-        with pytest.raises(jaxtp.PlanError, match="already parallel"):
+        with pytest.raises(jaxtp.errors.PlanError, match="already parallel"):
             jaxtp.explain(model, X, plan=SHARED)
-    with pytest.raises(jaxtp.MeshError, match="needs a mesh"):
+    with pytest.raises(jaxtp.errors.MeshError, match="needs a mesh"):
         jaxtp.explain(build, X)
 
 
@@ -216,7 +209,7 @@ NO_MESHES = {
 @pytest.mark.parametrize("message", NO_MESHES)
 def test_sizes_that_are_no_mesh_are_refused(message):
     for ask in (jaxtp.explain, jaxtp.propose_plan):
-        with pytest.raises(jaxtp.MeshError, match=message):
+        with pytest.raises(jaxtp.errors.MeshError, match=message):
             ask(build, X, mesh=NO_MESHES[message])
 
 
