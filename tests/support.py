@@ -40,9 +40,13 @@ def decoder(config):
     return lambda: new_decoder(config)
 
 
+def mesh_by_size(dp=1, fsdp=1, tp=1, *, cp=1, devices=None):
+    return jaxtp.make_mesh(dp=dp, fsdp=fsdp, cp=cp, tp=tp, devices=devices)
+
+
 def use_mesh(*sizes, **by_axis):
     """Puts a mesh of these axis sizes in context, for a `with` block."""
-    return jax.set_mesh(jaxtp.make_mesh(*sizes, **by_axis))
+    return jax.set_mesh(mesh_by_size(*sizes, **by_axis))
 
 
 def random_weights(build, scale=0.1):

@@ -21,6 +21,8 @@ LEVELS = [
     {"train", "generate"},
     {"tools"},
 ]
+NAMESPACES = {"__init__", "__main__", "errors", "losses", "typing"}
+"""Files that only list public names, and the command; the stub of a namespace may name any room."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 TERMINAL = {"config/console.py"}
 """It reads whether the terminal is a scheduler's log."""
@@ -73,7 +75,7 @@ def calls(tree):
 
 def faults_of_imports(path):
     here = room(path)
-    if here in ("__init__", "__main__"):
+    if here in NAMESPACES:
         return
     for other in set(imports(trees()[path])) & LEVEL.keys():
         if other != here and LEVEL[other] >= LEVEL[here]:
@@ -194,10 +196,10 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 315_000,
-    "files": 250,
+    "files": 254,
     "rooms": 14,
     "arrows between rooms": 72,
-    "files that training imports": 92,
+    "files that training imports": 93,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -226,12 +228,9 @@ def arrows():
     """The rooms that each room imports, also inside functions."""
     found = {}
     for path, tree in trees().items():
-        if path.parent != PACKAGE or path.stem not in ("__init__", "__main__"):
-            others = {room(other) for other in imported(ast.walk(tree))} - {
-                room(path),
-                "__init__",
-                "__main__",
-            }
+        if path.parent != PACKAGE or path.stem not in NAMESPACES:
+            others = {room(other) for other in imported(ast.walk(tree))}
+            others -= {room(path), *NAMESPACES}
             found.setdefault(room(path), set()).update(others)
     return found
 

@@ -53,7 +53,7 @@ from jaxtp.generate.loading import (
     request_devices,
 )
 from jaxtp.generate.request import GenerationError, Ids, Limits, Result, encode_prompts, limits_of
-from jaxtp.generate.sampling import GenerationSettings, settings_problems
+from jaxtp.generate.sampling import Settings, settings_problems
 
 PROGRAM = "jaxtp generate"
 DESCRIPTION = """\
@@ -124,7 +124,7 @@ class GenerateConfig(SourceConfig):
     """File for one JSON object per line and prompt: text, ids, logprobs, and why the text ended; -
     writes them to standard output, instead of the texts."""
 
-    sampling: Annotated[GenerationSettings, Argument(name="")] = GenerationSettings()
+    sampling: Annotated[Settings, Argument(name="")] = Settings()
     mesh: InferenceMeshConfig = InferenceMeshConfig()
 
 

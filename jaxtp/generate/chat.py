@@ -18,7 +18,7 @@ from jaxtp.data.chat_template import (
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.engine import Generator, Speed
 from jaxtp.generate.request import GenerationError
-from jaxtp.generate.sampling import GenerationSettings
+from jaxtp.generate.sampling import Settings
 
 with suppress(ImportError):
     import readline  # noqa: F401 (input() then edits lines, and accepts lines of more than 4,096 characters)
@@ -76,9 +76,7 @@ class ConversationEncoder:
 class Chat:
     """A conversation on standard input and output; notes go to standard error."""
 
-    def __init__(
-        self, generator: Generator, encoder: ConversationEncoder, settings: GenerationSettings
-    ):
+    def __init__(self, generator: Generator, encoder: ConversationEncoder, settings: Settings):
         self._generator = generator
         self._encoder = encoder
         self._settings = settings

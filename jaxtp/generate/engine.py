@@ -51,7 +51,7 @@ from jaxtp.generate.request import (
     encode_prompts,
     limits_of,
 )
-from jaxtp.generate.sampling import GenerationSettings, check_settings
+from jaxtp.generate.sampling import Settings, check_settings
 from jaxtp.layers.cache import KVCaches
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import CP, TP, batch_parts, current_platform, mesh_sizes
@@ -225,7 +225,7 @@ class Generator:
         self._batch_parts = batch_parts(mesh_sizes(self._mesh))
         self._batch_size = batch_size
         self._chunk = chunk or (CPU_CHUNK if current_platform() == "cpu" else CHUNK)
-        self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
+        self._programs: dict[tuple[Shape, Settings], Programs] = {}
         self._cache: Cache | None = None
         self._is_streaming = False
 
@@ -276,7 +276,7 @@ class Generator:
             programs.weights = nnx.state(self._model)
 
     def generate(
-        self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
+        self, prompts: Sequence[Prompt | None], settings: Settings = Settings()
     ) -> list[Result]:
         """Returns the continuations in the order of prompts; see `stream`."""
         pieces = self.stream(prompts, settings)
@@ -286,7 +286,7 @@ class Generator:
     def stream(
         self,
         prompts: Sequence[Prompt | None],
-        settings: GenerationSettings = GenerationSettings(),
+        settings: Settings = Settings(),
         *,
         keep: bool = False,
         progress: Callable[[int, int], None] = lambda read, total: None,
@@ -342,7 +342,7 @@ class Generator:
                 self._cache = cache
 
     def _prepare(
-        self, requests: Sequence[Request], settings: GenerationSettings, keep: bool
+        self, requests: Sequence[Request], settings: Settings, keep: bool
     ) -> tuple[Programs, Cache]:
         """Reuses a KV cache with as many rows and enough slots.
 

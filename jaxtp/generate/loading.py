@@ -52,7 +52,7 @@ from jaxtp.distributed.devices import build_mesh, request_virtual_devices
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.hf import peft
 from jaxtp.hf.config_json import check_adaptable, dtype_of, stored_dtype
-from jaxtp.hf.load import Progress, import_config, load_folder
+from jaxtp.hf.loading import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import CONFIG, Folder, explain_gguf, open_folder
 from jaxtp.hf.peft import PeftFolder, open_peft
 from jaxtp.hf.runs import (

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.decode_model import DecodeModel, has_states
-from jaxtp.generate.sampling import GenerationSettings, sample
+from jaxtp.generate.sampling import Settings, sample
 from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
 Ints = Any
@@ -117,7 +117,7 @@ class Programs:
         model: DecodeModel,
         mesh: Mesh,
         shape: Shape,
-        settings: GenerationSettings,
+        settings: Settings,
         num_ids: int,
         end_ids: frozenset[int],
     ):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from jaxtp.config.entry import UserError
 from jaxtp.data.tokenizer import Tokenizer
-from jaxtp.generate.sampling import GenerationSettings
+from jaxtp.generate.sampling import Settings
 from jaxtp.models.config import ModelConfig
 
 Ids = NDArray[np.int32]
@@ -169,7 +169,7 @@ class Request:
         number: int,
         prompt: Ids,
         tokenizer: Tokenizer,
-        settings: GenerationSettings,
+        settings: Settings,
         end_ids: frozenset[int],
         context: int | None = None,
     ):

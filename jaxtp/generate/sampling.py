@@ -19,15 +19,16 @@ from jax.sharding import PartitionSpec as P
 from pydantic import Field
 
 from jaxtp.collectives import batch_spec, constrain, device_view
+from jaxtp.config import schema
 from jaxtp.config.affects import REPEATED
-from jaxtp.config.schema import ConfigError, Count, CountOrZero, Fraction, Settings, Share
+from jaxtp.config.schema import ConfigError, Count, CountOrZero, Fraction, Share
 
 # The smallest normal float32; devices flush smaller numbers to 0
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(Settings):
+class Settings(schema.Settings):
     """Sampling settings; filters are applied in field order."""
 
     max_tokens: Count = 128
@@ -61,14 +62,14 @@ class GenerationSettings(Settings):
     """Text that ends the output and is not part of it; can be given several times."""
 
 
-def check_settings(settings: GenerationSettings) -> None:
+def check_settings(settings: Settings) -> None:
     """Raises `ConfigError` listing every value without effect, or that ends texts at once."""
     if problems := list(settings_problems(settings)):
         raise ConfigError("; ".join(problems))
 
 
 def settings_problems(
-    settings: GenerationSettings,
+    settings: Settings,
     spell: Callable[[str, object], str] = lambda name, value: f"{name}={value}",
 ) -> Iterator[str]:
     """Yields a message for each valid setting without effect, or that ends texts at once.
@@ -100,7 +101,7 @@ def sample(
     seeds_B: Array,
     positions_B: Array,
     *,
-    settings: GenerationSettings,
+    settings: Settings,
     num_ids: int,
 ) -> tuple[Array, Array]:
     """Samples the next token of each row, on the row's device.
@@ -132,7 +133,7 @@ def _sample_row(
     seed: Array,
     position: Array,
     *,
-    settings: GenerationSettings,
+    settings: Settings,
     num_ids: int,
 ) -> tuple[Array, Array]:
     logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
@@ -144,7 +145,7 @@ def _sample_row(
     return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token]
 
 
-def apply_filters(logits: Array, used: Array | None, settings: GenerationSettings) -> Array:
+def apply_filters(logits: Array, used: Array | None, settings: Settings) -> Array:
     """Returns the logits `[V]` to sample from; disabled filters cost nothing."""
     if used is not None:
         logits = penalise(logits, used, settings.repetition_penalty)

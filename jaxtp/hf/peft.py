@@ -35,7 +35,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import check_adaptable, choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_IN_MEMORY, TEXT_PREFIXES, Family, Layout
-from jaxtp.hf.load import load_tensors, print_notes
+from jaxtp.hf.loading import load_tensors, print_notes
 from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
@@ -54,7 +54,7 @@ from jaxtp.hf.model_folder import (
     without_wrappers,
 )
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, StoredTensors, read_header
-from jaxtp.hf.save import SaveOptions, check_options, json_bytes, write_folder
+from jaxtp.hf.saving import SaveOptions, check_options, json_bytes, write_folder
 from jaxtp.hf.tensor_map import (
     Parameters,
     TensorPart,
@@ -196,7 +196,7 @@ def _factors(
     return group_by_tensor(parts)
 
 
-def save_peft(
+def save_adapters(
     model: Decoder,
     path: str | Path,
     *,
@@ -205,8 +205,8 @@ def save_peft(
 ) -> None:
     """Writes a model's adapters, from any mesh, for `peft.PeftModel.from_pretrained`.
 
-    Layers whose adapters are all zero are left out: `load_peft` fills layers without adapters with
-    zeros.
+    Layers whose adapters are all zero are left out: `load_adapters` fills layers without adapters
+    with zeros.
 
     Args:
       path: a new or empty folder; appears when complete.
@@ -222,7 +222,7 @@ def save_peft(
     config = model.config
     layout = options.get("experts", "stacked")
     if not config.lora.rank:
-        raise HFError("the model has no adapters; write all of it by save_hf")
+        raise HFError("the model has no adapters; write all of it by jaxtp.hf.save")
     family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
     trained = adapters(config)
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
@@ -350,7 +350,7 @@ class PeftFolder:
     """Messages to print before training."""
 
 
-def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) -> Decoder:
+def load_adapters(model: Decoder, path: str | Path, *, family: str | None = None) -> Decoder:
     """Returns a copy of a model, sharing its arrays, with the adapters of a PEFT folder.
 
     Args:
@@ -369,7 +369,7 @@ def load_peft(model: Decoder, path: str | Path, *, family: str | None = None) ->
 
 
 def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
-    """Returns a copy of a model with an open folder's adapters; see `load_peft`."""
+    """Returns a copy of a model with an open folder's adapters; see `load_adapters`."""
     print_notes(folder.path, folder.notes)
     graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
     return nnx.merge(

@@ -24,10 +24,10 @@ from jaxtp.config.schema import split_settings, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.config_json import check_adaptable, family_of
-from jaxtp.hf.load import load_state, print_notes
+from jaxtp.hf.loading import load_state, print_notes
 from jaxtp.hf.model_folder import CONFIG, open_folder, read_attributes, read_files, read_json
 from jaxtp.hf.peft import PeftFolder, with_peft
-from jaxtp.hf.save import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
+from jaxtp.hf.saving import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
 from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
 from jaxtp.models.config import ModelConfig, OriginConfig, upgrade_settings

@@ -208,7 +208,8 @@ def open_data(config: TrainConfig, source: InitSource, task: Task) -> RunData:
         tokens = load_tokens(config, source, task.loss)
         if tokens.corpus.has_pairs and objective.reads_only_tokens:
             raise ConfigError(
-                f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp:DPO"
+                f"{tokens.corpus.description}: pairs need a loss for them: "
+                "--train.loss jaxtp.losses:DPO"
             )
         _check_scores(config, tokens, task.loss)
         samples = tokens.validation(config.eval.batches, size)

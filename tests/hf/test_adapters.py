@@ -31,8 +31,8 @@ def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsy
     whole = jaxtp.merge_adapters(adapted)
     down = adapted.blocks.mlp.down
     for model, variable, path, save, value in (
-        (adapted, down.loras[0].b, "blocks.mlp.down.loras.0.b", jaxtp.save_peft, np.inf),
-        (whole, whole.blocks.mlp.down.kernel, "blocks.mlp.down.kernel", jaxtp.save_hf, np.nan),
+        (adapted, down.loras[0].b, "blocks.mlp.down.loras.0.b", jaxtp.hf.save_adapters, np.inf),
+        (whole, whole.blocks.mlp.down.kernel, "blocks.mlp.down.kernel", jaxtp.hf.save, np.nan),
     ):
         variable.set_value(variable[...].at[1, 2, 3].set(value))
         with pytest.raises(NonFiniteError, match=f"{path} has 1 element"):
@@ -111,15 +111,15 @@ def test_what_cannot_be_exported_or_adapted_is_refused(tmp_path):
     base = FOLDER / "phi3"
     out = tmp_path / "out"
     refusals = [  # the error, words of its message, and the call
-        (jaxtp.HFError, "save_peft", lambda: jaxtp.save_hf(adapted, out)),
-        (jaxtp.HFError, "save_hf", lambda: jaxtp.save_peft(plain, out)),
-        (jaxtp.HFError, "remat", lambda: jaxtp.load_hf(base, remta="none")),
-        (jaxtp.HFError, "add_adapters", lambda: jaxtp.load_hf(base, lora=LORA)),
-        (TypeError, "dtpye: no such option", lambda: jaxtp.save_hf(plain, out, dtpye="bfloat16")),
+        (jaxtp.errors.HFError, "save_adapters", lambda: jaxtp.hf.save(adapted, out)),
+        (jaxtp.errors.HFError, r"jaxtp\.hf\.save$", lambda: jaxtp.hf.save_adapters(plain, out)),
+        (jaxtp.errors.HFError, "remat", lambda: jaxtp.hf.load(base, remta="none")),
+        (jaxtp.errors.HFError, "add_adapters", lambda: jaxtp.hf.load(base, lora=LORA)),
+        (TypeError, "dtpye: no such option", lambda: jaxtp.hf.save(plain, out, dtpye="bfloat16")),
         (
             TypeError,
             "like: no such option",
-            lambda: jaxtp.save_peft(adapted, out, like="elsewhere"),
+            lambda: jaxtp.hf.save_adapters(adapted, out, like="elsewhere"),
         ),
         (ConfigError, "merge_adapters", lambda: jaxtp.add_adapters(adapted, LORA)),
         (ConfigError, "make no adapters", lambda: jaxtp.add_adapters(plain, LoraConfig(rank=0))),
@@ -141,7 +141,9 @@ def test_adapters_beside_weights_in_16_bits_are_merged_in_float32_and_rounded_on
     model = random_model(replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param=frozen)))
     adapted = move_adapters(jaxtp.add_adapters(model, lora))
     assert {array.dtype.name for array in values(adapted, nnx.LoRAParam).values()} == {"float32"}
-    assert {array.dtype.name for array in values(adapted, jaxtp.FrozenParam).values()} == {frozen}
+    assert {array.dtype.name for array in values(adapted, jaxtp.layers.FrozenParam).values()} == {
+        frozen
+    }
     down = adapted.blocks.mlp.down
     a, b = (np.asarray(factor[...]) for factor in (down.loras[0].a, down.loras[0].b))
     exact = np.asarray(down.kernel[...], np.float32) + lora.scale * a @ b
@@ -152,8 +154,8 @@ def test_adapters_beside_weights_in_16_bits_are_merged_in_float32_and_rounded_on
     np.testing.assert_array_equal(
         rounded.blocks.mlp.down.kernel[...], whole.blocks.mlp.down.kernel[...].astype(frozen)
     )
-    jaxtp.save_peft(adapted, tmp_path / "adapters")
+    jaxtp.hf.save_adapters(adapted, tmp_path / "adapters")
     written = read_tensors(tmp_path / "adapters/adapter_model.safetensors")
     assert {array.dtype.name for array in written.values()} == {"float32"}
-    again = jaxtp.load_peft(model, tmp_path / "adapters")
+    again = jaxtp.hf.load_adapters(model, tmp_path / "adapters")
     np.testing.assert_array_equal(again.blocks.mlp.down.loras[0].b[...], b)

@@ -40,7 +40,7 @@ from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.rows import empty_row
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import ModelSource
-from jaxtp.generate.sampling import GenerationSettings
+from jaxtp.generate.sampling import Settings
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
 from jaxtp.tools.evaluate.inputs import check_ids
@@ -53,7 +53,7 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation as texts (None for a window of a text), and as tokens."""
 Answer = tuple[float, bool]
 """Log-likelihood of a continuation, and whether every token of it is the argmax."""
-Settings = Mapping[str, object]
+Kwargs = Mapping[str, object]
 
 
 class HarnessError(UserError):
@@ -265,7 +265,7 @@ def _special_token(source: ModelSource, name: str, default: int | None) -> int:
     return int(source.tokenizer.encode_batch(["\n"])[0][-1])
 
 
-def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationSettings, list[str]]:
+def _generation_settings(kwargs: Kwargs, eos: str | None) -> tuple[Settings, list[str]]:
     values = dict(normalize_gen_kwargs(kwargs, MAX_NEW_TOKENS))
     stops: list[str] = handle_stop_sequences(values.pop("until", None), eos)
     max_tokens = values.pop("max_gen_toks")
@@ -279,7 +279,7 @@ def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationS
     if not do_sample:
         values = {name: values[name] for name in values if name == "repetition_penalty"}
     settings = {**values, "max_tokens": max_tokens, "stop": tuple(filter(None, stops))}
-    return validate(GenerationSettings, settings, source="generation_kwargs"), stops
+    return validate(Settings, settings, source="generation_kwargs"), stops
 
 
 def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:

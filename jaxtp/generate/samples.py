@@ -18,7 +18,7 @@ from jaxtp.generate.decode_model import DecodeModel, StackedDecodeModel, join_ax
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import open_tokenizer
 from jaxtp.generate.request import GenerationError, Result
-from jaxtp.generate.sampling import GenerationSettings, check_settings
+from jaxtp.generate.sampling import Settings, check_settings
 from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import CP, FSDP, STORAGE, axes_of
 from jaxtp.models.decoder import Decoder
@@ -28,7 +28,7 @@ def sample_text(
     prompt: str | Sequence[str],
     every: int = 100,
     *,
-    settings: GenerationSettings = GenerationSettings(max_tokens=48),
+    settings: Settings = Settings(max_tokens=48),
     tokenizer: str | Path | None = None,
 ) -> Callable[[Any, Any], None]:
     """Returns a callback that continues texts with the current parameters, and prints them.
@@ -80,9 +80,7 @@ def sample_text(
 class _InPlace(Generator):
     """Decodes with the arrays of a training state, which it does not keep."""
 
-    def sample(
-        self, model: Decoder, prompts: Sequence[str], settings: GenerationSettings
-    ) -> list[Result]:
+    def sample(self, model: Decoder, prompts: Sequence[str], settings: Settings) -> list[Result]:
         encoded = self.tokenizer.encode_batch(prompts)
         ids = [[*self.tokenizer.info.prefix, *text_ids.tolist()] for text_ids in encoded]
         placed = model if self._mesh == model_mesh(model) else _on_mesh(model, self._mesh)

@@ -62,7 +62,7 @@ _EXPONENTS = {
 """Unsigned dtype and exponent mask; a number is not finite if all exponent bits are set."""
 
 
-def load_hf(
+def load(
     path: str | Path,
     *,
     precision: Precision | None = None,
@@ -97,13 +97,13 @@ def import_config(
     overrides: Mapping[str, Any],
     ignore_config: Collection[str] = (),
 ) -> ModelConfig:
-    """Returns a folder's model configuration; raises as `load_hf`."""
+    """Returns a folder's model configuration; raises as `load`."""
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
     settings = sorted(to_plain(config).keys() - architecture(config).keys())
     unknown = [name for name in overrides if name not in settings]
     if unknown:
         raise HFError(
-            f"{', '.join(unknown)}: load_hf takes {', '.join(settings)}. "
+            f"{', '.join(unknown)}: jaxtp.hf.load takes {', '.join(settings)}. "
             f"{folder.path / CONFIG} determines the architecture, and jaxtp.add_adapters(model, "
             "LoraConfig(rank=8)) adds adapters to a loaded model"
         )
@@ -122,7 +122,7 @@ def print_notes(path: Path, notes: Iterable[str]) -> None:
 def load_folder(
     folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None
 ) -> Decoder:
-    """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
+    """Loads a model with the configuration of `import_config`; raises as `load`."""
     print_notes(folder.path, folder.notes)
     return nnx.merge(*load_state(folder, config, mesh, progress=progress))
 
