@@ -66,7 +66,7 @@ def measure(config: jaxtp.ModelConfig, mesh: jax.sharding.Mesh, slots: int) -> l
     ]
     reader = nnx.merge(graph, nnx.from_flat_state(flat))
     memories = sharded(memories, mesh, LAYER_SPEC)
-    settings = jaxtp.GenerationSettings()
+    settings = jaxtp.generate.Settings()
     programs = Programs(
         reader, mesh, Shape(ROWS, slots), settings, config.vocab_size, frozenset({2})
     )

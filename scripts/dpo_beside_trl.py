@@ -147,12 +147,12 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
         scores = score(reference, columns["inputs"], columns["labels"], segments)
         return columns | {"segments": segments, "log_probs": np.asarray(scores)}
 
-    reference = jaxtp.load_hf(model)
-    score = jax.jit(jaxtp.token_log_probs)
+    reference = jaxtp.hf.load(model)
+    score = jax.jit(jaxtp.losses.token_log_probs)
     rows = [batch(step) for step in range(STEPS)]
     optimizer = optax.adamw(RATE, b1=0.9, b2=0.999, eps=EPS, weight_decay=0.0)
     task = jaxtp.Task(
-        loss=jaxtp.DPO(beta=BETA), batches=lambda step: rows[step], optimizer=optimizer
+        loss=jaxtp.losses.DPO(beta=BETA), batches=lambda step: rows[step], optimizer=optimizer
     )
     settings = {
         "model.from_hf": model,

@@ -34,12 +34,12 @@ def of_jaxtp(folder: str, dtype: str) -> Generate:
 
     mesh = jaxtp.make_mesh()
     source = open_source(Path(folder), GenerateConfig(dtype=dtype))  # type: ignore[arg-type]
-    generator = jaxtp.Generator(
+    generator = jaxtp.generate.Generator(
         source.load(mesh), source.tokenizer, end_ids=frozenset(), donate=True
     )
 
     def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        found = generator.generate(prompts, jaxtp.GenerationSettings(max_tokens=tokens))
+        found = generator.generate(prompts, jaxtp.generate.Settings(max_tokens=tokens))
         return [list(result.ids) for result in found]
 
     return generate

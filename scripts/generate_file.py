@@ -74,8 +74,8 @@ def main(argv: list[str] | None = None) -> None:
     prompts = [rng.integers(3, 256, length).tolist() for length in lengths]
     model = build(mesh)
     shared = {"tokenizer": ByteTokenizer(), "end_ids": ENDS}
-    generator = jaxtp.Generator(model, batch_size=arguments.rows, **shared)
-    settings = jaxtp.GenerationSettings(max_tokens=arguments.tokens, temperature=1.0)
+    generator = jaxtp.generate.Generator(model, batch_size=arguments.rows, **shared)
+    settings = jaxtp.generate.Settings(max_tokens=arguments.tokens, temperature=1.0)
 
     def at_once(given: Sequence[list[int] | None]) -> list[tuple[int, ...]]:
         return [result.ids for result in generator.generate(given, settings)]
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
             texts = texts or found
             assert found == texts, "the same texts, either way"
         memory.append(resident())
-    alone = jaxtp.Generator(model, batch_size=1, **shared)
+    alone = jaxtp.generate.Generator(model, batch_size=1, **shared)
     by_itself = [
         alone.generate([None] * index + [prompt], settings)[0].ids
         for index, prompt in enumerate(prompts)

@@ -104,9 +104,9 @@ def main(argv: list[str] | None = None) -> None:
     for tp, mesh in zip(TPS, meshes, strict=True):
         for rows in BATCHES:
             options = {"end_ids": frozenset(), "batch_size": rows, "donate": True}
-            generator = jaxtp.Generator(source.load(mesh), source.tokenizer, **options)
+            generator = jaxtp.generate.Generator(source.load(mesh), source.tokenizer, **options)
             results = generator.generate(
-                prompts, jaxtp.GenerationSettings(max_tokens=arguments.tokens)
+                prompts, jaxtp.generate.Settings(max_tokens=arguments.tokens)
             )
             largest = 0.0
             same = 0

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
         sum(array.size for array in jax.tree.leaves(nnx.state(model)))
         - CONFIG.vocab_size * CONFIG.d_model
     )
-    generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), end_ids=frozenset())
+    generator = jaxtp.generate.Generator(model, jaxtp.generate.ByteTokenizer(), end_ids=frozenset())
     print(
         f"jax {jax.__version__}, {os.cpu_count()} cores; prompts of {arguments.length} "
         "tokens, 8 rows"
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     compare(generator, arguments.repeats, arguments.length, layers)
 
 
-def compare(generator: jaxtp.Generator, repeats: int, length: int, layers: int) -> None:
+def compare(generator: jaxtp.generate.Generator, repeats: int, length: int, layers: int) -> None:
     random = np.random.default_rng(0)
     print(f"{'':<24}{'sharing':>10}{'tokens read':>13}{'GFLOP':>8}{'seconds':>9}")
     for case, (prompts, samples) in CASES.items():
@@ -62,7 +62,7 @@ def compare(generator: jaxtp.Generator, repeats: int, length: int, layers: int) 
         read = {}
         for _ in range(repeats + 1):
             for name, (given, count) in ways.items():
-                settings = jaxtp.GenerationSettings(max_tokens=1, samples=count, temperature=1.0)
+                settings = jaxtp.generate.Settings(max_tokens=1, samples=count, temperature=1.0)
                 started = time.perf_counter()
                 generator.generate(given, settings)
                 seconds[name].append(time.perf_counter() - started)

@@ -561,7 +561,9 @@ def decode(machine: Machine, out: Path, log: Path) -> Result:
     # Decoding looks up few rows of the embedding.
     read = sum(array.nbytes for array in arrays) - 2 * table
     size = sum(array.size for array in arrays) - 2 * table
-    generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), end_ids=frozenset(), donate=True)
+    generator = jaxtp.generate.Generator(
+        model, jaxtp.generate.ByteTokenizer(), end_ids=frozenset(), donate=True
+    )
     length, tokens = (16, 4) if machine.is_small else (512, 128)
     found: Result = {"rows": []}
     for rows in (1, 8):
@@ -574,7 +576,7 @@ def decode(machine: Machine, out: Path, log: Path) -> Result:
             ]
             for times, count in ((one, 1), (more, 1 + tokens)):
                 started = time.perf_counter()
-                generator.generate(prompts, jaxtp.GenerationSettings(max_tokens=count))
+                generator.generate(prompts, jaxtp.generate.Settings(max_tokens=count))
                 times.append(time.perf_counter() - started)
         first = statistics.median(one[1:])
         each = (statistics.median(more[1:]) - first) / tokens

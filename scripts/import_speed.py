@@ -141,7 +141,7 @@ def import_here(folder: Path, fsdp: int, tp: int) -> dict[str, float]:
         read = bytes_read()
         peak = Peak()
         started = time.perf_counter()
-        model = jaxtp.load_hf(folder)
+        model = jaxtp.hf.load(folder)
         leaves = jax.block_until_ready(jax.tree.leaves(nnx.state(model)))
         seconds = time.perf_counter() - started
     return {

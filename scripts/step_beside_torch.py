@@ -176,7 +176,7 @@ def our_step(folder: str, tp: int) -> tuple[Runner, Any]:
     """Returns this package's step, and its batch."""
     mesh = jaxtp.make_mesh(tp=tp)
     with jax.set_mesh(mesh):
-        model = jaxtp.load_hf(folder, remat="none", loss_chunk=ROWS * LENGTH)
+        model = jaxtp.hf.load(folder, remat="none", loss_chunk=ROWS * LENGTH)
     config = our_config(model.config, ROWS, LENGTH)
     plan = plan_state(model.config, optimizers.build(config.optimizer, config.train.steps), mesh)
     create = functools.partial(plan.create, 0, nnx.state(model, nnx.Param))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 from flax import nnx
-from support import sizes_of, use_mesh
+from support import mesh_by_size, sizes_of, use_mesh
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
@@ -95,7 +95,7 @@ def flops_of_product(equation):
 
 def compiled_flops(config, mesh, accumulation):
     """Returns the FLOPs of matrix products in a whole step, after partitioning."""
-    mesh = jaxtp.make_mesh(*mesh)
+    mesh = mesh_by_size(*mesh)
     step, plan = step_of(config, mesh, accumulation)
     with jax.set_mesh(mesh):
         lowered = step.lower(plan.sharded, abstract_batch(mesh, B, T))
@@ -118,7 +118,7 @@ def equations(jaxpr):
 def kept(config, rows, length, tp=1):
     """Returns the residuals of one block, as abstract global arrays."""
     with use_mesh(tp=tp):
-        abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: jaxtp.layers.DecoderBlock(config, rngs=nnx.Rngs(0)))
         for _, layer in nnx.iter_modules(abstract):
             if hasattr(layer, "matmul"):
                 layer.matmul = config.precision.matmul  # as the decoder does

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 
 V = 32
 T = 8

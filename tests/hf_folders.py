@@ -104,7 +104,7 @@ def planted(name, kind):
 def load_on(folder, **mesh):
     """Loads a model on a mesh of these axis sizes."""
     with use_mesh(**mesh):
-        return jaxtp.load_hf(folder)
+        return jaxtp.hf.load(folder)
 
 
 def values(model, kind=nnx.Variable):
@@ -150,7 +150,7 @@ def refusal_problem(action, words):
     """
     try:
         action()
-    except jaxtp.HFError as error:
+    except jaxtp.errors.HFError as error:
         if "secret" in str(error) or len(str(error)) > 4000 or not is_one_clear_message(error):
             return f"not one clear message: {str(error)[:300]!r}"
         lacking = [word for word in words if word not in str(error)]

@@ -59,7 +59,9 @@ class SmallDecoder:
 
     def generator(self, mesh=None, tokenizer=None, *, chunk=16, **options):
         """Returns a generator of bytes, which reads prompts in short chunks."""
-        return jaxtp.Generator(self.on(mesh), tokenizer or ByteTokenizer(), chunk=chunk, **options)
+        return jaxtp.generate.Generator(
+            self.on(mesh), tokenizer or ByteTokenizer(), chunk=chunk, **options
+        )
 
     @cached_property
     def logits(self):

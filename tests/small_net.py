@@ -32,7 +32,7 @@ class Normalised(Net):
         return super().__call__(self.norm(x))
 
 
-PLAN = {"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()}
+PLAN = {"up": jaxtp.plans.Colwise(), "down": jaxtp.plans.Rowwise()}
 optimizer = optax.sgd(0.1)
 
 

@@ -195,7 +195,7 @@ def tiny_models(library):
         experts = {"num_experts": 4, "experts_per_token": 2} if special.num_experts else {}
         config = dataclasses.replace(special, **SIZES, **experts, precision=Precision())
         model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
-        jaxtp.save_hf(model, library / "models" / name, tokenizer_from=tokenizer)
+        jaxtp.hf.save(model, library / "models" / name, tokenizer_from=tokenizer)
         (library / "models" / name / "chat_template.jinja").write_text(TEMPLATE)
     return library / "models"
 

@@ -24,7 +24,7 @@ def updated(folder, mesh, batches, eps):
     """
     settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0, eps=eps)
     with jax.set_mesh(mesh):
-        model = jaxtp.load_hf(folder)
+        model = jaxtp.hf.load(folder)
     blueprint = plan_state(model.config, optimizers.build(settings, 10), mesh)
     state = blueprint.create(0)
     state["model"] = nnx.state(model)

@@ -27,7 +27,7 @@ TEXTS = [np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8) 
 class Classifier(jaxtp.Decoder):
     def __init__(self, config: jaxtp.ModelConfig = CONFIG, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
-        split = {"out_sharding": P(jaxtp.FSDP, None)}
+        split = {"out_sharding": P("fsdp", None)}
         self.classes = nnx.Linear(config.d_model, len(TEXTS), kernel_metadata=split, rngs=rngs)
 
 

@@ -13,7 +13,8 @@ from flax import nnx
 from jax import Array
 from textures import CLASSES, SIDE, Textures
 
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Task, Trainer
+from jaxtp import Task, Trainer
+from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise
 
 PATCH = (4, 4)
 D = 32

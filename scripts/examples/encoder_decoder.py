@@ -10,7 +10,8 @@ import tyro
 from flax import nnx
 from jax import Array
 
-from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, Task, Trainer
+from jaxtp import Task, Trainer
+from jaxtp.plans import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise
 
 V = 16
 T = 8

@@ -9,7 +9,8 @@ from flax import nnx
 from jax import Array
 from textures import CLASSES, SIDE, Textures
 
-from jaxtp import Colwise, Rowwise, Task, Trainer
+from jaxtp import Task, Trainer
+from jaxtp.plans import Colwise, Rowwise
 
 PATCH = 4
 TOKENS = (SIDE // 4) ** 2

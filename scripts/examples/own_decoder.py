@@ -56,11 +56,11 @@ def loss(model, batch, key):
     after = jnp.roll(labels, -1, axis=1).at[:, -1].set(-100)
     # No label leaves its document.
     after = sequences.local_tokens(jnp.where(labels == -100, -100, after))
-    head = jaxtp.HeadConfig(config.vocab_size, config.layer_context)
-    second, number = jaxtp.vocab_parallel_cross_entropy(
+    head = jaxtp.layers.HeadConfig(config.vocab_size, config.layer_context)
+    second, number = jaxtp.losses.vocab_parallel_cross_entropy(
         hidden, model.second.kernel[...], after, head
     )
     return total + config.second_weight * second, count, {"second": (second, number)}
 
 
-sample = jaxtp.sample_text("def ", every=100)
+sample = jaxtp.generate.sample_text("def ", every=100)

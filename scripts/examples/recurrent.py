@@ -15,7 +15,8 @@ import tyro
 from flax import nnx
 from jax import Array
 
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Shard, Task, Trainer
+from jaxtp import Task, Trainer
+from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise, Shard
 
 PLAN = {
     # The input x in (carry, x), for the four layers below

@@ -22,7 +22,7 @@ class RewardModel(jaxtp.Decoder):
     def __init__(self, config: jaxtp.ModelConfig = CONFIG, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         self.score = nnx.Linear(
-            config.d_model, 1, kernel_metadata={"out_sharding": P(jaxtp.FSDP, None)}, rngs=rngs
+            config.d_model, 1, kernel_metadata={"out_sharding": P("fsdp", None)}, rngs=rngs
         )
 
     def rewards(self, ids: Array) -> Array:

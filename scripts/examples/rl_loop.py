@@ -4,7 +4,7 @@
 
 The reward of a text is its share of digits. A sample's advantage is its reward minus the mean of
 its prompt's samples, as in GRPO (arXiv 2402.03300). An engine beside the trainer, such as vLLM,
-reads `jaxtp.stream_weights(model)`.
+reads `jaxtp.hf.stream_weights(model)`.
 """
 
 import jax
@@ -30,7 +30,7 @@ def reward(ids: tuple[int, ...]) -> float:
 
 
 def loss(model: jaxtp.Decoder, inputs: Array, labels: Array, advantages: Array) -> Array:
-    log_probs = jaxtp.token_log_probs(model, inputs, labels)
+    log_probs = jaxtp.losses.token_log_probs(model, inputs, labels)
     return -(advantages[:, None] * log_probs).sum() / len(labels)
 
 
@@ -49,9 +49,11 @@ def main(mesh: str = "fsdp=2,tp=2", steps: int = 20) -> list[float]:
     with jax.set_mesh(jaxtp.make_mesh(**sizes)):
         model = nnx.jit(lambda: jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0)))()
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        generator = jaxtp.Generator(model, jaxtp.ByteTokenizer(), batch_size=count)
+        generator = jaxtp.generate.Generator(
+            model, jaxtp.generate.ByteTokenizer(), batch_size=count
+        )
         for step in range(steps):
-            settings = jaxtp.GenerationSettings(
+            settings = jaxtp.generate.Settings(
                 max_tokens=TOKENS, samples=SAMPLES, temperature=1.0, seed=step * count
             )
             found = generator.generate(PROMPTS, settings)

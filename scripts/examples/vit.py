@@ -9,7 +9,8 @@ from flax import nnx
 from jax import Array
 from textures import CLASSES, SIDE, Textures
 
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Task, Trainer
+from jaxtp import Task, Trainer
+from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise
 
 # Attention is split by heads, the MLP by hidden features; the patch convolution stays whole.
 PLAN = {

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from support import swept
+from support import mesh_by_size, swept
 from variants import small_model
 
 import jaxtp
@@ -46,7 +46,7 @@ VARIANTS = {
 def audited(name, mesh, split):
     """One step, for many tests; `split`: the sequence is split between layers."""
     model = replace(MODEL, sequence_parallel=split, **VARIANTS[name])
-    mesh = jaxtp.make_mesh(*mesh)
+    mesh = mesh_by_size(*mesh)
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
     step = make_train_step(TrainConfig(), plan)
     budget = step_costs(model, mesh_sizes(mesh), batch_size=B, sequence_length=T).budget

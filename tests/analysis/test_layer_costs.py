@@ -159,7 +159,9 @@ def test_formulas_are_what_the_trace_of_a_layer_counts(name):
 
 def test_formulas_are_not_inherited_by_another_forward_pass():
     for model, expected in ((MODEL, True), (WithoutFormulas(**vars(MODEL)), False)):
-        block = nnx.eval_shape(lambda model=model: jaxtp.DecoderBlock(model, rngs=nnx.Rngs(0)))
+        block = nnx.eval_shape(
+            lambda model=model: jaxtp.layers.DecoderBlock(model, rngs=nnx.Rngs(0))
+        )
         assert {has_formulas(branch) for _, branch, *_ in block.branches()} == {expected}
 
 

@@ -33,7 +33,7 @@ def run(tmp_path_factory):
         "corpus": {"sha256": "abc"},
         "config": {"model": {"d_model": 8}},
     }
-    mesh = jaxtp.make_mesh(1, 2, 2)
+    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, small_state(step - 1, mesh, "tp", ("fsdp", "cp")), mesh, info)

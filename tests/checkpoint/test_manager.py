@@ -14,7 +14,7 @@ from flax import nnx
 from flips import with_flip
 from jax.sharding import NamedSharding, PartitionSpec
 from small_state import save_steps, small_state, variable, weight_of
-from support import compilations, state_on_mesh, swept
+from support import compilations, mesh_by_size, state_on_mesh, swept
 
 import jaxtp
 from jaxtp.checkpoint import checksum
@@ -71,7 +71,7 @@ def save_and_wait(checkpoints, step, state, mesh):
 def written(tmp_path_factory):
     """A checkpoint written on (1, 2, 2), where 19 tokens are padded to 20."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    mesh = jaxtp.make_mesh(1, 2, 2)
+    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(3, padded_state(mesh), mesh, {"next_sample": 48})
     return folder
@@ -79,7 +79,7 @@ def written(tmp_path_factory):
 
 def test_a_checkpoint_without_padding_is_restored_on_another_mesh(written):
     assert open_checkpoint(written).arrays["model.table"].shape == (19, 16)
-    mesh = jaxtp.make_mesh(1, 1, 8)
+    mesh = jaxtp.make_mesh(tp=8)
     expected = padded_state(mesh)
     with Checkpoints(written) as checkpoints:
         assert checkpoints.info(3)["next_sample"] == 48
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_another_model_is_refused(written):
 
 @pytest.mark.wide
 def test_written_on_any_mesh_and_restored_on_two_others(tmp_path):
-    meshes = [jaxtp.make_mesh(*sizes) for sizes in MESHES]
+    meshes = [mesh_by_size(*sizes) for sizes in MESHES]
     states = [padded_state(mesh) for mesh in meshes]
     with Checkpoints(tmp_path, keep=len(meshes)) as checkpoints:
         for step, mesh in enumerate(meshes):
@@ -146,7 +146,7 @@ def test_a_second_save_or_restore_compiles_nothing():
 
 
 def test_an_unpadded_table_is_still_split_over_every_device_that_held_it():
-    mesh = jaxtp.make_mesh(1, 2, 4)
+    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
     table = abstract_logical(padded_state(mesh), mesh)["model.table"]
     assert table.shape == (19, 16)
     assert table.sharding.shard_shape(table.shape) == (19, 2)
@@ -331,7 +331,7 @@ def test_what_is_not_finite_is_not_saved(tmp_path):
 @pytest.mark.parametrize("sizes", [(2, 1, 1), (2, 2, 2)], ids=str)
 def test_a_copy_that_differs_is_found_by_the_save(tmp_path, sizes):
     """One exponent bit, in the copy of one device: the checksum of an array read another copy."""
-    mesh = jaxtp.make_mesh(*sizes)
+    mesh = mesh_by_size(*sizes)
     state = small_state(1, mesh, "fsdp")
     with Checkpoints(tmp_path) as checkpoints:
         for step, position in ((1, 0), (2, mesh.size - 1)):
@@ -386,7 +386,9 @@ def sums_of(array):
 def test_checksums_do_not_depend_on_the_mesh_and_see_every_bit():
     values = np.arange(48, dtype=np.float32).reshape(4, 12)
     plain = sums_of(jax.device_put(values))
-    sharding = NamedSharding(jaxtp.make_mesh(2, 2, 2), PartitionSpec(("dp", "fsdp"), "tp"))
+    sharding = NamedSharding(
+        jaxtp.make_mesh(dp=2, fsdp=2, tp=2), PartitionSpec(("dp", "fsdp"), "tp")
+    )
     assert sums_of(jax.device_put(values, sharding)) == plain
     seen = {plain, sums_of(jax.device_put(values[::-1]))}
     for bit in range(32):

@@ -168,7 +168,7 @@ def test_plain_orbax_reads_a_checkpoint_on_one_device(tmp_path):
     model = jaxtp.ModelConfig(
         vocab_size=19, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=8
     )
-    plan = plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(1, 2, 2))
+    plan = plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(fsdp=2, tp=2))
     state = plan.create(seed=0)
     with Checkpoints(tmp_path / "runs/a/checkpoints") as checkpoints:
         checkpoints.save(80, state, plan.mesh, {})

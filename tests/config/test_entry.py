@@ -231,7 +231,7 @@ def test_a_notebook_shows_a_mistake_below_the_lines_of_the_user():
 
 
 def test_errors_whose_message_suffices_say_so_to_ipython():
-    for error in (UserError, NumericsError, jaxtp.AuditError, NotStartedError):
+    for error in (UserError, NumericsError, jaxtp.errors.AuditError, NotStartedError):
         assert error("no more")._render_traceback_() == [f"{error.__name__}: no more"]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import mesh_by_size
 
 import jaxtp
 from jaxtp.data.batches import Position
@@ -384,7 +385,7 @@ SIZES = [(1, 2, 1), (2, 1, 2), (1, 1, 8)]
 )
 @settings(max_examples=6, deadline=None)
 def test_a_micro_batch_is_the_same_rows_on_every_mesh(sizes, micro_batches, name):
-    mesh = jaxtp.make_mesh(*sizes)
+    mesh = mesh_by_size(*sizes)
     source = opened(SOURCES[name]())
     ((expected, _),) = source.read(range(B), Position(), 1)
     ((batch, position),) = on_mesh(source, mesh, Position(), 1, micro_batches=micro_batches)
@@ -402,7 +403,7 @@ def test_rows_that_do_not_divide_are_an_error():
     with pytest.raises(
         BatchError, match=r"8 rows cannot be split over 8 devices .* 2 micro-batches"
     ):
-        next(on_mesh(opened(by_step), jaxtp.make_mesh(1, 8, 1), Position(), 1, micro_batches=2))
+        next(on_mesh(opened(by_step), jaxtp.make_mesh(fsdp=8), Position(), 1, micro_batches=2))
 
 
 def changing(key, value):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import batches, local_batches
+from support import batches, local_batches, mesh_by_size
 
 import jaxtp
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
@@ -44,7 +44,7 @@ def test_each_epoch_and_each_seed_has_its_own_order_of_all_rows():
 
 @pytest.mark.parametrize("packing", ["documents", "concatenated"])
 def test_batches_are_split_as_their_description_says(packing):
-    mesh = jaxtp.make_mesh(2, 2, 2)
+    mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
     (batch,) = batches(samples(packing), mesh, global_batch_size=8, start=0, count=1)
     described = abstract_batch(mesh, 8, T, packed=packing == "documents")
     assert batch.keys() == described.keys()
@@ -90,7 +90,7 @@ SIZES = [(1, 8, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (1, 1
 @given(st.sampled_from(SIZES), st.permutations(range(8)), st.sampled_from([8, 16]))
 @settings(max_examples=6)
 def test_every_order_of_devices_has_its_rows_and_each_row_is_read_once(sizes, order, size):
-    mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
+    mesh = mesh_by_size(*sizes, devices=[jax.devices()[index] for index in order])
     counted = Counted(samples())
     (batch,) = batches(counted, mesh, global_batch_size=size, start=3, count=1)
     expected = np.stack([samples()[3 + row]["inputs"] for row in range(size)])
@@ -133,7 +133,7 @@ def test_no_sample_is_lost_or_repeated_when_a_run_resumes_on_other_hosts(
     data = Data(corpus, RowSettings(length, 2**16, packing), seed=1)
     next_sample = first
     for sizes, order, processes, size in starts:
-        mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
+        mesh = mesh_by_size(*sizes, devices=[jax.devices()[index] for index in order])
         parts = abstract_batch(mesh, size, length)["inputs"].sharding.devices_indices_map(
             (size, length)
         )

@@ -33,7 +33,7 @@ class Stream:
             yield {"x": 100 * self.index + np.arange(start, min(self.first, self.rows))}
         self.first = 0
 
-mesh = jaxtp.make_mesh(1, 8, 1)
+mesh = jaxtp.make_mesh(fsdp=8)
 process = jax.process_index()
 
 def total(batch, name="x"):
@@ -52,7 +52,7 @@ position = Position(**json.loads(json.dumps(dataclasses.asdict(position.gathered
 assert None not in position.streams
 
 # On another mesh, process 0 has the devices and so the streams that process 1 had.
-swapped = jaxtp.make_mesh(1, 8, 1, devices=[*jax.devices()[4:], *jax.devices()[:4]])
+swapped = jaxtp.make_mesh(fsdp=8, devices=[*jax.devices()[4:], *jax.devices()[:4]])
 resumed = [total(batch) for batch, _ in on_mesh(open_batches(streams()), swapped, position, 2)]
 expected = [sum(100 * index + row for index in range(8) for row in (first, first + 1)) for first in (4, 6)]
 
@@ -94,7 +94,8 @@ found = []
 for mesh in json.loads(%r):
     Source.read = Counter({0: -1})  # the first is also read for its columns
     devices = [jax.devices()[index] for index in mesh["devices"]]
-    mesh = jaxtp.make_mesh(*mesh["sizes"], devices=devices)
+    sizes = dict(zip(("dp", "fsdp", "tp"), mesh["sizes"]))
+    mesh = jaxtp.make_mesh(**sizes, devices=devices)
     total = 0
     samples = grain.MapDataset.source(Source())
     for step, (batch, _) in enumerate(on_mesh(token_batches(samples, 8), mesh, Position(0, 5), 2)):

@@ -158,7 +158,7 @@ def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset):
     config = replace_nested(TrainConfig(), settings)
     scored = f"jaxtp score {dataset.folder} --model 'a model' --out"
 
-    def refusal(loss=jaxtp.DPO(), **changes):
+    def refusal(loss=jaxtp.losses.DPO(), **changes):
         with pytest.raises((DatasetError, ConfigError)) as error:
             open_data(replace_nested(config, changes), InitSource(), Task(loss=loss))
         return str(error.value)
@@ -175,7 +175,7 @@ def test_a_run_of_dpo_is_told_the_command_that_makes_its_reference(dataset):
     rows = refusal(**{"data.scores": FOLDER, "data.sequence_length": 32})
     assert rows.endswith(f"score again: {scored} s-2 --data.sequence-length 32")
     teacher = refusal(
-        jaxtp.Distillation(), **{"data.scores": FOLDER, "data.packing": "concatenated"}
+        jaxtp.losses.Distillation(), **{"data.scores": FOLDER, "data.packing": "concatenated"}
     )
     assert f"jaxtp score {dataset.folder} --model MODEL --out s-2 --top-k 3 --data.sequ" in teacher
     assert teacher.endswith("--data.packing concatenated")

@@ -229,7 +229,7 @@ def shared(tmp_path):
     recipe = from_yaml(TrainConfig, ROOT / "configs/chat_qwen3_8b.yaml").model
     size = {**SIZES, "vocab_size": 512}
     whole = replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
-    jaxtp.save_hf(new_decoder(whole), model, tokenizer_from=tokenizer)
+    jaxtp.hf.save(new_decoder(whole), model, tokenizer_from=tokenizer)
     (model / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path, [f"--model.{name.replace('_', '-')}={value}" for name, value in size.items()]
 

@@ -110,7 +110,7 @@ class Answers:
             self.closed += 1
 
 
-SETTINGS = jaxtp.GenerationSettings(max_tokens=4)
+SETTINGS = jaxtp.generate.Settings(max_tokens=4)
 
 
 def talk(monkeypatch, stdin, *answers, system=None, generator=None):

@@ -71,8 +71,8 @@ def generate(capsys):
 def test_a_run_continues_a_text(run, generate):
     found = generate(run, f"--prompt={PROMPT}", "--max-tokens=4")
     with use_mesh():
-        generator = jaxtp.Generator(jaxtp.load_run(run), open_source(run).tokenizer)
-    (expected,) = generator.generate([PROMPT], jaxtp.GenerationSettings(max_tokens=4))
+        generator = jaxtp.generate.Generator(jaxtp.load_run(run), open_source(run).tokenizer)
+    (expected,) = generator.generate([PROMPT], jaxtp.generate.Settings(max_tokens=4))
     assert found.out == expected.text + "\n"
     for part in (f"{run}, step 4", "= 1 CPU device\n", "prefill ", "decode  3 tokens"):
         assert part in found.err
@@ -193,7 +193,7 @@ def test_a_terminal_does_not_obey_generated_texts(run, monkeypatch):
     bell = lambda *_, **__: iter(
         [Piece(0, 7, "\x1b\a\x7f", Result(0, "\x1b\a\x7f", (), (), "end", 1))]
     )
-    monkeypatch.setattr(jaxtp.Generator, "stream", bell)
+    monkeypatch.setattr(jaxtp.generate.Generator, "stream", bell)
     for form in ([], ["--prompt=y"], ["--json=-"]):
         written = []
         for is_terminal in (True, False):

@@ -32,8 +32,8 @@ PROMPTS = ["a", "tensor", "forty characters, which are several chunks", "überal
 LONG = PROMPTS[2]
 LENGTH = 64
 TOKENS = 12
-SETTINGS = jaxtp.GenerationSettings(max_tokens=TOKENS)
-SAMPLED = jaxtp.GenerationSettings(
+SETTINGS = jaxtp.generate.Settings(max_tokens=TOKENS)
+SAMPLED = jaxtp.generate.Settings(
     max_tokens=TOKENS,
     temperature=1.2,
     top_k=100,
@@ -309,7 +309,7 @@ def test_refused_prompts_and_settings():
 
     def refuse(row):
         settings = with_tuples(row.get("settings", {}))
-        one().generate(row["prompts"], jaxtp.GenerationSettings(**settings))
+        one().generate(row["prompts"], jaxtp.generate.Settings(**settings))
 
     assert_errors(rows, partial(raised_by, refuse))
 
@@ -330,7 +330,7 @@ NO_DECODERS = {
 def test_a_model_that_cannot_decode_is_refused(message):
     model = NO_DECODERS[message]()
     with pytest.raises(GenerationError, match=message):
-        jaxtp.Generator(model, ByteTokenizer())
+        jaxtp.generate.Generator(model, ByteTokenizer())
     if not isinstance(model, jaxtp.Decoder):
         with pytest.raises(GenerationError, match=message):
             one().update(model)

@@ -35,7 +35,7 @@ def folder(tmp_path, tmp_path_factory):
     """A folder of a model, which a test may change."""
 
     def make(folder):
-        jaxtp.save_hf(random_model(CONFIG), folder / "model")
+        jaxtp.hf.save(random_model(CONFIG), folder / "model")
         change(folder / "model", eos_token_id=7)
         write(
             folder / "model",
@@ -153,7 +153,7 @@ def conversation(folder, monkeypatch):
             prompts.extend(given)
             yield Piece(0, 5, next(answers), None)
 
-        monkeypatch.setattr(jaxtp.Generator, "stream", stream)
+        monkeypatch.setattr(jaxtp.generate.Generator, "stream", stream)
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         assert main([f"--model={folder}", "--chat", *flags]) == 0
         return generators[0], prompts
@@ -187,8 +187,8 @@ def test_a_text_and_a_chat(folder, conversation, capsys):
 def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     """In float32 to the stored weights, on a mesh; of a run, they are added to what it trained."""
     with use_mesh(tp=2):
-        adapted = move_adapters(jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2)))
-        jaxtp.save_peft(adapted, folder.parent / "adapters")
+        adapted = move_adapters(jaxtp.add_adapters(jaxtp.hf.load(folder), jaxtp.LoraConfig(rank=2)))
+        jaxtp.hf.save_adapters(adapted, folder.parent / "adapters")
     asked = GenerateConfig(adapters=folder.parent / "adapters", dtype="float16")
     source = open_source(folder, asked)
     assert source.name == f"{folder} with {asked.adapters}"

@@ -18,7 +18,7 @@ from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.request import GenerationError
 
 MODEL = small_model(vocab_size=256)
-SETTINGS = jaxtp.GenerationSettings(max_tokens=6, temperature=1.0, seed=3)
+SETTINGS = jaxtp.generate.Settings(max_tokens=6, temperature=1.0, seed=3)
 PROMPTS = ["line", "the quick"]
 
 
@@ -45,7 +45,7 @@ def run(tmp_path, mesh, callbacks):
 def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
     mesh = "fsdp=2,cp=2,tp=2"
     (tmp_path / "silent").mkdir()
-    sampled = run(tmp_path, mesh, [jaxtp.sample_text(PROMPTS, every=2, settings=SETTINGS)])
+    sampled = run(tmp_path, mesh, [jaxtp.generate.sample_text(PROMPTS, every=2, settings=SETTINGS)])
     printed = [
         line
         for line in capsys.readouterr().out.splitlines()
@@ -56,7 +56,7 @@ def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
     for step in (2, 4):
         with use_mesh():
             model = jaxtp.load_run(tmp_path / f"run/checkpoints/{step}")
-        results = jaxtp.Generator(model, ByteTokenizer()).generate(PROMPTS, SETTINGS)
+        results = jaxtp.generate.Generator(model, ByteTokenizer()).generate(PROMPTS, SETTINGS)
         expected += [
             f"step {step}: {json.dumps(p + r.text, ensure_ascii=False)}"
             for p, r in zip(PROMPTS, results, strict=True)
@@ -68,15 +68,15 @@ def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
 
 def test_invalid_settings_and_a_missing_tokenizer_are_refused():
     with pytest.raises(ConfigError, match="every=0: should be 1 or more"):
-        jaxtp.sample_text("a", every=0)
+        jaxtp.generate.sample_text("a", every=0)
     with pytest.raises(ConfigError, match="max_tokens"):
-        jaxtp.sample_text("a", settings=jaxtp.GenerationSettings(max_tokens=0))
+        jaxtp.generate.sample_text("a", settings=jaxtp.generate.Settings(max_tokens=0))
     data = SimpleNamespace(batches="mine.py:batches")
     model = nnx.eval_shape(decoder(MODEL))
     run = SimpleNamespace(
         model=model, mesh=None, config=SimpleNamespace(data=data), paused=lambda what: nullcontext()
     )
-    sample = jaxtp.sample_text("a", every=1)
+    sample = jaxtp.generate.sample_text("a", every=1)
     with pytest.raises(GenerationError, match="name no tokenizer; give one by tokenizer="):
         sample(run, SimpleNamespace(index=1))
     run.model = None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp.generate import sampling
-from jaxtp.generate.sampling import GenerationSettings
+from jaxtp.generate.sampling import Settings
 
 V = 13
 # with ties
@@ -124,7 +124,7 @@ def chi_square_limit(freedom):
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_drawn_from_the_distribution_that_is_left(name):
     """Whether seeds differ, or positions."""
-    chosen = GenerationSettings(**CASES[name])
+    chosen = Settings(**CASES[name])
     expected = plainly(LOGITS, SEEN, chosen)
     many = np.arange(DRAWS)
     same = np.full(DRAWS, 5)
@@ -146,26 +146,24 @@ def test_temperatures_and_shares_of_zero_or_nearly_zero_take_the_likeliest():
     """In the dtype of the logits they are 0."""
     likeliest = [int(np.argmax(LOGITS))] * 2
     for chosen in ({"temperature": 1e-300}, {"temperature": 1.0, "top_p": 1e-300}):
-        assert draw(GenerationSettings(**chosen), [0, 1], [3, 4])[0].tolist() == likeliest
+        assert draw(Settings(**chosen), [0, 1], [3, 4])[0].tolist() == likeliest
     penalty = 5.0
-    found = draw(GenerationSettings(repetition_penalty=penalty), [0, 1], [3, 4])[0].tolist()
+    found = draw(Settings(repetition_penalty=penalty), [0, 1], [3, 4])[0].tolist()
     assert found == [int(np.argmax(penalised(LOGITS, SEEN, penalty)))] * 2
 
 
 def test_ids_without_a_meaning_are_never_chosen():
     few = int(np.argmax(LOGITS))  # the likeliest is the first that is left out
-    tokens, _ = draw(
-        GenerationSettings(temperature=5.0), np.arange(DRAWS), np.zeros(DRAWS), num_ids=few
-    )
+    tokens, _ = draw(Settings(temperature=5.0), np.arange(DRAWS), np.zeros(DRAWS), num_ids=few)
     assert set(tokens.tolist()) == set(range(few))
 
 
 def test_a_row_draws_the_same_on_every_mesh_and_in_every_batch():
-    chosen = GenerationSettings(**CASES["all"])
+    chosen = Settings(**CASES["all"])
     seeds = np.arange(8)
     positions = seeds[::-1] + 3
     alone = [int(draw(chosen, [s], [p])[0][0]) for s, p in zip(seeds, positions, strict=True)]
-    for mesh in (jaxtp.make_mesh(), jaxtp.make_mesh(2, 1, 2)):
+    for mesh in (jaxtp.make_mesh(), jaxtp.make_mesh(dp=2, tp=2)):
         with jax.set_mesh(mesh):
             assert draw(chosen, seeds, positions, mesh=mesh)[0].tolist() == alone
     assert len(set(alone)) > 1

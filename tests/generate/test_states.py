@@ -39,7 +39,7 @@ CONFIG = small_model(
 )
 LENGTH = 128
 TOKENS = 12
-SETTINGS = jaxtp.GenerationSettings(max_tokens=TOKENS)
+SETTINGS = jaxtp.generate.Settings(max_tokens=TOKENS)
 
 
 def slowly(weights):

@@ -107,7 +107,7 @@ def test_attributes_without_effect_are_skipped():
 def test_an_unknown_attribute_is_refused_unless_it_is_ignored(name):
     found = SMOLLM2 | {name: {"AutoModelForCausalLM": "x.X"}}
     quoted = f"'{name}'" if " " in name else name
-    with pytest.raises(jaxtp.HFError, match=f"--ignore-config {quoted}$"):
+    with pytest.raises(jaxtp.errors.HFError, match=f"--ignore-config {quoted}$"):
         read(found)
     assert read(found, name) == read(SMOLLM2)
 
@@ -285,7 +285,7 @@ def of_family(draw):
 @given(changed(SMOLLM2) | of_family())
 def test_any_structure_as_config_json(tmp_path, attributes):
     write_json(tmp_path / "config.json", attributes)
-    gives_one_of(jaxtp.ModelConfig, jaxtp.HFError, lambda: jaxtp.read_config(tmp_path))
+    gives_one_of(jaxtp.ModelConfig, jaxtp.errors.HFError, lambda: jaxtp.hf.read_config(tmp_path))
 
 
 BESIDE = {

@@ -89,13 +89,13 @@ def older_folder(name, tensors, folder, **attributes):
 def test_experts_are_written_and_read_stacked(name, tmp_path):
     read = []
     model = load_on(FOLDER / name, **MESHES[name])
-    jaxtp.save_hf(
+    jaxtp.hf.save(
         model, tmp_path / "out", family=TYPES[name], experts="stacked", max_shard_size="20KB"
     )
     written = read_tensors(tmp_path / "out")
     assert_same(written, stacked(name))
     with use_mesh(**MESHES[name]):
-        again = jaxtp.load_hf(
+        again = jaxtp.hf.load(
             tmp_path / "out", progress=lambda done, total: read.append((done, total))
         )
     assert_same(values(again), values(model))
@@ -114,8 +114,8 @@ def test_experts_wider_than_a_tile(layout, tmp_path):
         "num_experts": 4,
     }
     model = random_model(jaxtp.ModelConfig(vocab_size=8, num_layers=1, **sizes))
-    jaxtp.save_hf(model, tmp_path / "out", experts=layout)
-    assert_same(values(jaxtp.load_hf(tmp_path / "out")), values(model))
+    jaxtp.hf.save(model, tmp_path / "out", experts=layout)
+    assert_same(values(jaxtp.hf.load(tmp_path / "out")), values(model))
 
 
 MIXED = {  # gate and up, down, the router, and the mesh
@@ -173,10 +173,10 @@ def test_wrong_tensors_are_named(tmp_path):
         for number, row in enumerate(rows):
             folder = wrong_folder(name, row, tmp_path / f"{name} {number}")
             words = [row["says"]] if isinstance(row["says"], str) else row["says"]
-            refusals[str(row)] = partial(jaxtp.load_hf, folder), words
+            refusals[str(row)] = partial(jaxtp.hf.load, folder), words
     for case, (name, named, changed) in NOT_FINITE.items():
         folder = older_folder(name, reference_tensors(name) | changed, tmp_path / case)
-        refusals[case] = partial(jaxtp.load_hf, folder), [named, "not finite"]
+        refusals[case] = partial(jaxtp.hf.load, folder), [named, "not finite"]
     assert_all_refused(refusals)
 
 
@@ -239,8 +239,8 @@ def test_stacked_float8_has_a_scale_of_each(kind, tmp_path):
     quantized = older_folder(
         "mixtral", plain | scaled, tmp_path / "float8", quantization_config=quantization
     )
-    found = jaxtp.load_hf(quantized, precision=jaxtp.Precision())
-    assert_same(values(found), values(jaxtp.load_hf(whole)))
+    found = jaxtp.hf.load(quantized, precision=jaxtp.Precision())
+    assert_same(values(found), values(jaxtp.hf.load(whole)))
 
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -282,7 +282,7 @@ MESHES_OF_MXFP4 = [{"fsdp": 2, "tp": 2}, {"tp": 5}, {"fsdp": 2, "cp": 2, "tp": 3
 @swept("mesh", MESHES_OF_MXFP4, MESHES_OF_MXFP4[0])
 def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     model = load_on(FOLDER / "gpt_oss_mxfp4", **mesh)
-    jaxtp.save_hf(model, tmp_path / "out", dtype="bfloat16")
+    jaxtp.hf.save(model, tmp_path / "out", dtype="bfloat16")
     assert "quantization_config" not in read_json(tmp_path / "out/config.json")
     tensors = read_header(tmp_path / "out/model.safetensors")
     source = read_header(FOLDER / "gpt_oss_mxfp4/model.safetensors")
@@ -292,7 +292,7 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
         "down_proj",
     }
     with use_mesh(**mesh):
-        again = jaxtp.load_hf(tmp_path / "out", precision=jaxtp.Precision())
+        again = jaxtp.hf.load(tmp_path / "out", precision=jaxtp.Precision())
     assert_same(values(again), values(model))
 
 

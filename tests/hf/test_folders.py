@@ -35,7 +35,7 @@ from jaxtp.hf.model_folder import open_folder
 from jaxtp.hf.peft import open_peft
 from jaxtp.hf.runs import load_base
 from jaxtp.hf.safetensors import read_header
-from jaxtp.hf.save import atomic_folder, write_files
+from jaxtp.hf.saving import atomic_folder, write_files
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 
@@ -80,10 +80,10 @@ def multimodal(path, form="older", change=lambda tensors: tensors):
 @swept("form", FORMS, "newer")
 def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     source = multimodal(tmp_path / "source", form)
-    model = jaxtp.load_hf(source)
-    assert_same(values(model), values(jaxtp.load_hf(FOLDER / "gemma3")))
+    model = jaxtp.hf.load(source)
+    assert_same(values(model), values(jaxtp.hf.load(FOLDER / "gemma3")))
     model.norm.scale[...] += 1
-    jaxtp.save_hf(model, tmp_path / "out", like=source, max_shard_size="20KB")
+    jaxtp.hf.save(model, tmp_path / "out", like=source, max_shard_size="20KB")
     before = stored_tensors(source)
     after = stored_tensors(tmp_path / "out")
     assert [name for name in before | after if before.get(name) != after.get(name)] == [
@@ -92,9 +92,9 @@ def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
         assert read_json(tmp_path / "out" / name) == read_json(source / name)
     changes = {"dtype": "bfloat16", "max_position_embeddings": 99}
-    jaxtp.save_hf(model, tmp_path / "b", like=source, dtype="bfloat16", attributes=changes)
+    jaxtp.hf.save(model, tmp_path / "b", like=source, dtype="bfloat16", attributes=changes)
     assert read_json(tmp_path / "b/config.json")["text_config"].items() >= changes.items()
-    jaxtp.save_hf(model, tmp_path / "text")
+    jaxtp.hf.save(model, tmp_path / "text")
     assert read_json(tmp_path / "text/config.json")["model_type"] == "gemma3_text"
     assert not [name for name in stored_tensors(tmp_path / "text") if "vision" in name]
 
@@ -112,9 +112,9 @@ def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
         for name, array in reference_tensors("qwen3_5_moe_mm").items()
     }
     write_model(tmp_path / "source", reference_attributes("qwen3_5_moe_mm"), tensors)
-    model = jaxtp.load_hf(tmp_path / "source")
+    model = jaxtp.hf.load(tmp_path / "source")
     assert model.config.precision.param == "bfloat16"
-    jaxtp.save_hf(model, tmp_path / "out", like=tmp_path / "source")
+    jaxtp.hf.save(model, tmp_path / "out", like=tmp_path / "source")
     found = stored_tensors(tmp_path / "out")
     assert found == stored_tensors(tmp_path / "source")
     assert [name for name in found if "mtp." in name or "experts.gate_up_proj" in name]
@@ -128,7 +128,7 @@ def test_a_text_model_may_have_the_names_of_its_multimodal_folder(tmp_path):
     write_model(
         tmp_path, attributes, changed_tensors(reference_tensors("qwen3_5_mm"), {"drop": ".visual."})
     )
-    assert_same(values(jaxtp.load_hf(tmp_path)), values(jaxtp.load_hf(FOLDER / "qwen3_5_mm")))
+    assert_same(values(jaxtp.hf.load(tmp_path)), values(jaxtp.hf.load(FOLDER / "qwen3_5_mm")))
 
 
 def test_a_shared_expert_of_width_zero_is_none(tmp_path):
@@ -139,10 +139,10 @@ def test_a_shared_expert_of_width_zero_is_none(tmp_path):
     empty = {
         name: array[:, :0] if "down_proj" in name else array[:0] for name, array in tensors.items()
     }
-    found = jaxtp.load_hf(write_model(tmp_path / "empty", attributes, empty | without))
+    found = jaxtp.hf.load(write_model(tmp_path / "empty", attributes, empty | without))
     assert not found.config.shared_experts
     assert_same(
-        values(found), values(jaxtp.load_hf(write_model(tmp_path / "without", attributes, without)))
+        values(found), values(jaxtp.hf.load(write_model(tmp_path / "without", attributes, without)))
     )
 
 
@@ -162,7 +162,7 @@ def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
     refusals = {}
     for words, change in MIXED_UP.items():
         folder = multimodal(tmp_path / words, change=partial(changed_tensors, change=change))
-        refusals[words] = partial(jaxtp.load_hf, folder), [words]
+        refusals[words] = partial(jaxtp.hf.load, folder), [words]
     assert_all_refused(refusals)
 
 
@@ -170,19 +170,21 @@ def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
 def test_prediction_heads_are_copied(tmp_path):
     """Layers past the last, as GLM-4.5 has them."""
     attributes = small_attributes("glm4_moe") | {"num_nextn_predict_layers": 1}
-    jaxtp.save_hf(
+    jaxtp.hf.save(
         random_model(model_config(attributes, "it")), tmp_path / "plain", family="glm4_moe"
     )
     stored = read_tensors(tmp_path / "plain")
     source = write_model(
         tmp_path / "source", attributes, stored | {"model.layers.2.eh_proj.weight": ONES}
     )
-    jaxtp.save_hf(jaxtp.load_hf(source), tmp_path / "out", like=source)
+    jaxtp.hf.save(jaxtp.hf.load(source), tmp_path / "out", like=source)
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
     assert read_json(tmp_path / "out/config.json") == attributes
     write_model(source, attributes, stored | {"model.layers.3.eh_proj.weight": ONES})
-    with pytest.raises(jaxtp.HFError, match=r"num_nextn_predict_layers = 1, .*model\.layers\.3"):
-        jaxtp.load_hf(source)
+    with pytest.raises(
+        jaxtp.errors.HFError, match=r"num_nextn_predict_layers = 1, .*model\.layers\.3"
+    ):
+        jaxtp.hf.load(source)
 
 
 @pytest.mark.wide
@@ -212,7 +214,7 @@ def test_a_kimi_is_written_as_what_it_is(tmp_path):
     shutil.copytree(FOLDER / "deepseek_v3", tmp_path / "kimi")
     attributes = reference_attributes("deepseek_v3", "config_v4.json")
     write_json(tmp_path / "kimi/config.json", attributes | {"model_type": "kimi_k2"})
-    jaxtp.save_hf(jaxtp.load_hf(tmp_path / "kimi"), tmp_path / "out", like=tmp_path / "kimi")
+    jaxtp.hf.save(jaxtp.hf.load(tmp_path / "kimi"), tmp_path / "out", like=tmp_path / "kimi")
     del attributes["auto_map"]
     assert read_json(tmp_path / "out/config.json") == attributes
 
@@ -222,12 +224,14 @@ def test_adapters_need_pairs_next_to_each_other(tmp_path):
     configuration, names its folder.
     """
     base = FOLDER / "deepseek_v3_yarn"
-    config = replace(jaxtp.read_config(base), lora=LoraConfig(rank=2))
+    config = replace(jaxtp.hf.read_config(base), lora=LoraConfig(rank=2))
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": str(base)})
     actions = {
         "a run": partial(load_base, base, config, jaxtp.make_mesh()),
-        "save_peft": partial(jaxtp.save_peft, random_model(config), tmp_path / "out", base=base),
-        "adapters": partial(open_peft, tmp_path, jaxtp.read_config(base)),
+        "save_adapters": partial(
+            jaxtp.hf.save_adapters, random_model(config), tmp_path / "out", base=base
+        ),
+        "adapters": partial(open_peft, tmp_path, jaxtp.hf.read_config(base)),
     }
     assert_all_refused(
         {name: (action, ["rope_interleave = False"]) for name, action in actions.items()}
@@ -275,17 +279,17 @@ def small_config(family):
 @swept("family", SMALL, "stablelm")
 def test_rows_are_read_on_a_mesh_as_they_were_written(family, tmp_path):
     model = random_model(small_config(family))
-    jaxtp.save_hf(model, tmp_path / "out", family=family)
+    jaxtp.hf.save(model, tmp_path / "out", family=family)
     with use_mesh(tp=4):
-        jaxtp.save_hf(jaxtp.load_hf(tmp_path / "out"), tmp_path / "again", family=family)
+        jaxtp.hf.save(jaxtp.hf.load(tmp_path / "out"), tmp_path / "again", family=family)
     assert stored_tensors(tmp_path / "again") == stored_tensors(tmp_path / "out")
-    assert_same(values(jaxtp.load_hf(tmp_path / "out")), values(model))
+    assert_same(values(jaxtp.hf.load(tmp_path / "out")), values(model))
 
 
 @pytest.mark.wide
 def test_a_bias_of_choices_stays_float32_in_an_export_in_bfloat16(tmp_path):
     model = random_model(small_config("glm4_moe"))
-    jaxtp.save_hf(model, tmp_path / "out", family="glm4_moe", dtype="bfloat16")
+    jaxtp.hf.save(model, tmp_path / "out", family="glm4_moe", dtype="bfloat16")
     kinds = {
         name: tensor.dtype
         for name, tensor in read_header(tmp_path / "out/model.safetensors").items()
@@ -293,7 +297,7 @@ def test_a_bias_of_choices_stays_float32_in_an_export_in_bfloat16(tmp_path):
     assert {name.rpartition(".")[-1] for name in kinds if kinds[name] == "F32"} == {
         "e_score_correction_bias"
     }
-    assert jaxtp.load_hf(tmp_path / "out").config.precision.param == "bfloat16"
+    assert jaxtp.hf.load(tmp_path / "out").config.precision.param == "bfloat16"
 
 
 IN_BLOCKS = [("mistral", [16, 24]), ("mistral", None), ("deepseek_v3", [5, 7])]
@@ -320,14 +324,14 @@ def test_float8_is_multiplied_by_its_scales(case, tmp_path):
         write_model(tmp_path / "b", quantized, plain | scaled),
     ]
     wanted, found = (
-        values(jaxtp.load_hf(folder, precision=jaxtp.Precision())) for folder in folders
+        values(jaxtp.hf.load(folder, precision=jaxtp.Precision())) for folder in folders
     )
     assert_same(found, wanted)
     if name == "mistral" and block is not None:
         key = next(key for key in scaled if key.endswith("_scale_inv"))
         large = {key: np.full_like(scaled[key], 3e38)}
-        with pytest.raises(jaxtp.HFError, match=r"_proj.* not finite"):
-            jaxtp.load_hf(write_model(tmp_path / "b", quantized, plain | scaled | large))
+        with pytest.raises(jaxtp.errors.HFError, match=r"_proj.* not finite"):
+            jaxtp.hf.load(write_model(tmp_path / "b", quantized, plain | scaled | large))
 
 
 @pytest.mark.wide
@@ -339,9 +343,9 @@ def test_adapters_have_the_rows_of_their_kernels(tmp_path):
         model, jaxtp.LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "k_proj"))
     )
     move_adapters(adapted, scale=1)
-    jaxtp.save_hf(model, tmp_path / "base", family=family)
-    jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", family=family)
-    jaxtp.save_peft(adapted, tmp_path / "adapters", family=family)
+    jaxtp.hf.save(model, tmp_path / "base", family=family)
+    jaxtp.hf.save(jaxtp.merge_adapters(adapted), tmp_path / "merged", family=family)
+    jaxtp.hf.save_adapters(adapted, tmp_path / "adapters", family=family)
     base, merged = (open_folder(tmp_path / name).tensors for name in ("base", "merged"))
     factors = read_tensors(tmp_path / "adapters/adapter_model.safetensors")
     for module in ("layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"):
@@ -349,7 +353,7 @@ def test_adapters_have_the_rows_of_their_kernels(tmp_path):
         a, b = (factors[name] for name in names)
         kernel = f"model.{module}.weight"
         np.testing.assert_allclose(merged[kernel].read(), base[kernel].read() + b @ a, atol=1e-5)
-    again = jaxtp.load_peft(model, tmp_path / "adapters", family=family)
+    again = jaxtp.hf.load_adapters(model, tmp_path / "adapters", family=family)
     assert_same(values(again, nnx.LoRAParam), values(adapted, nnx.LoRAParam))
 
 

@@ -30,7 +30,7 @@ from support import by_name, swept, use_mesh
 from tables import read_json, read_table, write_json
 
 import jaxtp
-from jaxtp.hf.peft import PeftFolder, load_peft, open_peft, with_peft
+from jaxtp.hf.peft import PeftFolder, load_adapters, open_peft, with_peft
 from jaxtp.layers.lora import LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
@@ -111,7 +111,7 @@ def write(folder, arrays, **attributes):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "model"
-    jaxtp.save_hf(random_model(MODEL), folder)
+    jaxtp.hf.save(random_model(MODEL), folder)
     return folder
 
 
@@ -167,9 +167,9 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
     assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
     with use_mesh(**mesh):
-        adapted = with_peft(jaxtp.load_hf(base), found, jax.sharding.get_mesh())
+        adapted = with_peft(jaxtp.hf.load(base), found, jax.sharding.get_mesh())
         merged = jaxtp.merge_adapters(adapted)
-        jaxtp.save_hf(merged, tmp_path / "merged")
+        jaxtp.hf.save(merged, tmp_path / "merged")
         if kind in ("rslora", "some layers"):
             attributes, found_arrays = written(adapted, tmp_path / "out", base=base)
             assert attributes["base_model_name_or_path"] == str(base)
@@ -215,7 +215,7 @@ def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     """As long as they do, they are written as they came; then as one adapter of the sum of their
     ranks.
     """
-    model = jaxtp.load_hf(FOLDER / name)
+    model = jaxtp.hf.load(FOLDER / name)
     before = values(model)
     layers = range(model.config.num_layers)
     columns = {
@@ -230,7 +230,7 @@ def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     }
     arrays = random_factors(shapes)
     targets = [at.split(".{}.")[1] for at in columns]
-    adapted = load_peft(
+    adapted = load_adapters(
         model, write(tmp_path / "adapters", arrays, target_modules=targets), family=name
     )
     merged = values(jaxtp.merge_adapters(adapted))
@@ -259,12 +259,12 @@ PARTS = [
 @swept("targets", PARTS)
 def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
     """The others have zeros: in B if one is trained, else in A too, and stay without an adapter."""
-    model = jaxtp.load_hf(FOLDER / "phi3")
+    model = jaxtp.hf.load(FOLDER / "phi3")
     adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)))
     attributes, _ = written(adapted, tmp_path / "out", family="phi3")
     if attributes.get("rank_pattern"):
         assert_read_again(adapted, model, tmp_path / "out", "phi3")
-    again = load_peft(model, tmp_path / "out", family="phi3")
+    again = load_adapters(model, tmp_path / "out", family="phi3")
     assert_same(values(jaxtp.merge_adapters(again)), values(jaxtp.merge_adapters(adapted)))
 
 
@@ -275,7 +275,7 @@ def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
     renamed = {
         name.replace(".model.layers", f".{prefix}layers"): array for name, array in arrays.items()
     }
-    model = load_peft(jaxtp.load_hf(base), write(tmp_path / "renamed", renamed))
+    model = load_adapters(jaxtp.hf.load(base), write(tmp_path / "renamed", renamed))
     for family, before in (("llama", "model."), ("mistral3", "model.language_model.")):
         _, found = written(model, tmp_path / family, family=family)
         expected = {
@@ -283,19 +283,21 @@ def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
             for name, array in arrays.items()
         }
         assert_same(found, expected)
-    with pytest.raises(jaxtp.HFError, match=r"layers.0.* and .*layers.0.* are the same adapter"):
+    with pytest.raises(
+        jaxtp.errors.HFError, match=r"layers.0.* and .*layers.0.* are the same adapter"
+    ):
         open_peft(write(tmp_path / "twice", arrays | renamed), MODEL)
 
 
 def written(model, folder, **options):
-    """Returns the configuration and the tensors of `save_peft`."""
-    jaxtp.save_peft(model, folder, **options)
+    """Returns the configuration and the tensors of `save_adapters`."""
+    jaxtp.hf.save_adapters(model, folder, **options)
     return read_json(folder / SETTINGS), read_tensors(folder / WEIGHTS)
 
 
 def assert_read_again(adapted, model, folder, family):
     """Compares adapters with those of a folder that they were saved in."""
-    again = load_peft(model, folder, family=family)
+    again = load_adapters(model, folder, family=family)
     assert {*again.config.lora.targets} == {*adapted.config.lora.targets}
     assert_same(values(again, nnx.LoRAParam), values(adapted, nnx.LoRAParam))
 
@@ -387,7 +389,7 @@ def test_adapters_of_experts(case, tmp_path):
     mesh = jaxtp.make_mesh(**sizes)
     with jax.set_mesh(mesh):
         model = random_model(MIXTRAL)
-        adapted = load_peft(model, tmp_path / "in", family="mixtral")
+        adapted = load_adapters(model, tmp_path / "in", family="mixtral")
         found_attributes, found = written(
             adapted, tmp_path / "out", family="mixtral", experts=spelling
         )
@@ -396,8 +398,8 @@ def test_adapters_of_experts(case, tmp_path):
             assert found_attributes.get(name) == attributes.get(name), name
         merged = jaxtp.merge_adapters(adapted)
         other = "separate" if spelling == "stacked" else "stacked"
-        jaxtp.save_peft(adapted, tmp_path / "other", family="mixtral", experts=other)
-        again = jaxtp.merge_adapters(load_peft(model, tmp_path / "other", family="mixtral"))
+        jaxtp.hf.save_adapters(adapted, tmp_path / "other", family="mixtral", experts=other)
+        again = jaxtp.merge_adapters(load_adapters(model, tmp_path / "other", family="mixtral"))
     before, after, same = (by_name(nnx.state(each), mesh) for each in (model, merged, again))
     for layer in range(2):
         for name, added in zip(KERNELS, added_by(arrays, layer), strict=True):
@@ -456,7 +458,7 @@ def test_a_and_b_that_peft_exchanged_before_0_19_are_refused(width, tmp_path):
     attributes = EXPERTS["stacked"][1] | {"target_modules": [], "peft_version": "0.18.1"}
     folder = write(tmp_path / "in", arrays, **attributes)
     with pytest.raises(
-        jaxtp.HFError, match=r"before 0\.19\.0, .* exchanged A and B.*merge_and_unload"
+        jaxtp.errors.HFError, match=r"before 0\.19\.0, .* exchanged A and B.*merge_and_unload"
     ):
         open_peft(folder, replace(MIXTRAL, d_ff=width), "mixtral")
 
@@ -535,8 +537,8 @@ def test_adapters_that_are_not_finite_are_refused(base, whole):
     found = tensors(PLAIN)
     name = factor_name(module("q_proj", 0), "B")
     found[name][1, 0] = math.nan
-    with pytest.raises(jaxtp.HFError, match=f"{name} has elements that are not finite"):
-        load_peft(jaxtp.load_hf(base), write(whole, found))
+    with pytest.raises(jaxtp.errors.HFError, match=f"{name} has elements that are not finite"):
+        load_adapters(jaxtp.hf.load(base), write(whole, found))
 
 
 def test_attributes_that_say_nothing_are_skipped(whole):
@@ -548,16 +550,16 @@ def test_attributes_that_say_nothing_are_skipped(whole):
 
 
 def test_a_model_has_one_set_of_adapters(base, whole):
-    model = load_peft(jaxtp.load_hf(base), whole)
-    with pytest.raises(jaxtp.HFError, match="has adapters already"):
-        load_peft(model, whole)
+    model = load_adapters(jaxtp.hf.load(base), whole)
+    with pytest.raises(jaxtp.errors.HFError, match="has adapters already"):
+        load_adapters(model, whole)
 
 
 @given(values=changed(CONFIG))
 @examples(20)
 def test_any_configuration_is_read_or_refused(whole, values):
     write_json(whole / SETTINGS, values)
-    gives_one_of(PeftFolder, jaxtp.HFError, lambda: open_peft(whole, MODEL))
+    gives_one_of(PeftFolder, jaxtp.errors.HFError, lambda: open_peft(whole, MODEL))
 
 
 @given(values=changed(CONFIG | EXPERTS["stacked"][1] | {"alpha_pattern": {"gate_up_proj": 6}}))
@@ -566,4 +568,4 @@ def test_any_configuration_of_experts_is_read_or_refused(tmp_path_factory, value
     folder = tmp_path_factory.mktemp("adapters")
     write(folder, of_experts("stacked")[0])
     write_json(folder / SETTINGS, values)
-    gives_one_of(PeftFolder, jaxtp.HFError, lambda: open_peft(folder, MIXTRAL, "mixtral"))
+    gives_one_of(PeftFolder, jaxtp.errors.HFError, lambda: open_peft(folder, MIXTRAL, "mixtral"))

@@ -20,7 +20,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.config_json import family_of, model_config
 from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.model_folder import read_attributes
-from jaxtp.hf.save import gather_tensors
+from jaxtp.hf.saving import gather_tensors
 from jaxtp.hf.tensor_map import group_by_tensor, tensor_parts
 
 UNREAD = [name for name in NEWER if not model_types(name) <= {*FAMILIES, *WRAPPERS}]
@@ -103,7 +103,7 @@ def test_logits_losses_and_gradients(case):
     reference = hf_reference.load(name)
     ids = reference["input_ids"].astype(np.int32)
     with use_mesh(**sizes_of(sizes)):
-        model = jaxtp.load_hf(FOLDER / name, sequence_parallel=split, loss_chunk=16)
+        model = jaxtp.hf.load(FOLDER / name, sequence_parallel=split, loss_chunk=16)
         graph, state = nnx.split(model)
 
         def mean_loss(state, labels):
@@ -141,7 +141,7 @@ def test_logits(case):
     name, sizes, split = case
     reference = hf_reference.load(name)
     with use_mesh(**sizes_of(sizes)):
-        model = jaxtp.load_hf(FOLDER / name, sequence_parallel=split)
+        model = jaxtp.hf.load(FOLDER / name, sequence_parallel=split)
         logits = outputs_of(model, reference["input_ids"].astype(np.int32))
     assert_logits(logits, reference["logits"])
 
@@ -181,7 +181,7 @@ def test_sequences_in_a_row_are_as_alone_and_a_cache_is_as_the_whole(name):
     )
     segments = np.broadcast_to(1 + (np.arange(ids.shape[1]) >= cut), ids.shape).astype(np.int32)
     with use_mesh(fsdp=2, tp=2):
-        model = jaxtp.load_hf(FOLDER / name)
+        model = jaxtp.hf.load(FOLDER / name)
         packed = outputs_of(model, rows, segments)
         cached, whole = cached_and_whole(*nnx.split(model), ids, cut)
     assert_logits(packed, expected)
@@ -199,7 +199,7 @@ def test_adapters_are_trained_and_kept_in_the_format_of_peft(name, tmp_path):
     )
     family = family_of(read_attributes(FOLDER / name), name).model_type
     with use_mesh(fsdp=2, tp=2):
-        model = jaxtp.load_hf(FOLDER / name)
+        model = jaxtp.hf.load(FOLDER / name)
         adapted = move_adapters(jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2)))
         graph, trained, others = nnx.split(adapted, nnx.LoRAParam, ...)
 
@@ -213,8 +213,8 @@ def test_adapters_are_trained_and_kept_in_the_format_of_peft(name, tmp_path):
         loss, grads = loss_of(trained, others)
         without, _ = loss_of(jax.tree.map(lambda array: 0 * array, trained), others)
         assert all(np.abs(np.asarray(grad)).max() > 0 for grad in jax.tree.leaves(grads))
-        jaxtp.save_peft(adapted, tmp_path / "adapters", family=family)
-        again = jaxtp.load_peft(model, tmp_path / "adapters", family=family)
+        jaxtp.hf.save_adapters(adapted, tmp_path / "adapters", family=family)
+        again = jaxtp.hf.load_adapters(model, tmp_path / "adapters", family=family)
         read_back, _ = loss_of(nnx.state(again, nnx.LoRAParam), others)
     assert abs(loss - without) > 1e-3
     assert abs(read_back - loss) < 1e-4
@@ -235,7 +235,7 @@ def test_greedy_tokens():
     reference = hf_reference.load("llama_kv2")
     (prompt,) = reference["gen_prompt"]
     (expected,) = reference["gen_tokens"].tolist()
-    model = jaxtp.load_hf(FOLDER / "llama_kv2")
+    model = jaxtp.hf.load(FOLDER / "llama_kv2")
     logits = lambda ids: outputs_of(model, ids[None])[0]
     length = len(prompt) + len(expected)
     assert [*greedy_ids(logits, prompt, len(expected), length, num_ids=None)] == expected
@@ -244,7 +244,7 @@ def test_greedy_tokens():
 @swept("name", ["llama_gqa", "gemma3", "gpt2"])
 def test_updates_of_adamw(name):
     reference = hf_reference.load(f"{name}_adamw")
-    mesh = jaxtp.make_mesh(1, 2, 2)
+    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
     model, losses, norms = updated(
         FOLDER / name, mesh, reference["batches"], eps=float(reference.get("eps", 1e-8))
     )
@@ -275,7 +275,7 @@ def test_sixteen_bit_compute_stays_near(case):
     reference = hf_reference.load("llama_gqa")
     precision = jaxtp.Precision(param=dtype, compute=dtype)
     with use_mesh(tp=2):
-        model = jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision, attention=attention)
+        model = jaxtp.hf.load(FOLDER / "llama_gqa", precision=precision, attention=attention)
         logits = outputs_of(model, reference["input_ids"].astype(np.int32))
     error = np.asarray(logits, np.float64) - reference["logits"]
     assert np.linalg.norm(error) < bound * np.linalg.norm(reference["logits"])

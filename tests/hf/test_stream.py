@@ -16,7 +16,7 @@ LLAMA = small_model(num_layers=2)
 
 
 def adapted(name):
-    model = random_model(LLAMA) if name == "llama" else jaxtp.load_hf(FOLDER / name)
+    model = random_model(LLAMA) if name == "llama" else jaxtp.hf.load(FOLDER / name)
     return move_adapters(
         jaxtp.add_adapters(
             model, jaxtp.LoraConfig(rank=2, targets=("q_proj", "o_proj", "down_proj"))
@@ -28,9 +28,9 @@ def adapted(name):
 def test_streamed_weights_equal_those_in_the_files(name, tmp_path):
     with use_mesh(fsdp=2, tp=2):
         model = adapted(name)
-        jaxtp.save_hf(jaxtp.merge_adapters(model), tmp_path / "out", family=name)
-        streamed = dict(jaxtp.stream_weights(model, family=name))
-        _, rounded = next(jaxtp.stream_weights(model, family=name, dtype="bfloat16"))
+        jaxtp.hf.save(jaxtp.merge_adapters(model), tmp_path / "out", family=name)
+        streamed = dict(jaxtp.hf.stream_weights(model, family=name))
+        _, rounded = next(jaxtp.hf.stream_weights(model, family=name, dtype="bfloat16"))
     assert_same(streamed, read_tensors(tmp_path / "out"))
     assert rounded.dtype == "bfloat16"
 
@@ -39,7 +39,9 @@ def test_a_device_holds_one_tensor_more_at_a_time():
     with use_mesh(fsdp=2, tp=2):
         model = adapted("llama")
         before = live_bytes()
-        more = [(live_bytes() - before, array.nbytes) for _, array in jaxtp.stream_weights(model)]
+        more = [
+            (live_bytes() - before, array.nbytes) for _, array in jaxtp.hf.stream_weights(model)
+        ]
     assert max(each for each, _ in more) <= max(size for _, size in more)
     assert live_bytes() == before
 
@@ -51,5 +53,5 @@ def live_bytes():
 def test_a_model_of_no_family_is_refused_before_the_first_tensor():
     config = jaxtp.ModelConfig(num_layers=1, d_model=16, residual_scale=0.3, logit_softcap=3.0)
     abstract = nnx.eval_shape(decoder(config))
-    with pytest.raises(jaxtp.HFError, match="no family can represent this model"):
-        jaxtp.stream_weights(abstract)
+    with pytest.raises(jaxtp.errors.HFError, match="no family can represent this model"):
+        jaxtp.hf.stream_weights(abstract)

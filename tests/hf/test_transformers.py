@@ -124,7 +124,7 @@ def test_mxfp4_is_what_transformers_reads(tmp_path):
         found.view(np.uint16), expected.mT.contiguous().view(torch.uint16).numpy()
     )
     folder = FOLDER / "gpt_oss_mxfp4"
-    np.testing.assert_allclose(theirs(folder, IDS), ours(jaxtp.load_hf(folder), IDS), atol=5e-5)
+    np.testing.assert_allclose(theirs(folder, IDS), ours(jaxtp.hf.load(folder), IDS), atol=5e-5)
 
 
 def test_every_family_is_a_reference():
@@ -142,17 +142,17 @@ def test_an_export_is_read_by_transformers_and_peft(source, tmp_path):
     with np.load(source / "reference.npz") as reference:
         ids = reference["input_ids"].astype(np.int32)
     with use_mesh(1, 2, 2):
-        model = jaxtp.load_hf(source)
+        model = jaxtp.hf.load(source)
         adapted = move_adapters(
             jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True)), scale=0.05
         )
         expected = ours(adapted, ids)
         layout = "stacked" if model.config.most_experts and family.wrapper is None else "separate"
-        jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", **whole, experts=layout)
-        jaxtp.save_hf(model, tmp_path / "base", **whole)
-        jaxtp.save_peft(adapted, tmp_path / "adapters", family=name)
+        jaxtp.hf.save(jaxtp.merge_adapters(adapted), tmp_path / "merged", **whole, experts=layout)
+        jaxtp.hf.save(model, tmp_path / "base", **whole)
+        jaxtp.hf.save_adapters(adapted, tmp_path / "adapters", family=name)
         if name in CONVERTED:
-            jaxtp.save_peft(
+            jaxtp.hf.save_adapters(
                 adapted, tmp_path / "adapters of modules", family=name, experts="separate"
             )
     if family.wrapper is not None:
@@ -195,7 +195,7 @@ def by_peft(base, folder, **settings):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("transformers") / "base"
-    jaxtp.save_hf(random_model(PLAIN), folder)
+    jaxtp.hf.save(random_model(PLAIN), folder)
     return folder
 
 
@@ -255,13 +255,13 @@ SOME = [
 def test_adapters_of_some_projections_of_a_tensor(name, targets, tmp_path):
     """The others of its tensor have zeros."""
     with use_mesh(1, 2, 2):
-        model = jaxtp.load_hf(FOLDER / name)
+        model = jaxtp.hf.load(FOLDER / name)
         adapted = move_adapters(
             jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)), scale=0.05
         )
-        jaxtp.save_peft(adapted, tmp_path / "ours", family=model_type(FOLDER / name))
+        jaxtp.hf.save_adapters(adapted, tmp_path / "ours", family=model_type(FOLDER / name))
         expected = ours(adapted, IDS)
-        again = jaxtp.load_peft(model, tmp_path / "ours", family=model_type(FOLDER / name))
+        again = jaxtp.hf.load_adapters(model, tmp_path / "ours", family=model_type(FOLDER / name))
         np.testing.assert_allclose(ours(again, IDS), expected, atol=1e-5)
     np.testing.assert_allclose(theirs(FOLDER / name, IDS, tmp_path / "ours"), expected, atol=1e-4)
 
@@ -271,8 +271,10 @@ def test_all_linear_layers_of_a_model_with_experts_but_its_gate(tmp_path):
     base = FOLDER / "qwen3_5_moe"
     but = {"exclude_modules": ["shared_expert_gate"]}
     by_peft(base, tmp_path / "with it", r=2, target_modules="all-linear")
-    with pytest.raises(jaxtp.HFError, match=r"adapters of .*shared_expert_gate are not supported"):
-        jaxtp.load_peft(jaxtp.load_hf(base), tmp_path / "with it")
+    with pytest.raises(
+        jaxtp.errors.HFError, match=r"adapters of .*shared_expert_gate are not supported"
+    ):
+        jaxtp.hf.load_adapters(jaxtp.hf.load(base), tmp_path / "with it")
     begun = by_peft(base, tmp_path / "theirs", r=2, target_modules="all-linear", **but)
     assert_trained_on(base, begun, tmp_path)
 
@@ -310,11 +312,11 @@ def assert_trained_on(base, begun, tmp_path):
     """PEFT's adapters in `theirs` are read, changed, merged, and read by PEFT."""
     family = model_type(base)
     with use_mesh(1, 2, 2):
-        adapted = jaxtp.load_peft(jaxtp.load_hf(base), tmp_path / "theirs", family=family)
+        adapted = jaxtp.hf.load_adapters(jaxtp.hf.load(base), tmp_path / "theirs", family=family)
         np.testing.assert_allclose(ours(adapted, IDS), begun, atol=1e-4)
-        jaxtp.save_peft(adapted, tmp_path / "same", family=family)
+        jaxtp.hf.save_adapters(adapted, tmp_path / "same", family=family)
         move_adapters(adapted, scale=0.05)
-        jaxtp.save_peft(adapted, tmp_path / "ours", family=family)
+        jaxtp.hf.save_adapters(adapted, tmp_path / "ours", family=family)
         after = ours(adapted, IDS)
         np.testing.assert_allclose(ours(jaxtp.merge_adapters(adapted), IDS), after, atol=1e-4)
     np.testing.assert_allclose(theirs(base, IDS, tmp_path / "same"), begun, atol=1e-4)

@@ -37,7 +37,7 @@ def changed(folder, name, arrays=None, **attributes):
 
 @cache
 def loaded():
-    return jaxtp.load_hf(FOLDER / LLAMA)
+    return jaxtp.hf.load(FOLDER / LLAMA)
 
 
 def logits_error(model):
@@ -72,10 +72,10 @@ def test_mlx_vlm_1710_the_scaling_of_rotary_frequencies_is_applied(tmp_path):
     assert loaded().config.rope_scaling.kind == "llama3"
     assert logits_error(loaded()) < 1e-5
     plain = {"rope_theta": 10000.0, "rope_type": "default"}
-    unscaled = jaxtp.load_hf(changed(tmp_path / "plain", LLAMA, rope_parameters=plain))
+    unscaled = jaxtp.hf.load(changed(tmp_path / "plain", LLAMA, rope_parameters=plain))
     assert logits_error(unscaled) > WRONG
-    with pytest.raises(jaxtp.HFError, match="twisted"):
-        jaxtp.read_config(
+    with pytest.raises(jaxtp.errors.HFError, match="twisted"):
+        jaxtp.hf.read_config(
             changed(tmp_path / "other", LLAMA, rope_parameters=plain | {"rope_type": "twisted"})
         )
 
@@ -89,8 +89,8 @@ def test_sglang_32279_a_file_that_the_index_names_is_there(tmp_path):
     names = set(read_json(tmp_path / "model" / INDEX)["weight_map"].values())
     missing = sorted(names)[3]
     (tmp_path / "model" / missing).unlink()
-    with pytest.raises(jaxtp.HFError, match=missing):
-        jaxtp.load_hf(tmp_path / "model")
+    with pytest.raises(jaxtp.errors.HFError, match=missing):
+        jaxtp.hf.load(tmp_path / "model")
 
 
 def test_megatron_bridge_4706_experts_that_a_file_lacks_are_not_random(tmp_path):
@@ -102,13 +102,13 @@ def test_megatron_bridge_4706_experts_that_a_file_lacks_are_not_random(tmp_path)
     experts = [name for name in arrays if ".layers.1.mlp.experts." in name]
     assert experts
     kept = {name: array for name, array in arrays.items() if name not in experts}
-    with pytest.raises(jaxtp.HFError, match=r"missing.*layers\.1\.mlp\.experts"):
-        jaxtp.load_hf(changed(tmp_path / "fewer", EXPERTS, kept))
+    with pytest.raises(jaxtp.errors.HFError, match=r"missing.*layers\.1\.mlp\.experts"):
+        jaxtp.hf.load(changed(tmp_path / "fewer", EXPERTS, kept))
     more = arrays | {
         "model.layers.1.mlp.shared_expert.up_proj.weight": np.zeros((20, 40), np.float32)
     }
-    with pytest.raises(jaxtp.HFError, match=r"unexpected.*shared_expert"):
-        jaxtp.load_hf(changed(tmp_path / "more", EXPERTS, more))
+    with pytest.raises(jaxtp.errors.HFError, match=r"unexpected.*shared_expert"):
+        jaxtp.hf.load(changed(tmp_path / "more", EXPERTS, more))
 
 
 def test_tensorrt_llm_3324_a_head_that_is_missing_is_not_the_embedding(tmp_path):
@@ -116,9 +116,9 @@ def test_tensorrt_llm_3324_a_head_that_is_missing_is_not_the_embedding(tmp_path)
     to the embedding whatever the configuration said. Here a model that is not tied needs its head.
     """
     headless = {name: array for name, array in stored(LLAMA).items() if name != "lm_head.weight"}
-    with pytest.raises(jaxtp.HFError, match=r"missing.*lm_head\.weight"):
-        jaxtp.load_hf(changed(tmp_path / "model", LLAMA, headless))
-    jaxtp.load_hf(changed(tmp_path / "tied", LLAMA, headless, tie_word_embeddings=True))
+    with pytest.raises(jaxtp.errors.HFError, match=r"missing.*lm_head\.weight"):
+        jaxtp.hf.load(changed(tmp_path / "model", LLAMA, headless))
+    jaxtp.hf.load(changed(tmp_path / "tied", LLAMA, headless, tie_word_embeddings=True))
 
 
 def test_transformers_42612_a_head_of_its_own_is_not_lost(tmp_path):
@@ -128,11 +128,11 @@ def test_transformers_42612_a_head_of_its_own_is_not_lost(tmp_path):
     """
     arrays = stored(TIED)
     table = arrays["model.embed_tokens.weight"]
-    jaxtp.load_hf(changed(tmp_path / "same", TIED, arrays | {"lm_head.weight": table}))
+    jaxtp.hf.load(changed(tmp_path / "same", TIED, arrays | {"lm_head.weight": table}))
     with pytest.raises(
-        jaxtp.HFError, match=r"tie_word_embeddings is true, but lm_head\.weight and"
+        jaxtp.errors.HFError, match=r"tie_word_embeddings is true, but lm_head\.weight and"
     ):
-        jaxtp.load_hf(
+        jaxtp.hf.load(
             changed(tmp_path / "other", TIED, arrays | {"lm_head.weight": table[::-1].copy()})
         )
 
@@ -172,7 +172,7 @@ def factors():
 def scale_of(folder):
     """By which an adapter's `B A` is in the kernel, once it is merged."""
     path = "blocks.attention.qkv.kernels.0"
-    merged = jaxtp.merge_adapters(jaxtp.load_peft(loaded(), folder))
+    merged = jaxtp.merge_adapters(jaxtp.hf.load_adapters(loaded(), folder))
     before, after = (
         np.float64(named_variables(nnx.state(model))[path][...][1]) for model in (loaded(), merged)
     )
@@ -201,14 +201,15 @@ def test_peft_3449_a_scale_that_is_put_into_alpha_is_divided_as_it_will_be(tmp_p
     """
     one_layer = {"layers.1.self_attn.q_proj": 10}
     with pytest.raises(
-        jaxtp.HFError, match=r"layers\.1\..*jaxtp has one rank and one scale for all adapters"
+        jaxtp.errors.HFError,
+        match=r"layers\.1\..*jaxtp has one rank and one scale for all adapters",
     ):
-        jaxtp.load_peft(
+        jaxtp.hf.load_adapters(
             loaded(), adapters(tmp_path / "some", use_rslora=True, alpha_pattern=one_layer)
         )
     folder = adapters(tmp_path / "in", use_rslora=True, lora_alpha=10)
     assert scale_of(folder) == pytest.approx(10 / RANK**0.5)
-    jaxtp.save_peft(jaxtp.load_peft(loaded(), folder), tmp_path / "out")
+    jaxtp.hf.save_adapters(jaxtp.hf.load_adapters(loaded(), folder), tmp_path / "out")
     assert scale_of(tmp_path / "out") == pytest.approx(10 / RANK**0.5)
     assert read_header(tmp_path / "out/adapter_model.safetensors").keys() == factors().keys()
 
@@ -220,18 +221,18 @@ def test_transformers_34068_adapters_that_fit_nothing_are_an_error(tmp_path):
     """
     missing = ADAPTER.format(1, "B")
     fewer = {name: array for name, array in factors().items() if name != missing}
-    with pytest.raises(jaxtp.HFError, match=f"missing: {missing}"):
-        jaxtp.load_peft(loaded(), adapters(tmp_path / "fewer", fewer))
+    with pytest.raises(jaxtp.errors.HFError, match=f"missing: {missing}"):
+        jaxtp.hf.load_adapters(loaded(), adapters(tmp_path / "fewer", fewer))
     without_layer = {name: array for name, array in factors().items() if ".1." not in name}
     renamed = {
         name.replace("model.layers", "transformer.h"): array for name, array in factors().items()
     }
-    with pytest.raises(jaxtp.HFError, match=r"transformer\.h"):
-        jaxtp.load_peft(loaded(), adapters(tmp_path / "renamed", renamed))
+    with pytest.raises(jaxtp.errors.HFError, match=r"transformer\.h"):
+        jaxtp.hf.load_adapters(loaded(), adapters(tmp_path / "renamed", renamed))
     with pytest.raises(
-        jaxtp.HFError, match=r"missing: .*layers\.1\..*which adapter_config.json requires"
+        jaxtp.errors.HFError, match=r"missing: .*layers\.1\..*which adapter_config.json requires"
     ):
-        jaxtp.load_peft(loaded(), adapters(tmp_path / "layer", without_layer))
+        jaxtp.hf.load_adapters(loaded(), adapters(tmp_path / "layer", without_layer))
 
 
 def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
@@ -240,11 +241,11 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
     each expert has adapters, and adapters without the experts that their configuration names are
     refused.
     """
-    model = jaxtp.load_hf(FOLDER / EXPERTS)
+    model = jaxtp.hf.load(FOLDER / EXPERTS)
     targets = ("gate_proj", "up_proj", "down_proj")
     adapted = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=targets))
     config = model.config
-    jaxtp.save_peft(adapted, tmp_path / "experts", family="qwen3_moe", experts="separate")
+    jaxtp.hf.save_adapters(adapted, tmp_path / "experts", family="qwen3_moe", experts="separate")
     stored = read_header(tmp_path / "experts/adapter_model.safetensors")
     kernels = config.num_layers * config.num_experts * len(targets)
     assert (
@@ -252,11 +253,11 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
         == kernels * 2 * (config.d_model + config.d_ff) * 4
     )
     attention = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=("q_proj",)))
-    jaxtp.save_peft(attention, tmp_path / "attention", family="qwen3_moe")
+    jaxtp.hf.save_adapters(attention, tmp_path / "attention", family="qwen3_moe")
     settings = tmp_path / "attention/adapter_config.json"
     write_json(settings, read_json(settings) | {"target_modules": ["q_proj", *targets]})
     with pytest.raises(
-        jaxtp.HFError,
+        jaxtp.errors.HFError,
         match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which adapter_config.json requires",
     ):
-        jaxtp.load_peft(model, tmp_path / "attention", family="qwen3_moe")
+        jaxtp.hf.load_adapters(model, tmp_path / "attention", family="qwen3_moe")

@@ -21,7 +21,7 @@ CONFIG = small_model(
     vocab_size=259, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16, rope_theta=10.0
 )
 PROMPTS = ["a", "tensor", "a prompt that is longer"]
-GREEDY = jaxtp.GenerationSettings(max_tokens=8)
+GREEDY = jaxtp.generate.Settings(max_tokens=8)
 SAMPLED = replace(GREEDY, temperature=1.5, seed=7)
 
 

@@ -57,7 +57,7 @@ def row_layer():
     adapter.
     """
     adapter = LoraConfig(rank=RANK, alpha=SCALE * RANK)
-    context = jaxtp.LayerContext(sequence_parallel=True, lora=adapter)
+    context = jaxtp.layers.LayerContext(sequence_parallel=True, lora=adapter)
     return jaxtp.RowParallelLinear(F, D, context, use_bias=True, target="o_proj", rngs=nnx.Rngs(0))
 
 
@@ -181,7 +181,7 @@ LATENT = LatentAttentionConfig(
 
 
 def latent_layer(split):
-    context = jaxtp.LayerContext(sequence_parallel=split)
+    context = jaxtp.layers.LayerContext(sequence_parallel=split)
     return LatentAttention(D, LATENT, context, rngs=nnx.Rngs(0))
 
 
@@ -283,7 +283,7 @@ def head_errors():
 
     def ours(x, table):
         padded = jnp.pad(table, ((0, -V % 4), (0, 0)))
-        head = jaxtp.HeadConfig(V, softcap=SOFTCAP)
+        head = jaxtp.layers.HeadConfig(V, softcap=SOFTCAP)
         return loss.vocab_parallel_cross_entropy(x, padded, jnp.asarray(labels), head)[0]
 
     with jax.enable_x64(True):
@@ -320,7 +320,7 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
 
     def log_probs(x, table):
         found = loss.vocab_parallel_statistics(
-            x, (table, jaxtp.HeadConfig(2 * V - 2), None), labels
+            x, (table, jaxtp.layers.HeadConfig(2 * V - 2), None), labels
         )
         return jnp.sum(found.label_logit - found.log_normaliser)
 
@@ -433,7 +433,7 @@ def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction()
 
 def column_in_float8():
     layer = jaxtp.ColumnParallelLinear(
-        D, F, jaxtp.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0)
+        D, F, jaxtp.layers.LayerContext(sequence_parallel=True), rngs=nnx.Rngs(0)
     )
     layer.matmul = "float8"
     return layer
@@ -476,7 +476,7 @@ def declared_and_used(mesh):
     """How each weight of a block is stored on a mesh, and as what the block's `shard_map`s take
     it.
     """
-    build = lambda: jaxtp.DecoderBlock(SMALL, rngs=nnx.Rngs(0))
+    build = lambda: jaxtp.layers.DecoderBlock(SMALL, rngs=nnx.Rngs(0))
     graph, state = state_on_mesh(build, random_weights(build), mesh)
     named = named_variables(state)
     stored = {

@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp import Colwise, PlanError, Rowwise
+from jaxtp.errors import PlanError
 from jaxtp.mesh import make_mesh
+from jaxtp.plans import Colwise, Rowwise
 
 D = 8
 F = 16

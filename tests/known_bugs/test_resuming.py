@@ -49,7 +49,7 @@ def test_torchtitan_816_a_run_goes_on_where_it_was_over_fewer_devices():
     seen = []
     start = 0
     for devices, count in ((4, 2), (2, 3), (1, 2), (4, 1)):
-        mesh = make_mesh(devices, 1, 1)
+        mesh = make_mesh(dp=devices)
         seen += rows_of(batches(samples(), mesh, global_batch_size=4, start=start, count=count))
         start += 4 * count
     assert seen == read(samples(), range(start))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, by_name, decoder, random_weights, state_on_mesh
+from support import assert_close, by_name, decoder, mesh_by_size, random_weights, state_on_mesh
 from variants import small_model
 
 from jaxtp.checkpoint.logical import named_variables
@@ -65,7 +65,7 @@ class Run:
 
     def __init__(self, *sizes):
         *devices, accumulation = sizes
-        self.mesh = make_mesh(*devices)
+        self.mesh = mesh_by_size(*devices)
         self.plan = plan_state(MODEL, optimizers.build(SETTINGS, STEPS), self.mesh)
         loop = LoopConfig(steps=STEPS, accumulation=accumulation, non_finite="skip")
         self._step = make_train_step(

@@ -25,7 +25,7 @@ def layer(vocab_size, precision=LOW):
     return jaxtp.VocabParallelEmbedding(
         vocab_size,
         D,
-        jaxtp.LayerContext(sequence_parallel=None, precision=precision),
+        jaxtp.layers.LayerContext(sequence_parallel=None, precision=precision),
         rngs=nnx.Rngs(0),
     )
 
@@ -39,7 +39,7 @@ def traced(vocab_size, mesh, precision=LOW):
 
 
 def over_fsdp(vocab_size):
-    mesh = jaxtp.make_mesh(2, 2, 2)
+    mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
     found = count_collectives(traced(vocab_size, mesh), mesh_sizes(mesh))
     return {(c.kind, c.dtype, c.shape): times for c, times in found.items() if c.axes == ("fsdp",)}
 
@@ -60,7 +60,7 @@ def test_activations_go_over_fsdp_where_the_table_is_large_and_the_table_where_i
 
 
 def test_a_device_never_has_more_of_a_large_table_than_it_stores():
-    equations = accounts.equations(traced(LARGE, jaxtp.make_mesh(1, 2, 2)).jaxpr)
+    equations = accounts.equations(traced(LARGE, jaxtp.make_mesh(fsdp=2, tp=2)).jaxpr)
     shapes = {v.aval.shape for equation in equations for v in equation.outvars}
     assert {shape for shape in shapes if LARGE // 2 in shape} == {(LARGE // 2, D // 2)}
 
@@ -75,7 +75,7 @@ def test_gradients_add_up_in_float32_and_are_summed_in_the_reduction_dtype(
     """A token is 257 times on each device, which bfloat16 makes 256, and 514 times on those
     along fsdp: 512.
     """
-    mesh = jaxtp.make_mesh(2, 2, 2)
+    mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
     precision = jaxtp.Precision(compute="bfloat16", reduce=reduce)
     ids = jnp.ones((B, 129), jnp.int32).at[::2, 0].set(0)
     with jax.set_mesh(mesh):

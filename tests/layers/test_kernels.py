@@ -440,7 +440,7 @@ def test_a_layer_with_a_kernel_for_gpus_equals_one_with_xla():
     def build(name):
         config = jaxtp.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, attention=name)
         return jaxtp.CausalSelfAttention(
-            8, config, jaxtp.LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0)
+            8, config, jaxtp.layers.LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0)
         )
 
     def twice(layer, x):

@@ -92,7 +92,7 @@ def test_an_optimizer_of_all_params_trains_the_adapters_alone():
     assert {
         name for name in after if (np.asarray(after[name][...]) != before[name]).any()
     } == adapters
-    assert {type(after[name]) for name in after} == {nnx.LoRAParam, jaxtp.FrozenParam}
+    assert {type(after[name]) for name in after} == {nnx.LoRAParam, jaxtp.layers.FrozenParam}
 
     nnx.update(model, jax.tree.map(lambda a: 0 * a, nnx.state(model, nnx.LoRAParam)))
     merged = jaxtp.merge_adapters(model)

@@ -21,8 +21,10 @@ LOW = jaxtp.Precision(compute="bfloat16")
 
 
 def total(x, table, labels, chunk_size, precision=jaxtp.Precision()):
-    head = jaxtp.HeadConfig(V, jaxtp.LayerContext(precision=precision), chunk_size=chunk_size)
-    return jaxtp.vocab_parallel_cross_entropy(x, table, labels, head)[0]
+    head = jaxtp.layers.HeadConfig(
+        V, jaxtp.layers.LayerContext(precision=precision), chunk_size=chunk_size
+    )
+    return jaxtp.losses.vocab_parallel_cross_entropy(x, table, labels, head)[0]
 
 
 def given(rows, length):
@@ -114,9 +116,9 @@ def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
         jax.random.normal(jax.random.key(4), (4, 8, *dims)),
         jax.random.normal(jax.random.key(5), (4, 8)),
     )
-    head = jaxtp.HeadConfig(
+    head = jaxtp.layers.HeadConfig(
         size,
-        jaxtp.LayerContext(sequence_parallel=split),
+        jaxtp.layers.LayerContext(sequence_parallel=split),
         scale=scale,
         softcap=softcap,
         temperature=temperature,
@@ -158,7 +160,7 @@ def test_the_likeliest_label_has_the_highest_logit():
     labels = jnp.where(labels < 37, labels, -100).at[:, :3].set(logits.argmax(-1)[:, :3])
     with use_mesh(tp=4):
         statistics = lambda x, table: vocab_parallel_statistics(
-            x, (table, jaxtp.HeadConfig(37), None), labels
+            x, (table, jaxtp.layers.HeadConfig(37), None), labels
         )
         found = jax.jit(statistics)(x, table)
     assert found.entropy is None
@@ -174,7 +176,7 @@ def test_no_array_of_the_compiled_program_has_all_logits(mesh):
     ids = 1024
     tokens = 128 // fsdp
     labels = jnp.zeros((8, 16, 3), jnp.int32)
-    head = jaxtp.HeadConfig(ids, chunk_size=8)
+    head = jaxtp.layers.HeadConfig(ids, chunk_size=8)
 
     def objective(x, table):
         found = vocab_parallel_statistics(x, (table, head, None), labels, entropy=True)

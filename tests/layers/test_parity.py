@@ -17,6 +17,7 @@ from support import (
     MESHES,
     assert_close,
     by_name,
+    mesh_by_size,
     random_weights,
     state_on_mesh,
     swept,
@@ -39,8 +40,8 @@ LABELS = np.where(RANDOM.random((B, T)) < 0.2, -100, RANDOM.integers(0, V, (B, T
 IDS = RANDOM.integers(0, V, (B, T))
 LARGE_IDS = RANDOM.integers(0, LARGE_V, (B, T))
 LARGE_IDS[:, ::3] = 7  # often the same
-SPLIT = jaxtp.LayerContext(sequence_parallel=None)
-WHOLE = jaxtp.LayerContext(sequence_parallel=False)
+SPLIT = jaxtp.layers.LayerContext(sequence_parallel=None)
+WHOLE = jaxtp.layers.LayerContext(sequence_parallel=False)
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,14 @@ class Case:
 
 
 def loss_and_count(head, x):
-    config = jaxtp.HeadConfig(V, chunk_size=2)
-    return jnp.stack(jaxtp.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, config))
+    config = jaxtp.layers.HeadConfig(V, chunk_size=2)
+    return jnp.stack(jaxtp.losses.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, config))
 
 
 def biased_loss(head, x):
-    config = jaxtp.HeadConfig(V, chunk_size=2, scale=0.7)
-    logits = jaxtp.vocab_parallel_logits(x, head.kernel[...], config, head.bias[...])
-    total, _ = jaxtp.vocab_parallel_cross_entropy(
+    config = jaxtp.layers.HeadConfig(V, chunk_size=2, scale=0.7)
+    logits = jaxtp.layers.vocab_parallel_logits(x, head.kernel[...], config, head.bias[...])
+    total, _ = jaxtp.losses.vocab_parallel_cross_entropy(
         x, head.kernel[...], LABELS, config, head.bias[...]
     )
     return logits + total
@@ -133,7 +134,9 @@ LOSSES = {
     "logits": Case(
         lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
         lambda w, x: x @ w["kernel"].T,
-        lambda head, x: jaxtp.vocab_parallel_logits(x, head.kernel[...], jaxtp.HeadConfig(V)),
+        lambda head, x: jaxtp.layers.vocab_parallel_logits(
+            x, head.kernel[...], jaxtp.layers.HeadConfig(V)
+        ),
     ),
     "loss": Case(
         lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
@@ -277,7 +280,7 @@ def plain_mathematics(group):
 
 def on_mesh(group, mesh):
     weights, inputs, _ = plain_mathematics(group)
-    on = jaxtp.make_mesh(*(mesh or (1, 1, 1)))
+    on = mesh_by_size(*(mesh or (1, 1, 1)))
     make = lambda: build(group)
     graph, state = state_on_mesh(make, weights, on) if mesh else without_mesh(make, weights)
 
@@ -337,7 +340,7 @@ def test_a_key_bias_has_a_gradient_where_it_matters():
         return jaxtp.CausalSelfAttention(D, config, rngs=nnx.Rngs(0))
 
     make = lambda: [layer(row["settings"]) for row in KEY_BIASES.values()]
-    mesh = jaxtp.make_mesh(1, 1, 4)
+    mesh = jaxtp.make_mesh(tp=4)
     graph, state = state_on_mesh(make, random_weights(make), mesh)
     loss = lambda state: sum(jnp.sum(layer(x) ** 2) for layer in nnx.merge(graph, state))
     with jax.set_mesh(mesh):

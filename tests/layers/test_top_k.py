@@ -28,7 +28,7 @@ def test_the_top_tokens_and_their_log_probabilities(case):
     x = random.integers(-2, 3, (B, T, D))
     table = random.integers(-2, 3, (padded, D))
     bias = np.where(np.arange(padded) < size, random.integers(-1, 2, padded), 50)
-    head = jaxtp.HeadConfig(size, jaxtp.LayerContext(), chunk_size=5)
+    head = jaxtp.layers.HeadConfig(size, jaxtp.layers.LayerContext(), chunk_size=5)
     arrays = [each.astype(np.float32) for each in (x, table, bias)]
     with use_mesh(tp=tp):
         values, ids = jax.jit(

@@ -109,7 +109,7 @@ def block_collectives(mesh, policy, length=T, **changes):
     config = variant(PLAIN, {"remat": policy, **changes})
     mesh = mesh_of(sizes_of(mesh))
     with jax.set_mesh(mesh):
-        abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: jaxtp.layers.DecoderBlock(config, rngs=nnx.Rngs(0)))
         if config.lora.rank:
             freeze(abstract)  # as the decoder does with all of its blocks
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)

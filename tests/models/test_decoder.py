@@ -13,6 +13,7 @@ from support import (
     assert_close,
     by_name,
     decoder,
+    mesh_by_size,
     random_weights,
     state_on_mesh,
     swept,
@@ -46,7 +47,7 @@ def build_and_weights(config):
 @swept("name", MODELS, "layer scale")
 def test_logits_loss_and_gradients_equal_the_plain_mathematics(name):
     config = MODELS[name]
-    mesh = jaxtp.make_mesh(*TABLE["meshes"][name])
+    mesh = mesh_by_size(*TABLE["meshes"][name])
     build, weights = build_and_weights(config)
     ids = np.random.default_rng(1).integers(0, config.vocab_size, (B, T), np.int32)
     labels = np.roll(ids, -1, axis=1)
@@ -79,7 +80,7 @@ def test_a_layer_scale_is_stored_and_not_trained():
 
 
 def test_norms_after_a_branch_may_have_another_epsilon():
-    block = jaxtp.DecoderBlock(
+    block = jaxtp.layers.DecoderBlock(
         replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0)
     )
     epsilons = [(before.eps, after.eps) for _, _, before, after in block.branches()]

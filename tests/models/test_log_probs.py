@@ -54,15 +54,15 @@ def expected(model):
 
 
 def found(model):
-    log_probs, entropy = jaxtp.token_log_probs(
+    log_probs, entropy = jaxtp.losses.token_log_probs(
         model, IDS, LABELS, SEGMENTS, temperature=1.3, entropy=True
     )
-    of_top = jaxtp.token_log_probs(model, IDS, TOP, SEGMENTS)
+    of_top = jaxtp.losses.token_log_probs(model, IDS, TOP, SEGMENTS)
     return (
         log_probs,
         entropy,
         of_top,
-        *jaxtp.top_log_probs(model, IDS, K, SEGMENTS, temperature=1.3),
+        *jaxtp.losses.top_log_probs(model, IDS, K, SEGMENTS, temperature=1.3),
     )
 
 
@@ -139,6 +139,8 @@ def test_a_model_without_adapters_is_its_base(name):
 
 def test_a_temperature_of_zero_and_too_many_ids_are_refused():
     with pytest.raises(ConfigError, match="temperature=0"):
-        jax.eval_shape(lambda: jaxtp.token_log_probs(decoder(PLAIN)(), IDS, LABELS, temperature=0))
+        jax.eval_shape(
+            lambda: jaxtp.losses.token_log_probs(decoder(PLAIN)(), IDS, LABELS, temperature=0)
+        )
     with pytest.raises(ConfigError, match=f"k={V + 1}: the vocabulary has {V} ids"):
-        jax.eval_shape(lambda: jaxtp.top_log_probs(decoder(PLAIN)(), IDS, V + 1))
+        jax.eval_shape(lambda: jaxtp.losses.top_log_probs(decoder(PLAIN)(), IDS, V + 1))

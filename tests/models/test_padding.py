@@ -132,9 +132,9 @@ def test_what_is_padded_is_cut_off_again(factors, tp, first):
 def test_files_have_no_padding(tmp_path, tp):
     config = variant(RUN.model, {"num_layers": 1, "vocab_size": 7, **BIASES})
     build = decoder(config)
-    jaxtp.save_hf(nnx.merge(*without_mesh(build, random_weights(build))), tmp_path / "whole")
+    jaxtp.hf.save(nnx.merge(*without_mesh(build, random_weights(build))), tmp_path / "whole")
     with use_mesh(tp=tp):
-        jaxtp.save_hf(jaxtp.load_hf(tmp_path / "whole"), tmp_path / "padded")
+        jaxtp.hf.save(jaxtp.hf.load(tmp_path / "whole"), tmp_path / "padded")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "padded"))
     assert one.keys() == other.keys()
     for name, array in one.items():

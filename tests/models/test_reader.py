@@ -12,6 +12,7 @@ from support import (
     TOLERANCE,
     continue_rows,
     decoder,
+    mesh_by_size,
     random_weights,
     relative_error,
     state_on_mesh,
@@ -42,7 +43,7 @@ def built(config, mesh):
 @swept("name", MODELS)
 def test_reading_in_parts_equals_reading_at_once(name):
     """Packed, also behind tokens that a row has already, and then a token of each row at a time."""
-    mesh = jaxtp.make_mesh(*MODELS[name]["mesh"])
+    mesh = mesh_by_size(*MODELS[name]["mesh"])
     graph, state = built(variant(SHARED, MODELS[name]["model"]), mesh)
     ids = np.random.default_rng(0).integers(0, SHARED.vocab_size, (B, T), np.int32)
     with jax.set_mesh(mesh):
@@ -117,7 +118,7 @@ LATENTS = variant(SHARED, MODELS["latents"]["model"])
     ids=["tp", "all axes", "latents"],
 )
 def test_the_cache_is_split_over_rows_and_kv_heads(config, sizes, heads):
-    mesh = jaxtp.make_mesh(*sizes)
+    mesh = mesh_by_size(*sizes)
     reader = to_decode_model(nnx.merge(*built(config, mesh)), decode_mesh(mesh))
     with jax.set_mesh(decode_mesh(mesh)):
         caches = jax.tree.leaves(jax.jit(lambda: reader.empty(B, T))())
@@ -132,7 +133,7 @@ def test_the_cache_is_split_over_rows_and_kv_heads(config, sizes, heads):
 
 
 def test_weights_are_whole_but_for_tp_and_in_the_compute_dtype():
-    mesh = jaxtp.make_mesh(2, 2, 2)
+    mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
     config = variant(
         SHARED, {"num_layers": 1, "vocab_size": 32, "precision": {"compute": "bfloat16"}}
     )

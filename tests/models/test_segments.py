@@ -51,7 +51,7 @@ def test_packed_documents_have_the_numbers_of_documents_alone():
 @pytest.mark.wide
 def test_no_position_sees_the_future_or_another_document():
     """The gradient of a position with respect to the embeddings of others is exactly zero."""
-    graph, state = nnx.split(jax.jit(lambda: jaxtp.DecoderBlock(CONFIG, rngs=nnx.Rngs(0)))())
+    graph, state = nnx.split(jax.jit(lambda: jaxtp.layers.DecoderBlock(CONFIG, rngs=nnx.Rngs(0)))())
     x = np.random.default_rng(0).standard_normal((1, T, CONFIG.d_model)).astype(np.float32)
 
     @jax.jit

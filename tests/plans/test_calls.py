@@ -7,7 +7,7 @@ from flax import nnx
 from support import use_mesh
 
 import jaxtp
-from jaxtp import Colwise, ContextParallel, Rowwise, SequenceParallel
+from jaxtp.plans import Colwise, ContextParallel, Rowwise, SequenceParallel
 from jaxtp.plans.module_wrappers import modules_of, original_class, with_calls
 
 WIDTH = 8

@@ -8,7 +8,7 @@ from flax import nnx
 from support import use_mesh
 
 import jaxtp
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, Shard
+from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise, Shard
 
 D = 8
 USES = {

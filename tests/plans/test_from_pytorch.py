@@ -10,7 +10,8 @@ from flax import nnx
 from flax_models import D, F, T, V
 
 import jaxtp
-from jaxtp import (
+from jaxtp.analysis.audit import audit
+from jaxtp.plans import (
     Colwise,
     PrepareInput,
     PrepareInputOutput,
@@ -20,7 +21,6 @@ from jaxtp import (
     SequenceParallel,
     Shard,
 )
-from jaxtp.analysis.audit import audit
 
 B = 8
 RANDOM = np.random.default_rng(1)

@@ -10,7 +10,8 @@ from flax import nnx
 from support import use_mesh
 
 import jaxtp
-from jaxtp import Colwise, PlanError
+from jaxtp.errors import PlanError
+from jaxtp.plans import Colwise
 
 D = 8
 

@@ -16,7 +16,7 @@ from flax_parity import assert_same, train_alone, train_on
 from support import use_mesh
 
 import jaxtp
-from jaxtp import (
+from jaxtp.plans import (
     Colwise,
     ContextParallel,
     PrepareInput,

@@ -15,7 +15,8 @@ from moves import assert_weights_alone_move, audit_gradients, sent
 from support import use_mesh
 
 import jaxtp
-from jaxtp import Colwise, ContextParallel, PlanError, PrepareInput, Replicate, Rowwise, Shard
+from jaxtp.errors import PlanError
+from jaxtp.plans import Colwise, ContextParallel, PrepareInput, Replicate, Rowwise, Shard
 
 X = np.random.default_rng(1).standard_normal((8, T, D), np.float32)
 IDS = np.random.default_rng(2).integers(0, V, (1, T), np.int32)
@@ -99,7 +100,9 @@ def test_a_plan_that_does_not_say_where_cp_divides_is_refused():
             )
     config = jaxtp.ModelConfig(d_model=D, num_heads=4, num_kv_heads=4, head_dim=4, d_ff=D)
     with jax.set_mesh(mesh):  # our own block knows of cp itself
-        jaxtp.parallelize(nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0))))
+        jaxtp.parallelize(
+            nnx.eval_shape(lambda: jaxtp.layers.DecoderBlock(config, rngs=nnx.Rngs(0)))
+        )
 
 
 def test_inputs_that_cp_does_not_divide_are_refused():

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from support import sizes_of
 
 import jaxtp
-from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.mesh import mesh_of
+from jaxtp.plans import (
+    Colwise,
+    PrepareInput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+    SequenceParallel,
+    Shard,
+)
 
 MESHES = [(1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 4), (1, 1, 8), (1, 4, 2)]
 X = np.random.default_rng(0).standard_normal((8, T, D))

@@ -10,12 +10,14 @@ from flax import linen, nnx
 from flax_models import D, F, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import use_mesh
+from support import mesh_by_size, use_mesh
 
 import jaxtp
-from jaxtp import (
+from jaxtp.config.entry import UserError
+from jaxtp.errors import PlanError
+from jaxtp.mesh import STORAGE
+from jaxtp.plans import (
     Colwise,
-    PlanError,
     PrepareInput,
     PrepareOutput,
     Replicate,
@@ -23,15 +25,13 @@ from jaxtp import (
     SequenceParallel,
     Shard,
 )
-from jaxtp.config.entry import UserError
-from jaxtp.mesh import STORAGE
 from jaxtp.plans.plan import expand_braces, matches
 
 MESH = (1, 2, 4)
 
 
 def parallelize(build, plan):
-    return jaxtp.parallelize(nnx.eval_shape(build), plan, mesh=jaxtp.make_mesh(*MESH))
+    return jaxtp.parallelize(nnx.eval_shape(build), plan, mesh=mesh_by_size(*MESH))
 
 
 def llama():
@@ -261,14 +261,14 @@ def test_a_parallel_model_is_not_made_parallel_again():
 
 def test_a_mesh_is_needed():
     model = nnx.eval_shape(llama)
-    with pytest.raises(jaxtp.MeshError, match="parallelize needs a mesh"):
+    with pytest.raises(jaxtp.errors.MeshError, match="parallelize needs a mesh"):
         jaxtp.parallelize(model, {})
-    with pytest.raises(jaxtp.MeshError, match=r"takes a mesh, .* not \{'tp': 2\}"):
+    with pytest.raises(jaxtp.errors.MeshError, match=r"takes a mesh, .* not \{'tp': 2\}"):
         jaxtp.parallelize(model, {}, mesh={"tp": 2})
     other = jax.make_mesh(
         (2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
     )
-    with pytest.raises(jaxtp.MeshError, match="lacks"):
+    with pytest.raises(jaxtp.errors.MeshError, match="lacks"):
         jaxtp.parallelize(model, {}, mesh=other)
 
 
@@ -295,7 +295,7 @@ NO_MODELS = {
 def test_what_makes_no_model(name):
     build, message = NO_MODELS[name]
     with pytest.raises(PlanError, match=message):
-        jaxtp.parallelize(build, {}, mesh=jaxtp.make_mesh(*MESH))
+        jaxtp.parallelize(build, {}, mesh=mesh_by_size(*MESH))
     with pytest.raises(PlanError, match=message):
         jaxtp.explain(build, mesh={"tp": 2})
 

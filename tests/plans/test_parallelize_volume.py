@@ -12,9 +12,9 @@ from moves import assert_weights_alone_move, audit_gradients, sent
 from support import use_mesh
 
 import jaxtp
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.analysis.audit import audit
 from jaxtp.mesh import AXES, STORAGE
+from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.plans.parallelize import arrays_of
 
 B = 8
@@ -58,7 +58,7 @@ def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_
     )
     plan = SEQUENCE if sequence else ALL_REDUCE
     build = lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0), kv_heads=kv_heads), plan)
-    ours = audit_gradients(mesh, lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)), GIVEN)
+    ours = audit_gradients(mesh, lambda: jaxtp.layers.DecoderBlock(config, rngs=nnx.Rngs(0)), GIVEN)
     stock = audit_gradients(mesh, build, GIVEN)
     if kv_heads == N:
         assert sent(stock, "tp") == sent(ours, "tp")
@@ -101,7 +101,7 @@ def test_a_module_of_ones_own_gathers_too():
 
 
 def test_the_optimizer_moves_nothing():
-    mesh = jaxtp.make_mesh(1, 2, 4)
+    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
     with jax.set_mesh(mesh):
         model = jaxtp.parallelize(lambda: models.LlamaBlock(nnx.Rngs(0)), SEQUENCE)
         optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)

@@ -13,7 +13,7 @@ def save_model(folder, seed, norm=1.0):
     """Saves a model, whose last norm has this scale, and its tokenizer in a new folder."""
     model = jaxtp.Decoder(jaxtp.ModelConfig(**SIZES, d_ff=16), rngs=nnx.Rngs(seed))
     model.norm.scale[...] = norm
-    jaxtp.save_hf(model, folder, allow_non_finite=True)
+    jaxtp.hf.save(model, folder, allow_non_finite=True)
     (folder / "tokenizer.json").write_bytes(byte_level())
     return folder
 

@@ -24,7 +24,7 @@ from jaxtp.train.self_check import (
 
 @swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_right_devices_pass(dtype):
-    assert "every device" in check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), dtype)
+    assert "every device" in check_devices(jaxtp.make_mesh(fsdp=2, tp=2, cp=2), dtype)
 
 
 def planted(monkeypatch, name, run):
@@ -93,12 +93,12 @@ def test_a_wrong_collective_is_named_with_its_axis(monkeypatch, collective):
     with pytest.raises(
         NumericsError, match=rf"device \d of process 0 .* by {collective} over mesh\.fsdp"
     ):
-        check_collectives(jaxtp.make_mesh(1, 2, 1))
+        check_collectives(jaxtp.make_mesh(fsdp=2))
 
 
 def test_collectives_are_right_over_every_axis():
-    check_collectives(jaxtp.make_mesh(2, 1, 1, cp=2))
-    check_collectives(jaxtp.make_mesh(1, 3, 2))
+    check_collectives(jaxtp.make_mesh(dp=2, cp=2))
+    check_collectives(jaxtp.make_mesh(fsdp=3, tp=2))
 
 
 def test_the_numbers_that_collectives_sum_are_exact_for_a_thousand_devices():

@@ -236,7 +236,7 @@ def test_a_student_learns_from_the_scores_of_a_teacher_and_resumes(tmp_path, cap
         "--run.seed=1",
         "--train.steps=20",
         "--optimizer.schedule=constant",
-        "--train.loss=jaxtp:Distillation",
+        "--train.loss=jaxtp.losses:Distillation",
         "--train.loss-arguments.cross-entropy=0.1",
         "--run.dir",
     ]

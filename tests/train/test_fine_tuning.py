@@ -59,7 +59,7 @@ def data(tmp_path_factory):
 def model(tmp_path_factory):
     """Returns a folder of a small model."""
     folder = tmp_path_factory.mktemp("hf") / "model"
-    jaxtp.save_hf(decoder(), folder)
+    jaxtp.hf.save(decoder(), folder)
     return folder
 
 
@@ -115,7 +115,7 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
     assert_same_records(tmp_path / "run", adapter_run, "loss", rtol=1e-4)
 
     other = tmp_path / "other"
-    jaxtp.save_hf(decoder(6), other)
+    jaxtp.hf.save(decoder(6), other)
     assert_refused(
         main,
         [*again, f"--model.from-hf={other}", "--train.steps=7"],
@@ -126,9 +126,9 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
 
 @swept("name", TRAINED)
 def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_path, command):
-    config = replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
+    config = replace(jaxtp.hf.read_config(FOLDER / name), vocab_size=256)
     family = read_json(FOLDER / name / "config.json")["model_type"]
-    jaxtp.save_hf(jaxtp.Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
+    jaxtp.hf.save(jaxtp.Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
     flags = [
         f"--model.from-hf={tmp_path}/model",
         "--data.sequence-length=16",
@@ -151,7 +151,7 @@ def outputs_of(model):
 def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
     """It stays in bfloat16, and adapters are in float32."""
     base = tmp_path / "base"
-    jaxtp.save_hf(decoder(), base, dtype="bfloat16")
+    jaxtp.hf.save(decoder(), base, dtype="bfloat16")
     run = str(tmp_path / "run")
     flags = [*command, "--mesh=tp=2", *LORA, f"--model.from-hf={base}"]
     assert main(flags) == 0
@@ -166,9 +166,9 @@ def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
         "float32"
     }
     adapted = jaxtp.load_run(run)
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, jaxtp.FrozenParam))} == {
-        "bfloat16"
-    }
+    assert {
+        leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, jaxtp.layers.FrozenParam))
+    } == {"bfloat16"}
 
 
 @pytest.mark.journey
@@ -188,7 +188,7 @@ def test_adapters_beside_a_model_in_8_bits(tmp_path, command, model, adapter_run
     adapted = jaxtp.load_run(run)
     assert convert(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
     np.testing.assert_allclose(
-        outputs_of(jaxtp.load_hf(tmp_path / "merged")), outputs_of(adapted), atol=1e-4
+        outputs_of(jaxtp.hf.load(tmp_path / "merged")), outputs_of(adapted), atol=1e-4
     )
 
 
@@ -201,15 +201,15 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, model, adapt
         model
     )
     assert convert(["export", run, str(tmp_path / "merged"), "--merged", "--mesh.tp=2"]) == 0
-    merged = outputs_of(jaxtp.load_hf(tmp_path / "merged"))
-    assert np.abs(merged - outputs_of(jaxtp.load_hf(model))).max() > 0.01, (
+    merged = outputs_of(jaxtp.hf.load(tmp_path / "merged"))
+    assert np.abs(merged - outputs_of(jaxtp.hf.load(model))).max() > 0.01, (
         "the adapters do something"
     )
     capsys.readouterr()
     prompt = ["--model", run, "--prompt=aaa", "--max-tokens=2"]
     assert generate([*prompt, "--mesh.tp=2"]) == 0
     assert "parameters, float32" in capsys.readouterr().err
-    jaxtp.save_hf(decoder(6), tmp_path / "other")
+    jaxtp.hf.save(decoder(6), tmp_path / "other")
     assert_refused(
         generate,
         [f"--model={tmp_path}/adapters", "--prompt=a"],
@@ -252,7 +252,7 @@ def test_a_run_needs_the_folder_that_it_began_with_no_more(
 def trained_adapters(tmp_path_factory, model):
     """A folder of adapters in PEFT's format: rsLoRA, in the second layer alone."""
     lora = LoraConfig(rank=2, alpha=4.0, rslora=True, targets=("q_proj", "down_proj"))
-    adapted = jaxtp.add_adapters(jaxtp.load_hf(model), lora)
+    adapted = jaxtp.add_adapters(jaxtp.hf.load(model), lora)
 
     def in_the_second_layer(array):
         made = np.random.default_rng(array.size).standard_normal(array.shape).astype(array.dtype)
@@ -261,7 +261,7 @@ def trained_adapters(tmp_path_factory, model):
 
     nnx.update(adapted, jax.tree.map(in_the_second_layer, nnx.state(adapted, nnx.LoRAParam)))
     folder = tmp_path_factory.mktemp("adapters") / "adapters"
-    jaxtp.save_peft(adapted, folder, base=model)
+    jaxtp.hf.save_adapters(adapted, folder, base=model)
     return folder
 
 

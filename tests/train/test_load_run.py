@@ -103,7 +103,7 @@ MISTAKES = {
     ),
     "arguments": ({"build": lambda width: None}, "missing a required argument: 'width'"),
     "a pattern": (
-        {"build": WithFeatures, "plan": {"sideways": jaxtp.Colwise()}},
+        {"build": WithFeatures, "plan": {"sideways": jaxtp.plans.Colwise()}},
         "'sideways' matches no module",
     ),
     "no plan": (

@@ -132,7 +132,7 @@ def test_a_flax_layer_in_a_decoder_drops_others_in_each_step():
     assert terms(0).loss != terms(1).loss
 
 
-class FlaxGate(jaxtp.PositionwiseBranch):
+class FlaxGate(jaxtp.layers.PositionwiseBranch):
     """A branch of a Flax layer alone."""
 
     def __init__(self, width, rngs):
@@ -369,7 +369,7 @@ def test_generation_refuses_what_it_would_not_call():
     with pytest.raises(
         GenerationError, match="Rescaled has its own embed, which decoding would not call"
     ):
-        jaxtp.Generator(model, jaxtp.open_tokenizer)
+        jaxtp.generate.Generator(model, jaxtp.generate.open_tokenizer)
 
 
 class Bigram(nnx.Module):

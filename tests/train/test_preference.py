@@ -53,12 +53,12 @@ METRICS = [
     "logps/rejected",
 ]
 VARIANTS = {
-    "sigmoid": jaxtp.DPO(),
-    "label_smoothing": jaxtp.DPO(beta=0.3, label_smoothing=0.2),
-    "length_normalized": jaxtp.DPO(beta=2.0, length_normalized=True),
-    "hinge": jaxtp.DPO(beta=0.5, loss="hinge"),
-    "ipo": jaxtp.DPO(beta=0.4, loss="ipo"),
-    "sft_weight": jaxtp.DPO(sft_weight=0.7),
+    "sigmoid": jaxtp.losses.DPO(),
+    "label_smoothing": jaxtp.losses.DPO(beta=0.3, label_smoothing=0.2),
+    "length_normalized": jaxtp.losses.DPO(beta=2.0, length_normalized=True),
+    "hinge": jaxtp.losses.DPO(beta=0.5, loss="hinge"),
+    "ipo": jaxtp.losses.DPO(beta=0.4, loss="ipo"),
+    "sft_weight": jaxtp.losses.DPO(sft_weight=0.7),
 }
 """As in `make_preference_references.py`."""
 CASES = [
@@ -105,14 +105,14 @@ def pairs_in_rows(packed):
 @jax.jit
 def log_probs_of(model, columns):
     """Returns what `jaxtp score` stores."""
-    return jaxtp.token_log_probs(
+    return jaxtp.losses.token_log_probs(
         model, *(columns[name] for name in ("inputs", "labels", "segments"))
     )
 
 
 @cache
 def scored(packed):
-    graph, state = nnx.split(jaxtp.load_hf(FOLDER / MODEL))
+    graph, state = nnx.split(jaxtp.hf.load(FOLDER / MODEL))
     columns = pairs_in_rows(packed)
     scaled = nnx.merge(graph, jax.tree.map(lambda array: SCALE * array, state))
     return columns | {"log_probs": np.asarray(log_probs_of(scaled, columns))}
@@ -133,7 +133,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl(case):
     known = reference()
     columns = scored(packed)
     with use_mesh(**sizes):
-        model = jaxtp.load_hf(FOLDER / MODEL)
+        model = jaxtp.hf.load(FOLDER / MODEL)
         graph, state = nnx.split(model)
         run = lambda state: means(VARIANTS[name], nnx.merge(graph, state), columns)
         (loss, metrics), grads = jax.jit(jax.value_and_grad(run, has_aux=True))(state)
@@ -156,7 +156,7 @@ def test_loss_metrics_and_gradients_are_those_of_trl(case):
 def stored(monkeypatch):
     """The batch, whose log-probabilities the model is taken to give."""
     columns = scored(True)
-    model = jaxtp.load_hf(FOLDER / MODEL)
+    model = jaxtp.hf.load(FOLDER / MODEL)
     found = jnp.asarray(log_probs_of(model, columns))
     monkeypatch.setattr(preference, "token_log_probs", lambda *_: found)
     return columns
@@ -186,7 +186,7 @@ WRONG = [
 def test_a_wrong_column_is_refused(stored):
     for change, message in WRONG:
         with pytest.raises(UserError, match=message):
-            means(jaxtp.DPO(), None, stored | {"pairs": change(stored["pairs"])})
+            means(jaxtp.losses.DPO(), None, stored | {"pairs": change(stored["pairs"])})
 
 
 def test_an_answer_alone_does_not_count(stored):
@@ -198,7 +198,7 @@ def test_an_answer_alone_does_not_count(stored):
 
     @jax.jit
     def run(*batches):
-        return [means(jaxtp.DPO(sft_weight=1.0), None, columns) for columns in batches]
+        return [means(jaxtp.losses.DPO(sft_weight=1.0), None, columns) for columns in batches]
 
     (found, metrics), (known, expected) = run(alone, without)
     assert metrics["count"] == expected["count"] == 3
@@ -219,7 +219,7 @@ def test_settings_are_refused():
     }
     for message, settings in messages.items():
         with pytest.raises(ConfigError, match=message):
-            jaxtp.DPO(**settings)
+            jaxtp.losses.DPO(**settings)
 
 
 SMALL_MODEL = small_model(vocab_size=64, num_heads=2)
@@ -230,7 +230,7 @@ def test_a_model_without_adapters_needs_scores():
     with pytest.raises(
         ConfigError, match="needs a reference: a column log_probs, as `jaxtp score` makes"
     ):
-        means(jaxtp.DPO(), new_decoder(SMALL_MODEL), pairs_in_rows(True))
+        means(jaxtp.losses.DPO(), new_decoder(SMALL_MODEL), pairs_in_rows(True))
 
 
 @pytest.mark.wide
@@ -240,7 +240,7 @@ def test_the_reference_of_adapters_is_the_base():
     mesh = make_mesh()
     graph, state = state_on_mesh(build, random_weights(build), mesh)
     columns = pairs_in_rows(True)
-    run = lambda state, columns: means(jaxtp.DPO(), nnx.merge(graph, state), columns)
+    run = lambda state, columns: means(jaxtp.losses.DPO(), nnx.merge(graph, state), columns)
 
     @jax.jit
     def both(state):
@@ -269,7 +269,7 @@ def temporaries(config, task, batch):
 
 @pytest.mark.wide
 def test_a_scored_step_takes_the_memory_of_fine_tuning():
-    loss = jaxtp.DPO()
+    loss = jaxtp.losses.DPO()
     model = replace(SMALL_MODEL, loss_chunk=64)
     config = TrainConfig(model=model, data=DataConfig(sequence_length=512, global_batch_size=4))
     batch = jax.eval_shape(lambda: loss.example_batch(4, 512, config))
@@ -290,7 +290,7 @@ def test_a_run_ends_with_commands_that_take_its_data():
 @pytest.mark.journey
 def test_a_run_with_adapters_resumes(tmp_path):
     """From texts; margins rise."""
-    jaxtp.save_hf(
+    jaxtp.hf.save(
         jaxtp.Decoder(replace(SMALL_MODEL, vocab_size=256), rngs=nnx.Rngs(5)), tmp_path / "model"
     )
     pairs = [
@@ -306,7 +306,7 @@ def test_a_run_with_adapters_resumes(tmp_path):
         f"--model.from-hf={tmp_path}/model",
         f"--data.path={tmp_path}/data",
         "--model.lora.rank=4",
-        "--train.loss=jaxtp:DPO",
+        "--train.loss=jaxtp.losses:DPO",
         "--train.loss-arguments.beta=0.2",
         "--data.packing=documents",
         "--data.sequence-length=64",

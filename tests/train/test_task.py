@@ -175,7 +175,7 @@ np.save(f"{{jax.process_index()}}.npy", found)
 parts = dict(loss=reading_stop, batches=with_stop, callbacks=[stop_at_step_2])
 losses, _ = train("columns", "dp=4,fsdp=2", 9, {{"train.log_every": 1}}, **parts)
 with jax.set_mesh(jaxtp.make_mesh(fsdp=4, tp=2)):
-    graph, state = nnx.split(jaxtp.load_run("run", build=FixedFeatures, plan={{"down": jaxtp.Rowwise()}}))
+    graph, state = nnx.split(jaxtp.load_run("run", build=FixedFeatures, plan={{"down": jaxtp.plans.Rowwise()}}))
     replicated = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
     run = jax.jit(lambda state, x: nnx.merge(graph, state)(x), out_shardings=replicated)
     outputs = np.asarray(run(state, np.eye(4, 16, dtype=np.float32)))
@@ -297,7 +297,7 @@ MISTAKES = {
     "an instance": ({"model": Net(rngs=nnx.Rngs(0))}, "is a model; give its class"),
     "no optimizer": ({"optimizer": optax.adamw}, "'learning_rate'"),
     "a plan": (
-        {"plan": {"sideways": jaxtp.Colwise()}, "mesh": "tp=2"},
+        {"plan": {"sideways": jaxtp.plans.Colwise()}, "mesh": "tp=2"},
         "'sideways' matches no module",
     ),
     "cp": ({"mesh": "cp=2"}, "no plan names the module that takes them"),

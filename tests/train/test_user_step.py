@@ -49,7 +49,7 @@ TASK = jaxtp.Task(
     model=Mlp,
     loss=loss,
     optimizer=optax.adafactor(1e-3),
-    plan={"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()},
+    plan={"up": jaxtp.plans.Colwise(), "down": jaxtp.plans.Rowwise()},
 )
 REMAT = replace(TASK, model=lambda rngs: Mlp(rngs, remat=True))
 CONFIG = TrainConfig(origin=OriginConfig(build="mine:Mlp"))

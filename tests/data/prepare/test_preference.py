@@ -307,7 +307,9 @@ def command():
 
 
 def test_the_loss_of_a_run_on_pairs_must_be_one_for_pairs(command, capsys):
-    assert_refused(train, command, "d: pairs need a loss for them: --train.loss jaxtp:DPO", capsys)
+    assert_refused(
+        train, command, "d: pairs need a loss for them: --train.loss jaxtp.losses:DPO", capsys
+    )
 
 
 @pytest.mark.wide

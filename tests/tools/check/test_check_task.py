@@ -45,14 +45,14 @@ class LocalScale(nnx.Module):
         self.scale = nnx.Param(jnp.ones(features))
 
     def __call__(self, x):
-        return x * self.scale[...] / axis_size(jaxtp.TP)
+        return x * self.scale[...] / axis_size("tp")
 
 
 class Failing(LocalScale):
     """A layer that is written for one device."""
 
     def __call__(self, x):
-        return x.reshape(-1, len(self.scale) * axis_size(jaxtp.TP)) + jnp.zeros((ROWS, 1))
+        return x.reshape(-1, len(self.scale) * axis_size("tp")) + jnp.zeros((ROWS, 1))
 
 
 WithBatchNorm = partial(Mlp, middle=nnx.BatchNorm)
@@ -99,7 +99,7 @@ class Unsteady(Mlp):
         return super().__call__(x) * np.random.default_rng().uniform(1, 2)
 
 
-PLAN = {"up": jaxtp.Colwise(), "down": jaxtp.Rowwise()}
+PLAN = {"up": jaxtp.plans.Colwise(), "down": jaxtp.plans.Rowwise()}
 
 
 def batches(step):
@@ -282,7 +282,7 @@ def test_a_wrong_layer_of_a_decoder_is_named_under_a_loss_of_the_user(monkeypatc
     call = linear.RowParallelLinear.__call__
 
     def with_the_bias_of_every_device(self, x):
-        return call(self, x) + (axis_size(jaxtp.TP) - 1) * self.bias[...]
+        return call(self, x) + (axis_size("tp") - 1) * self.bias[...]
 
     monkeypatch.setattr(linear.RowParallelLinear, "__call__", with_the_bias_of_every_device)
     assert decoder("--model.mlp-bias", "--model.attention-out-bias") == 1

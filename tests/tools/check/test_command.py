@@ -94,7 +94,7 @@ def test_a_model_of_hugging_face_is_checked_with_its_own_sizes(tmp_path, capsys)
     model = checked(tmp_path, "--model.from-hf", FOLDER / "qwen3", "--mesh", "tp=2")["config"][
         "model"
     ]
-    own = jaxtp.read_config(FOLDER / "qwen3")
+    own = jaxtp.hf.read_config(FOLDER / "qwen3")
     assert (model["qk_norm"], model["vocab_size"]) == ("head", own.vocab_size)
     assert_refused(
         main, ["--model.from-hf", str(tmp_path), "--mesh", "tp=2"], "config.json", capsys
@@ -149,7 +149,7 @@ def test_a_scale_of_the_features_of_one_device_is_named(monkeypatch, capsys):
 
 def doubled_over_tp(x):
     """Returns the same numbers, whose gradient is counted twice on several devices."""
-    return 2 * x - jax.lax.stop_gradient(x) if axis_size(jaxtp.TP) > 1 else x
+    return 2 * x - jax.lax.stop_gradient(x) if axis_size("tp") > 1 else x
 
 
 @pytest.mark.wide

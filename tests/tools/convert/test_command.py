@@ -89,11 +89,11 @@ def test_a_model_and_adapters_become_one_model(imported, tmp_path):
     source = imported / "source"
     adapters = tmp_path / "adapters"
     lora = jaxtp.LoraConfig(rank=2, targets=("q_proj",))
-    adapted = jaxtp.add_adapters(jaxtp.load_hf(source), lora)
+    adapted = jaxtp.add_adapters(jaxtp.hf.load(source), lora)
     state = nnx.state(adapted, nnx.LoRAParam)
     nnx.update(adapted, jax.tree.map(lambda array: array + 0.1, state))
-    jaxtp.save_peft(adapted, adapters)
-    jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", family="qwen3")
+    jaxtp.hf.save_adapters(adapted, adapters)
+    jaxtp.hf.save(jaxtp.merge_adapters(adapted), tmp_path / "merged", family="qwen3")
     for place in (source, imported / "run"):
         out = tmp_path / f"from {place.name}"
         convert("export", place, out, f"--adapters={adapters}", "--mesh.tp=2")

@@ -129,11 +129,15 @@ def test_a_loss_scales_the_time_of_a_step_and_needs_no_data(estimated, capsys):
     sizes = ["--model.num-layers=1", "--model.d-model=64", "--model.d-ff=128"]
     flags = [*sizes, "--hardware=h100x2", "--mesh=tp=2", "--model.lora.rank=4", "--as-configured"]
     usual = estimated(*flags)["meshes"][0]
-    loss = ["--train.loss=jaxtp:DPO", "--train.loss-arguments.beta=0.2", "--data.path=absent"]
+    loss = [
+        "--train.loss=jaxtp.losses:DPO",
+        "--train.loss-arguments.beta=0.2",
+        "--data.path=absent",
+    ]
     record = estimated(*flags, *loss)
     dpo = record["meshes"][0]
     relative = record["loss"]["relative"]
-    assert "jaxtp:DPO(beta=0.2)" in capsys.readouterr().out
+    assert "jaxtp.losses:DPO(beta=0.2)" in capsys.readouterr().out
     # A pass of the reference, by a forward and a backward pass without gradients of weights.
     assert 1.3 < relative < 1.6
     assert dpo["seconds"]["products"] == pytest.approx(relative * usual["seconds"]["products"])
@@ -338,7 +342,7 @@ REFUSED = {
         "model.precision.matmul=float8: a100 has no such products"
     ),
     "--config nothing.yaml": "nothing.yaml: No such file",
-    f"{H100S} --train.loss jaxtp:DPO --train.loss-arguments.bet 1": "did you mean beta?",
+    f"{H100S} --train.loss jaxtp.losses:DPO --train.loss-arguments.bet 1": "did you mean beta?",
     f"{H100S} --train.loss-arguments.beta 1": "need a loss: set --train.loss",
 }
 

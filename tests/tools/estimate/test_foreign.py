@@ -28,7 +28,7 @@ SOURCE = """
 import jax, optax
 import numpy as np
 from flax import nnx
-from jaxtp import Colwise, PrepareInput, Replicate, Rowwise
+from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise
 
 class Block(nnx.Module):
     def __init__(self, rngs):

@@ -135,7 +135,7 @@ def test_the_estimate_knows_an_optimizer_that_exchanges_matrices():
 
 @swept("name", TRAINED)
 def test_the_estimate_knows_every_family(name):
-    model = replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
+    model = replace(jaxtp.hf.read_config(FOLDER / name), loss_chunk=8)
     config = replace(CONFIG, model=model)
     assert_moves_as_estimated(setting("1-2-1-4", {"data.sequence_length": 16}, config))
 
@@ -171,6 +171,6 @@ def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
 
 @pytest.mark.wide
 def test_the_program_of_a_loss_reads_its_batch():
-    changes = {"train.loss": "jaxtp:DPO", "model.lora.rank": 2, "model.num_layers": 1}
+    changes = {"train.loss": "jaxtp.losses:DPO", "model.lora.rank": 2, "model.num_layers": 1}
     traced = trace(replace_nested(CONFIG, changes), jaxtp.make_mesh(fsdp=2, tp=2))
     assert "pairs" in str(traced.in_avals)

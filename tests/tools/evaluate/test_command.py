@@ -209,11 +209,11 @@ def test_adapters_are_those_of_the_merged_model(tiny_model, lines, tmp_path, cap
     adapters = tmp_path / "adapters"
     merged = tmp_path / "merged"
     with use_mesh():
-        adapted = jaxtp.add_adapters(jaxtp.load_hf(tiny_model), jaxtp.LoraConfig(rank=2))
+        adapted = jaxtp.add_adapters(jaxtp.hf.load(tiny_model), jaxtp.LoraConfig(rank=2))
         state = nnx.state(adapted, nnx.LoRAParam)
         nnx.update(adapted, jax.tree.map(lambda array: array + 0.1, state))
-        jaxtp.save_peft(adapted, adapters)
-        jaxtp.save_hf(jaxtp.merge_adapters(adapted), merged, tokenizer_from=tiny_model)
+        jaxtp.hf.save_adapters(adapted, adapters)
+        jaxtp.hf.save(jaxtp.merge_adapters(adapted), merged, tokenizer_from=tiny_model)
     given = ["--text", lines, "--sequence-length=64"]
     flags = [[tiny_model], [merged], [tiny_model, f"--adapters={adapters}"]]
     plain, as_one, found = (

@@ -60,7 +60,7 @@ def logprobs(model):
     logits.
     """
     compute = nnx.jit(lambda model, ids: model(ids))
-    whole = jaxtp.load_hf(model)
+    whole = jaxtp.hf.load(model)
 
     def found(ids):
         padded = np.pad(np.array(ids, np.int32), (0, 96 - len(ids)))

@@ -42,7 +42,7 @@ def scorer(name, mesh, batch_size=2, norm=None):
     """Returns the scorer of a model on a mesh, whose last norm has this scale."""
     dp, fsdp, cp, tp = mesh
     with use_mesh(dp, fsdp, tp, cp=cp):
-        model = jaxtp.load_hf(FOLDER / name)
+        model = jaxtp.hf.load(FOLDER / name)
         if norm is not None:
             model.norm.scale[...] = norm
         return Scorer(model, batch_size)
@@ -85,7 +85,7 @@ def test_overlapping_windows_have_the_loss_of_each_window():
     """The loss of each window by itself, from the model's whole logits."""
     ids = hf_reference.load("llama_gqa")["input_ids"][:2].astype(np.int32)
     logits_of = nnx.jit(lambda model, ids: model(ids))
-    model = jaxtp.load_hf(FOLDER / "llama_gqa")
+    model = jaxtp.hf.load(FOLDER / "llama_gqa")
     for stride in (8, 3):
         total = 0.0
         for row in ids:

@@ -13,15 +13,8 @@ from support import assert_refused, decoder, use_mesh
 from tables import read_json
 
 import jaxtp
-from jaxtp import (
-    Colwise,
-    ContextParallel,
-    PlanError,
-    PrepareInput,
-    PrepareOutput,
-    Replicate,
-    Rowwise,
-)
+from jaxtp.errors import PlanError
+from jaxtp.plans import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise
 from jaxtp.tools.explain.__main__ import main
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
@@ -230,9 +223,9 @@ def test_our_own_decoder_has_the_split_it_declares():
 def test_a_second_plan_and_a_missing_mesh_are_refused():
     with use_mesh(tp=2):
         model = jaxtp.parallelize(build, PAIR)
-        with pytest.raises(jaxtp.PlanError, match="already parallel"):
+        with pytest.raises(jaxtp.errors.PlanError, match="already parallel"):
             jaxtp.explain(model, X, plan=SHARED)
-    with pytest.raises(jaxtp.MeshError, match="needs a mesh"):
+    with pytest.raises(jaxtp.errors.MeshError, match="needs a mesh"):
         jaxtp.explain(build, X)
 
 
@@ -249,7 +242,7 @@ NO_MESHES = {
 @pytest.mark.parametrize("message", NO_MESHES)
 def test_sizes_that_are_no_mesh_are_refused(message):
     for ask in (jaxtp.explain, jaxtp.propose_plan):
-        with pytest.raises(jaxtp.MeshError, match=message):
+        with pytest.raises(jaxtp.errors.MeshError, match=message):
             ask(build, X, mesh=NO_MESHES[message])
 
 
@@ -291,7 +284,7 @@ def test_a_module_shares_the_inputs_of_its_layers():
 
 FILE = """
 from flax import nnx
-from jaxtp import Colwise, Rowwise
+from jaxtp.plans import Colwise, Rowwise
 def build():
     rngs = nnx.Rngs(0)
     return nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.relu, nnx.Linear(16, 8, rngs=rngs))

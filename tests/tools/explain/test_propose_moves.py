@@ -19,7 +19,7 @@ from moves import bytes_over_tp
 from tools.explain.nets import net, seeded
 
 import jaxtp
-from jaxtp import Colwise, Replicate, Rowwise, SequenceParallel
+from jaxtp.plans import Colwise, Replicate, Rowwise, SequenceParallel
 
 X = jax.random.normal(jax.random.key(0), (8, 8, 16))
 MESH = {"fsdp": 2, "tp": 4}

@@ -16,8 +16,8 @@ from support import sizes_of, swept, use_mesh
 from tools.explain.nets import seeded
 
 import jaxtp
-from jaxtp import Colwise, Rowwise
 from jaxtp.mesh import STORAGE, mesh_shape
+from jaxtp.plans import Colwise, Rowwise
 from jaxtp.plans.layouts import stored_spec
 from jaxtp.plans.plan import PlanError, matches, patterns_for
 

@@ -68,7 +68,7 @@ def log_probs(tiny_model):
     """Returns a function that computes all log-probabilities of rows on one device."""
     mesh = jaxtp.make_mesh(devices=jax.devices()[:1])
     with jax.set_mesh(mesh):
-        model = jaxtp.load_hf(tiny_model)
+        model = jaxtp.hf.load(tiny_model)
 
     @nnx.jit
     def compute(model, ids, segments, temperature):
