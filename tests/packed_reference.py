@@ -81,7 +81,7 @@ def loss_and_gradients_on(mesh, config, weights, **options):
 
     def loss(params, others):
         model = nnx.merge(graph, params, others, copy=True)
-        return model.loss(ids, labels, segments_BT=segments, **options)[0]
+        return model.loss(ids, labels, segments=segments, **options)[0]
 
     with jax.set_mesh(on):
         total, grads = jax.jit(jax.value_and_grad(loss))(*nnx.split_state(state, trained, ...))

@@ -11,11 +11,14 @@ import sys
 import typing
 from dataclasses import is_dataclass
 
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 from runs import run_program
 
 import jaxtp
 from jaxtp.config import public_names
+from jaxtp.config.schema import Settings
 
 HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "numpy")
 
@@ -208,6 +211,35 @@ def test_signatures_of_public_dataclasses_show_the_names_of_types():
     callables = (value for name, value in OBJECTS.items() if not name.startswith("jaxtp.typing"))
     dataclasses = filter(is_dataclass, callables)
     assert not [kind for kind in dataclasses if "FieldInfo" in str(inspect.signature(kind))]
+
+
+def test_signatures_are_short():
+    """But for those of settings, which have a field for each."""
+    long = {}
+    for name, value in OBJECTS.items():
+        is_settings = inspect.isclass(value) and issubclass(value, Settings)
+        if is_settings or name.startswith("jaxtp.typing.") or value is jaxtp.Task:
+            continue
+        for function in functions_of(value):
+            length = len(str(inspect.signature(function)))
+            if length > 400:
+                long[f"{name}.{function.__name__}"] = length
+    assert not long
+
+
+def test_settings_show_what_is_not_their_default():
+    assert repr(jaxtp.ModelConfig(d_model=64)) == "ModelConfig(d_model=64)"
+    assert repr(jaxtp.layers.LayerContext()) == "LayerContext()"
+    context = jaxtp.layers.LayerContext(joined=True)
+    shown = repr(jaxtp.layers.HeadConfig(32, context))
+    assert shown == f"HeadConfig(vocab_size=32, context={context!r})"
+
+
+def test_layers_have_default_settings():
+    x = jnp.ones((2, 8, 64))
+    for layer in (jaxtp.MLP, jaxtp.Norm, jaxtp.CausalSelfAttention):
+        given = {} if layer is jaxtp.Norm else {"rngs": nnx.Rngs(0)}
+        assert layer(64, **given)(x).shape == x.shape
 
 
 def test_only_public_names_are_listed():

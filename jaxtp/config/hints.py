@@ -37,6 +37,7 @@ OTHER_NAMES = {
     "data.path": "dataset dataset_name dataset_path data_dir train_file",
     "data.packing": "sample_packing pack_sequences",
     "model.from_hf": "model_name_or_path model_name base_model pretrained",
+    "model.lora.from_peft": "lora.from",
     "model.lora.rank": "lora_r lora_rank r",
     "model.lora.alpha": "lora_alpha",
     "model.lora.rslora": "use_rslora",

@@ -67,7 +67,7 @@ class Distillation(Settings):
         self, model: Decoder, batch: Mapping[str, Array], key: Array
     ) -> tuple[Array, Array, Mapping[str, Array]]:
         """Returns sums over the positions with a label, and their number."""
-        sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS))
+        sequences = model.sequences(batch["inputs"], segments=batch.get(SEGMENTS))
         hidden_BTD = model.hidden(batch["inputs"], sequences=sequences)
         labels_BT, ids_BTK, teacher_BTK = (
             sequences.local_tokens(batch[name]) for name in self.columns[1:]

@@ -1,6 +1,6 @@
 """Sources of initial weights: random numbers, or a trained model (`pretrained.py`).
 
-`resolve` reads `run.init_from`, `model.from_hf` and `model.lora.from`; later code uses the
+`resolve` reads `run.init_from`, `model.from_hf` and `model.lora.from_peft`; later code uses the
 `InitSource`.
 """
 
@@ -138,6 +138,6 @@ def resolve(
         return resolve_pretrained(config, explicit, resumed)
     if adapters is not None:
         raise ConfigError(
-            f"model.lora.from={adapters} are adapters of a trained model; {NAME_MODEL}"
+            f"model.lora.from_peft={adapters} are adapters of a trained model; {NAME_MODEL}"
         )
     return config, InitSource()

@@ -185,7 +185,7 @@ class NextToken(Objective):
         return model.loss(
             batch["inputs"],
             batch["labels"],
-            segments_BT=batch.get(SEGMENTS),
+            segments=batch.get(SEGMENTS),
             context=self.context,
         )
 
@@ -206,7 +206,9 @@ class NextToken(Objective):
         """See `Objective`. Dropout has a key for each row, so no mesh changes it."""
         batch = micro.batch
         keys = row_keys(step_key, micro.rows) if model.config.dropout else None
-        sequences = model.sequences(batch["inputs"], batch.get(SEGMENTS), self.context)
+        sequences = model.sequences(
+            batch["inputs"], segments=batch.get(SEGMENTS), context=self.context
+        )
         hidden_BTD, routings = model.with_routing(
             batch["inputs"], keys, replace(sequences, record=record), micro.experts
         )

@@ -1,5 +1,7 @@
 """User models that are not Decoders: sharding, dtypes, and loading from a run."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, overload
@@ -19,7 +21,7 @@ from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.hf.runs import RecordedModel, load_adapted, load_merged, own_or_decoder
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
+from jaxtp.mesh import CP, TP, MeshLike, as_current, as_mesh, current_mesh, make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.own_decoder import Builder, builder
@@ -55,12 +57,12 @@ def load_run(
     base: str | Path | None = None,
     build: object = None,
     plan: Plan | str | None = None,
+    mesh: MeshLike = None,
 ) -> object:
     """Returns the trained model in a run's newest checkpoint, or in a checkpoint.
 
-    The model is on the mesh in context, or on one device without a mesh. Neither the data nor the
-    mesh of the run is needed. A model of your own is in the mode in which `build` returns it: call
-    `model.eval()` before you use a model with dropout.
+    Neither the data nor the mesh of the run is needed. A model of your own is in the mode in which
+    `build` returns it: call `model.eval()` before you use a model with dropout.
 
     Args:
       base: the base model of a run's adapters, if it has moved.
@@ -69,6 +71,8 @@ def load_run(
         run's folder names is never imported.
       plan: for a model of your own, the styles by which `parallelize` splits it over tp, or the
         name of such a plan. Without a plan, a model without specs is replicated over tp.
+      mesh: by default the mesh in context, or one device if there is none; also sizes,
+        `{"fsdp": 2, "tp": 4}` or `"fsdp=2,tp=4"`.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged, or another model's; or the base model
@@ -77,9 +81,12 @@ def load_run(
       PlanError: the plan does not fit the model or the mesh.
       HFError: the base model is unreadable.
     """
-    has_mesh = current_mesh() is not None
     # Makes the mesh before anything else starts JAX's backend.
-    mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
+    if mesh is not None:
+        with as_current(as_mesh(mesh, "load_run")):
+            return load_run(path, base=base, build=build, plan=plan)
+    has_mesh = current_mesh() is not None
+    run_mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
     checkpoint = open_checkpoint(expand(Path(path)))
     source = load_object(build, "build") if isinstance(build, str) else build
     styles: Plan | None = load_object(plan, "plan") if isinstance(plan, str) else plan
@@ -100,8 +107,8 @@ def load_run(
             )
         if recorded.config.lora.rank:
             folder = None if base is None else expand(Path(base))
-            return load_adapted(checkpoint.folder, checkpoint.info, mesh, folder)
-        return load_merged(checkpoint.folder, checkpoint.info, recorded.config, mesh)
+            return load_adapted(checkpoint.folder, checkpoint.info, run_mesh, folder)
+        return load_merged(checkpoint.folder, checkpoint.info, recorded.config, run_mesh)
     if base is not None:
         raise ConfigError(
             "base is for the base model of a decoder's adapters, but the run's model is not a "
@@ -111,7 +118,7 @@ def load_run(
     # Without a mesh and a plan the model stays plain Flax.
     is_split = has_mesh or styles is not None
     build = builder(source, recorded.origin)
-    return _load_own(checkpoint, recorded, build, styles, mesh, is_split=is_split)
+    return _load_own(checkpoint, recorded, build, styles, run_mesh, is_split=is_split)
 
 
 def _load_own(

@@ -80,7 +80,9 @@ class DPO(Settings):
         segments_BT = batch.get(SEGMENTS, 2 * jnp.abs(pairs_BT) - (pairs_BT > 0))
 
         def log_probs(model: Decoder) -> Array:
-            return jnp.asarray(token_log_probs(model, batch["inputs"], labels_BT, segments_BT))
+            return jnp.asarray(
+                token_log_probs(model, batch["inputs"], labels_BT, segments=segments_BT)
+            )
 
         if LOG_PROBS in batch:
             reference_BT = batch[LOG_PROBS]

@@ -143,7 +143,7 @@ class Pretrained(InitSource):
         return differences(before | {"lora": now["lora"]}, now, "model.")
 
     def open_adapters(self, config: TrainConfig) -> PeftFolder:
-        """Opens the adapters of `model.lora.from`.
+        """Opens the adapters of `model.lora.from_peft`.
 
         Raises `HFError` if they are unreadable, or belong to another model.
         """

@@ -243,7 +243,7 @@ def batch():
 
 def trained(graph, state):
     def mean(state, ids, labels):
-        total, count = nnx.merge(graph, state).loss(ids, labels, segments_BT=jnp.asarray(SEGMENTS))
+        total, count = nnx.merge(graph, state).loss(ids, labels, segments=jnp.asarray(SEGMENTS))
         return total / count
 
     return jax.jit(jax.value_and_grad(mean))(state, *batch())

@@ -69,7 +69,7 @@ def document_errors(config=MODEL):
         rows.append(np.pad(own, (0, T - len(own))))
         kinds.append(np.arange(T) < len(own))
     graph, state = nnx.split(model(config))
-    run = jax.jit(lambda state, ids, segments: nnx.merge(graph, state)(ids, segments))
+    run = jax.jit(lambda state, ids, segments: nnx.merge(graph, state)(ids, segments=segments))
     packed, *alone = np.asarray(run(state, np.stack(rows), np.stack(kinds)))
     pairs = [(packed[segments == i + 1], one[kinds[i + 1]]) for i, one in enumerate(alone)]
     return [np.abs(in_row - one).max() for in_row, one in pairs]

@@ -75,7 +75,7 @@ def logits_by(method):
     mesh = mesh_of(sizes_of(MESH))
     graph, state = state_on_mesh(*built(method), mesh)
     run = jax.jit(
-        lambda state, ids, segments: nnx.merge(graph, state)(ids, segments, context=method)
+        lambda state, ids, segments: nnx.merge(graph, state)(ids, segments=segments, context=method)
     )
 
     def logits(ids, segments):
@@ -129,7 +129,7 @@ def test_logits_are_in_natural_order_and_those_of_one_device(method):
     ids = random.integers(0, LLAMA.vocab_size, (ROWS, T), np.int32)
     segments = np.cumsum(random.random((ROWS, T)) < 0.2, axis=1, dtype=np.int32)
     graph, state = without_mesh(*built(method))
-    expected = jax.jit(lambda state: nnx.merge(graph, state)(ids, segments))(state)
+    expected = jax.jit(lambda state: nnx.merge(graph, state)(ids, segments=segments))(state)
     assert relative_error(logits_by(method)(ids, segments), expected) < TOLERANCE
 
 

@@ -44,7 +44,8 @@ SEGMENTS = np.broadcast_to(np.repeat(np.array([1, 2, 3, 0], np.int32), 4), (B, T
 
 def expected(model):
     warm_BTV, plain_BTV = (
-        jax.nn.log_softmax(model(IDS, SEGMENTS) / temperature) for temperature in (1.3, 1.0)
+        jax.nn.log_softmax(model(IDS, segments=SEGMENTS) / temperature)
+        for temperature in (1.3, 1.0)
     )
     of_labels = jnp.take_along_axis(warm_BTV, jnp.maximum(LABELS, 0)[..., None], axis=-1)[..., 0]
     of_top = jnp.take_along_axis(plain_BTV, jnp.maximum(TOP, 0), axis=-1)
@@ -55,14 +56,14 @@ def expected(model):
 
 def found(model):
     log_probs, entropy = jaxtp.losses.token_log_probs(
-        model, IDS, LABELS, SEGMENTS, temperature=1.3, entropy=True
+        model, IDS, LABELS, segments=SEGMENTS, temperature=1.3, entropy=True
     )
-    of_top = jaxtp.losses.token_log_probs(model, IDS, TOP, SEGMENTS)
+    of_top = jaxtp.losses.token_log_probs(model, IDS, TOP, segments=SEGMENTS)
     return (
         log_probs,
         entropy,
         of_top,
-        *jaxtp.losses.top_log_probs(model, IDS, K, SEGMENTS, temperature=1.3),
+        *jaxtp.losses.top_log_probs(model, IDS, K, segments=SEGMENTS, temperature=1.3),
     )
 
 

@@ -278,7 +278,7 @@ def test_adapters_are_trained_further(
 ):
     """From PEFT's folder, on another mesh without it, and back into one."""
     adapters = shutil.copytree(trained_adapters, tmp_path / "adapters")
-    flags = [*command, f"--model.lora.from={adapters}", "--optimizer.learning-rate=0.01"]
+    flags = [*command, f"--model.lora.from-peft={adapters}", "--optimizer.learning-rate=0.01"]
     assert main([*flags, "--mesh=fsdp=2,tp=2"]) == 0
     printed = capsys.readouterr().out
     assert (
@@ -300,7 +300,7 @@ def test_adapters_are_trained_further(
         "has adapters already",
         capsys,
     )
-    begins = [f"--run.init-from={whole_run}", f"--model.lora.from={trained_adapters}"]
+    begins = [f"--run.init-from={whole_run}", f"--model.lora.from-peft={trained_adapters}"]
     assert main([*data, *begins, "--mesh=tp=2", f"--run.dir={tmp_path}/again"]) == 0
 
 
@@ -308,7 +308,7 @@ OF_ADAPTERS = {
     "--model.lora.rank=7": "model.lora.rank=7, but the adapters have 2",
     "--model.lora.alpha=16": "model.lora.alpha=16.0, but the adapters have 4.0",
     "--model.lora.targets q_proj": "targets=q_proj, but the adapters have q_proj down_proj",
-    "--model.lora.from={adapters}x": "no such folder; did you mean {adapters}?",
+    "--model.lora.from-peft={adapters}x": "no such folder; did you mean {adapters}?",
     "--model.from-hf={narrow}": "q_proj.lora_A.weight is 2x16, and this model needs 2x8",
     "--model.precision.compute=float16": "cannot train in float16 (model.precision.compute)",
 }
@@ -334,7 +334,7 @@ def test_mistakes_with_models_and_adapters_are_refused(
     config = tmp_path / "narrow/config.json"
     write_json(config, read_json(config) | {"hidden_size": 8})
     (tmp_path / "with_tokenizer/tokenizer.json").write_text("{}")
-    beside_adapters = [*command, f"--model.lora.from={trained_adapters}"]
+    beside_adapters = [*command, f"--model.lora.from-peft={trained_adapters}"]
     for begin, table in ((command, OF_MODELS), (beside_adapters, OF_ADAPTERS)):
         for flags, message in table.items():
             words = flags.format(**places).split()
@@ -352,7 +352,7 @@ def test_a_recipe_of_another_model_is_one_short_line(command, model, capsys):
 
 
 def test_adapters_of_nothing_are_refused(tmp_path, capsys):
-    for flags in (["--model.lora.rank=8"], [f"--model.lora.from={tmp_path}"]):
+    for flags in (["--model.lora.rank=8"], [f"--model.lora.from-peft={tmp_path}"]):
         assert_refused(
             main,
             [*flags, f"--run.dir={tmp_path}/run"],

@@ -106,7 +106,7 @@ def pairs_in_rows(packed):
 def log_probs_of(model, columns):
     """Returns what `jaxtp score` stores."""
     return jaxtp.losses.token_log_probs(
-        model, *(columns[name] for name in ("inputs", "labels", "segments"))
+        model, columns["inputs"], columns["labels"], segments=columns["segments"]
     )
 
 

@@ -130,7 +130,7 @@ class Scorer:
             state: nnx.State, batch: dict[str, Array], last_B: Array | None
         ) -> tuple[Scores, Array | None]:
             merged: Decoder = nnx.merge(graph, state, copy=True)
-            sequences = merged.sequences(batch["inputs"], batch.get(SEGMENTS))
+            sequences = merged.sequences(batch["inputs"], segments=batch.get(SEGMENTS))
             x_BTD = merged.hidden(batch["inputs"], sequences=sequences)
             labels_BT = sequences.local_tokens(batch["labels"])
             statistics = vocab_parallel_statistics(x_BTD, merged.projection(), labels_BT)

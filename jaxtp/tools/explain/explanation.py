@@ -1,5 +1,7 @@
 """`explain`: how a plan splits a model, its collectives by module, and avoidable communication."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections import Counter
@@ -30,20 +32,22 @@ from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall, find_dataflow
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.propose import merge_equal, replicate_input, undivided_parameters
 from jaxtp.analysis.tables import Cells, Record, columns
-from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes, trace_model
+from jaxtp.analysis.traced_model import Forward, ModelCall, trace_model
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.config.hints import dotted
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import (
     BATCH,
     TP,
+    MeshLike,
     Sizes,
-    abstract_mesh,
+    as_mesh,
     axes_of,
     batch_parts,
     describe_mesh,
     mesh_of,
     mesh_shape,
+    mesh_sizes,
     parts,
 )
 from jaxtp.plans.layouts import as_tuple
@@ -208,8 +212,8 @@ def explain(
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass
         unchanged. Without inputs there are no collectives.
       plan: the plan of a model that is not parallel yet.
-      mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}`. A parallel model is
-        split again.
+      mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}` or
+        `"fsdp=2,tp=4"`. A parallel model is split again.
       call: a function of the model and the inputs; by default `model(*inputs)`.
       compiled: also compile the model, to list the collectives that the compiler adds. This needs
         the devices.
@@ -218,8 +222,8 @@ def explain(
       PlanError: the plan does not fit, or the model has one already.
       MeshError: there is no mesh, or `compiled` lacks devices.
     """
-    sizes = axis_sizes(mesh, "explain")
-    abstract = abstract_mesh(sizes)
+    abstract = as_mesh(mesh, "explain", abstract=True)
+    sizes = mesh_sizes(abstract)
     with jax.sharding.use_abstract_mesh(abstract):
         parallel = _parallelized(model, plan, abstract)
         original, styles = original_model(parallel)

@@ -128,11 +128,13 @@ def _program(model: Decoder, record: Record) -> Callable[[Batch], dict[str, Arra
         merged: Decoder = nnx.merge(graph, state, copy=True)
         t = record.temperature
         if record.top_k is None:
-            log_probs_BT = token_log_probs(merged, ids_BT, labels_BT, segments_BT, temperature=t)
+            log_probs_BT = token_log_probs(
+                merged, ids_BT, labels_BT, segments=segments_BT, temperature=t
+            )
             assert isinstance(log_probs_BT, Array)
             return {LOG_PROBS: log_probs_BT}
         values_BTK, ids_BTK = top_log_probs(
-            merged, ids_BT, record.top_k, segments_BT, temperature=t
+            merged, ids_BT, record.top_k, segments=segments_BT, temperature=t
         )
         has_label = (labels_BT != IGNORE)[..., None]
         return {

@@ -292,7 +292,7 @@ import jax.numpy as jnp
 
 def loss(model, batch, key):
     labels = jnp.where(batch["pairs"] > 0, batch["labels"], -100)
-    total, _ = model.loss(batch["inputs"], labels, segments_BT=batch["segments"])
+    total, _ = model.loss(batch["inputs"], labels, segments=batch["segments"])
     return total, batch["pairs"].max(-1).sum()
 """
 

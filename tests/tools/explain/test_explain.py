@@ -235,7 +235,7 @@ NO_MESHES = {
     r"fsdp=2\.0: a mesh axis is a positive number": {"fsdp": 2.0},
     "tp='4': a mesh axis is a positive number": {"tp": "4"},
     "tp=True": {"tp": True},
-    r"takes a mesh, or its sizes .*, not 'fsdp=2'": "fsdp=2",
+    "takes a mesh, or its sizes .*, not 8": 8,
 }
 
 

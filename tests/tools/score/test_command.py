@@ -72,7 +72,7 @@ def log_probs(tiny_model):
 
     @nnx.jit
     def compute(model, ids, segments, temperature):
-        return jax.nn.log_softmax(model(ids, segments) / temperature)
+        return jax.nn.log_softmax(model(ids, segments=segments) / temperature)
 
     def of_rows(rows, temperature):
         columns = jax.tree.map(lambda *arrays: np.stack(arrays), *rows)
@@ -255,7 +255,7 @@ import jax.numpy as jnp
 from jaxtp.models.log_probs import token_log_probs
 
 def loss(model, batch, key):
-    found = token_log_probs(model, batch["inputs"], batch["labels"], batch["segments"])
+    found = token_log_probs(model, batch["inputs"], batch["labels"], segments=batch["segments"])
     count = jnp.sum(batch["labels"] != -100)
     apart = jnp.sum(jnp.abs(found - batch["log_probs"]))
     return -jnp.sum(found), count, {"apart": (apart, count)}
