@@ -3,6 +3,9 @@
 The names that most programs use are here, and the others in namespaces: `jaxtp.layers`,
 `jaxtp.plans`, `jaxtp.losses`, `jaxtp.hf`, `jaxtp.generate`, `jaxtp.errors` and `jaxtp.typing`. Each
 is imported at its first use, so `import jaxtp` takes milliseconds; `__init__.pyi` lists them.
+
+Functions that take a model return the model to use. `parallelize` and `freeze` change it in place,
+so that no array is held twice; those of adapters return another one, which shares its arrays.
 """
 
 from importlib import import_module

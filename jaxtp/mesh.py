@@ -74,8 +74,7 @@ def make_mesh(
         or not distinct.
     """
     if positions:
-        named = zip((DP, FSDP, TP), positions, strict=False)
-        sizes = ", ".join(f"{axis}={size}" for axis, size in named)
+        sizes = ", ".join(map("{}={}".format, (DP, FSDP, TP), positions))
         raise MeshError(f"make_mesh{positions}: name the axes, as in make_mesh({sizes})")
     return mesh_of(mesh_shape(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
 

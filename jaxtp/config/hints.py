@@ -37,7 +37,6 @@ OTHER_NAMES = {
     "data.path": "dataset dataset_name dataset_path data_dir train_file",
     "data.packing": "sample_packing pack_sequences",
     "model.from_hf": "model_name_or_path model_name base_model pretrained",
-    "model.lora.from_peft": "lora.from",
     "model.lora.rank": "lora_r lora_rank r",
     "model.lora.alpha": "lora_alpha",
     "model.lora.rslora": "use_rslora",
@@ -69,6 +68,7 @@ _LOSS = (
     "--train.loss-arguments.beta 0.1"
 )
 INSTEAD: tuple[tuple[str, str, str], ...] = (
+    ("lora.from", "model.lora.from_peft", "since jaxtp 0.3 it is {}"),
     ("lora_dropout lora.dropout", "model.dropout", f"adapters have no dropout; {_BRANCHES}"),
     (
         "attention_dropout attn_pdrop attn_dropout",
