@@ -40,14 +40,11 @@ def load_object(text: str, setting: str) -> Any:
       ConfigError: there is no such file, module or name, or its code fails; the message has the
         line of the code.
     """
-    place, _, name = text.rpartition(":")
+    place, _, name = current_reference(text).rpartition(":")
     if not place or not name:
         close = _nearest(text, public_names())
         hint = f"; did you mean {namespace_of(close)}:{close}?" if close else ""
         raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME{hint}")
-    if place == "jaxtp":
-        # Files of jaxtp 0.2 have `jaxtp:DPO`.
-        place = namespace_of(name) or place
     module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
     with user_code(f"{setting} {text}", ConfigError):
         if not hasattr(module, name):
@@ -81,6 +78,13 @@ def describe_value(value: object) -> str:
         return truncate(repr(value), 100)
     except Exception:
         return f"a {type(value).__name__}"
+
+
+def current_reference(reference: str) -> str:
+    """Returns `jaxtp.losses:DPO` for `jaxtp:DPO`, which files of jaxtp 0.2 have."""
+    place, _, name = reference.rpartition(":")
+    namespace = namespace_of(name) if place == "jaxtp" else None
+    return reference if namespace is None else f"{namespace}:{name}"
 
 
 def is_public(reference: str) -> bool:
