@@ -158,7 +158,7 @@ def stored(monkeypatch):
     columns = scored(True)
     model = jaxtp.hf.load(FOLDER / MODEL)
     found = jnp.asarray(log_probs_of(model, columns))
-    monkeypatch.setattr(preference, "token_log_probs", lambda *_: found)
+    monkeypatch.setattr(preference, "token_log_probs", lambda *_, segments: found)
     return columns
 
 
