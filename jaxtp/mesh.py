@@ -9,7 +9,8 @@ domain) form a tensor-parallel group.
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from typing import Literal, Never, overload
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
@@ -27,6 +28,7 @@ CONTEXT = (CP,)  # axes that divide each sequence (`layers/context.py`)
 TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
 Sizes = Mapping[str, int]  # number of devices along each axis
+MeshLike = Mesh | AbstractMesh | Sizes | str | None  # None: the mesh in context
 
 STORAGE = (FSDP, CP)
 """Axes that shard a stored weight. It is all-gathered before use; its gradient is
@@ -53,11 +55,11 @@ class MeshError(UserError):
 
 
 def make_mesh(
+    *positions: Never,
     dp: int = 1,
     fsdp: int = 1,
-    tp: int = 1,
-    *,
     cp: int = 1,
+    tp: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """Builds the mesh `(dp, fsdp, cp, tp)`; make it current with `jax.set_mesh(mesh)`.
@@ -69,9 +71,12 @@ def make_mesh(
     mesh of a single process may be smaller, and takes the first devices.
 
     Raises:
-      MeshError: a size is not positive, several sizes are -1, or devices are too few or not
-        distinct.
+      MeshError: a size has no axis or is not positive, several sizes are -1, or devices are too few
+        or not distinct.
     """
+    if positions:
+        sizes = ", ".join(map("{}={}".format, (DP, FSDP, TP), positions))
+        raise MeshError(f"make_mesh{positions}: name the axes, as in make_mesh({sizes})")
     return mesh_of(mesh_shape(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
 
 
@@ -158,6 +163,72 @@ def abstract_mesh(sizes: Sizes) -> AbstractMesh:
     return AbstractMesh(
         tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
+
+
+@overload
+def as_mesh(mesh: MeshLike, caller: str) -> Mesh | AbstractMesh: ...
+
+
+@overload
+def as_mesh(mesh: MeshLike, caller: str, *, abstract: Literal[True]) -> AbstractMesh: ...
+
+
+def as_mesh(mesh: MeshLike, caller: str, *, abstract: bool = False) -> Mesh | AbstractMesh:
+    """Returns the mesh that a user names, by default that in context.
+
+    Args:
+      mesh: a mesh, or its sizes: `{"fsdp": 2, "tp": 4}` or `"fsdp=2,tp=4"`.
+      caller: the function that takes it, for messages.
+      abstract: whether devices need not exist. Sizes become a mesh of devices otherwise.
+
+    Raises:
+      MeshError: it is no such thing, there is no mesh in context, or devices are too few.
+    """
+    if mesh is None:
+        mesh = _mesh_in_context(caller)
+    if isinstance(mesh, str):
+        mesh = _parse_mesh(mesh)
+    if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
+        raise MeshError(
+            f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}'
+        )
+    if isinstance(mesh, Mesh | AbstractMesh) and not abstract:
+        check_axes(mesh)
+        return mesh
+    sizes = mesh_shape() | dict(mesh if isinstance(mesh, Mapping) else mesh.shape)
+    unknown = sorted(map(str, sizes.keys() - AXES))
+    if unknown:
+        raise MeshError(f"{', '.join(unknown)}: not a mesh axis; the axes are {', '.join(AXES)}")
+    check_sizes(sizes)
+    if not abstract:
+        return mesh_of(sizes)
+    if -1 in sizes.values():
+        raise MeshError(
+            f"{describe_mesh(sizes)}: -1 means all other devices, but devices need not exist here"
+        )
+    return abstract_mesh(sizes)
+
+
+def _mesh_in_context(caller: str) -> Mesh | AbstractMesh:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise MeshError(
+            f"{caller} needs a mesh: call it under jax.set_mesh(jaxtp.make_mesh(...)), or pass "
+            'mesh={"tp": 8}'
+        )
+    # In a trace, such as the trace of a function that builds a model, the mesh is abstract.
+    with suppress(ValueError):
+        concrete = jax.sharding.get_mesh()
+        if not concrete.empty:
+            return concrete
+    return mesh
+
+
+def _parse_mesh(text: str) -> dict[str, int]:
+    # The parser of flags imports pydantic, which a program that needs only a mesh does not.
+    from jaxtp.config.command_line import parse_mesh
+
+    return parse_mesh(text, AXES, allow_rest=True)
 
 
 def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:

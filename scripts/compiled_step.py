@@ -79,7 +79,7 @@ class Measured:
         length: int,
         explicit: bool = True,
     ):
-        self.mesh = jaxtp.make_mesh(*mesh)
+        self.mesh = jaxtp.make_mesh(**by_axis(mesh))
         self.sizes = mesh_sizes(self.mesh)
         plan = plan_state if explicit else plan_without_layers
         self.plan = plan(model, optimizers.build(SETTINGS, 10), self.mesh)
@@ -226,9 +226,13 @@ def compile_times(model: jaxtp.ModelConfig, rows: int, length: int, repeats: int
     return columns(("layers", "median s", "all"), table) + f"\nratio {medians[64] / medians[4]:.2f}"
 
 
+def by_axis(mesh: tuple[int, int, int]) -> dict[str, int]:
+    return dict(zip(("dp", "fsdp", "tp"), mesh, strict=True))
+
+
 def describe(mesh: tuple[int, int, int]) -> str:
     """Returns a label such as `fsdp 2 x tp 4`."""
-    return str(Case(mesh_sizes(jaxtp.make_mesh(*mesh)), sequence_parallel=False))
+    return str(Case(mesh_sizes(jaxtp.make_mesh(**by_axis(mesh))), sequence_parallel=False))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -66,7 +66,8 @@ from jaxtp.train.state import plan_state
 asked = json.load(sys.stdin)
 name = f"1x{asked['hosts']}x8"
 described = topologies.get_topology_desc(name, "cuda", topology=name, target_config=asked["gpu"])
-mesh = make_mesh(*asked["mesh"], devices=described.devices)
+sizes = dict(zip(("dp", "fsdp", "tp"), asked["mesh"]))
+mesh = make_mesh(**sizes, devices=described.devices)
 config = replace_nested(from_yaml(TrainConfig, asked["config"]), asked["changes"])
 plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
 with jax.set_mesh(mesh):

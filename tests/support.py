@@ -40,6 +40,10 @@ def decoder(config):
     return lambda: new_decoder(config)
 
 
+def mesh_by_size(dp=1, fsdp=1, tp=1, *, cp=1, devices=None):
+    return jaxtp.make_mesh(dp=dp, fsdp=fsdp, cp=cp, tp=tp, devices=devices)
+
+
 def use_mesh(*sizes, **by_axis):
     """Puts a mesh of these axis sizes in context, for a `with` block."""
     return jax.set_mesh(mesh_by_size(*sizes, **by_axis))

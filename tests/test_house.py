@@ -22,6 +22,8 @@ LEVELS = [
     {"train", "generate"},
     {"tools"},
 ]
+NAMESPACES = {"__init__", "__main__", "errors", "losses", "typing"}
+"""Files that only list public names, and the command; the stub of a namespace may name any room."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 TERMINAL = {"config/console.py"}
 """It reads whether the terminal is a scheduler's log."""
@@ -74,7 +76,7 @@ def calls(tree):
 
 def faults_of_imports(path):
     here = room(path)
-    if here in ("__init__", "__main__"):
+    if here in NAMESPACES:
         return
     for other in set(imports(trees()[path])) & LEVEL.keys():
         if other != here and LEVEL[other] >= LEVEL[here]:
@@ -269,12 +271,9 @@ def arrows():
     """The rooms that each room imports, also inside functions."""
     found = {}
     for path, tree in trees().items():
-        if path.parent != PACKAGE or path.stem not in ("__init__", "__main__"):
-            others = {room(other) for other in imported(ast.walk(tree))} - {
-                room(path),
-                "__init__",
-                "__main__",
-            }
+        if path.parent != PACKAGE or path.stem not in NAMESPACES:
+            others = {room(other) for other in imported(ast.walk(tree))}
+            others -= {room(path), *NAMESPACES}
             found.setdefault(room(path), set()).update(others)
     return found
 

@@ -1,6 +1,7 @@
 import math
 import os
 import sys
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,11 +13,14 @@ from runs import run_program
 from support import use_mesh
 
 import jaxtp
+from jaxtp.config.entry import UserError
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.mesh import (
     AXES,
     MeshError,
+    abstract_mesh,
+    as_mesh,
     current_mesh,
     fitting_meshes,
     is_number_configured,
@@ -77,6 +81,41 @@ def test_minus_one_takes_what_is_left():
 def test_impossible_sizes(sizes):
     with pytest.raises(MeshError, match="|".join(f"{axis}[= ]" for axis in sizes)):
         jaxtp.make_mesh(**sizes)
+
+
+def test_axes_are_named():
+    with pytest.raises(
+        MeshError, match=r"make_mesh\(2, 1, 4\): .* make_mesh\(dp=2, fsdp=1, tp=4\)"
+    ):
+        jaxtp.make_mesh(2, 1, 4)
+
+
+def test_a_mesh_is_one_however_it_is_given():
+    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
+    with jax.set_mesh(mesh):
+        assert as_mesh(None, "this") == mesh
+    sizes = {"fsdp": 2, "tp": 4}
+    for given in (mesh, sizes, "fsdp=2,tp=4", "fsdp=-1,tp=4,dp=2"):
+        found = as_mesh(given, "this")
+        assert found.shape["tp"] == 4
+        assert found == mesh or found.size == jax.device_count()
+    for given in (mesh, sizes, "fsdp=2,tp=4", mesh.abstract_mesh):
+        assert as_mesh(given, "this", abstract=True) == abstract_mesh(mesh_shape(**sizes))
+    assert as_mesh(mesh.abstract_mesh, "this") == mesh.abstract_mesh
+    for wrong in (8, [2, 4], {"pp": 2}, "pp=2", {"tp": 0}):
+        with pytest.raises(UserError, match=r"this|pp|tp=0"):
+            as_mesh(wrong, "this")
+
+
+def test_a_decoder_outside_of_a_mesh_says_that_devices_are_idle():
+    config = jaxtp.ModelConfig(d_model=16, num_layers=1)
+    build = partial(jaxtp.Decoder, config, rngs=nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=r"one of \d+ devices.*jax\.set_mesh"):
+        build()
+    with warnings.catch_warnings(), jax.set_mesh(jaxtp.make_mesh()):
+        warnings.simplefilter("error")
+        build()
+        nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize("devices", [[], [0, 0]])

@@ -4,6 +4,8 @@ A layer that moves too much makes its budget (`layer_costs.py`) and the jaxpr di
 that the compiler has to repair makes the jaxpr and the HLO after SPMD partitioning differ.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import re
@@ -24,7 +26,7 @@ from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.tables import Cells, columns
 from jaxtp.config.entry import BriefError
 from jaxtp.layers.parameter import is_variable
-from jaxtp.mesh import REPLICAS, TP, Sizes, mesh_sizes, parts
+from jaxtp.mesh import REPLICAS, TP, MeshError, MeshLike, Sizes, as_mesh, mesh_sizes, parts
 from jaxtp.plans.layouts import dim_over
 
 Budget = Mapping[Place, float]  # Bytes that each device may send in a step, by place
@@ -221,7 +223,7 @@ def audit(
     step: Any,
     state: Any,
     *args: Any,
-    mesh: Mesh,
+    mesh: MeshLike = None,
     budget: Budget | None = None,
     global_view: tuple[str, ...] = (),
     uncounted: tuple[str, ...] = (),
@@ -234,7 +236,7 @@ def audit(
         first.
       state: pytree of real or abstract arrays (`jax.ShapeDtypeStruct` with a sharding);
         `nnx.State`s declare theirs.
-      mesh: its devices may be virtual.
+      mesh: by default the mesh in context; its devices may be virtual.
       budget: bytes that each module may send; by default, whatever the program requests.
       global_view: outermost modules on global arrays (an optimizer that averages over whole dims),
         where the compiler may add collectives.
@@ -242,6 +244,7 @@ def audit(
         are allowed, and count once.
 
     Raises:
+      MeshError: there is no mesh, or it has no devices.
       TypeError: `step` is not a `jax.jit` function, or `state` holds no arrays.
     """
     is_traced = isinstance(step, jax.stages.Traced)
@@ -252,12 +255,15 @@ def audit(
             "For an nnx.Module: pass `state` of graph, state = nnx.split(module), and call "
             "nnx.merge(graph, state) inside the function"
         )
-    with jax.set_mesh(mesh):
+    placed_on = as_mesh(mesh, "audit")
+    if not isinstance(placed_on, Mesh):
+        raise MeshError("audit compiles, and an abstract mesh has no devices; pass mesh=")
+    with jax.set_mesh(placed_on):
         traced = step if is_traced else step.trace(state, *args)
         compiled, text = compile_with_spmd_text(traced.lower(), compiler_options)
-    sizes = mesh_sizes(mesh)
+    sizes = mesh_sizes(placed_on)
     return Audit(
-        holdings=read_holdings(compiled, state, mesh),
+        holdings=read_holdings(compiled, state, placed_on),
         written=count_collectives(traced.jaxpr, sizes),
         realised=count_collectives_in_hlo(text, sizes),
         budget=budget,

@@ -5,6 +5,8 @@ the split dim whole (`regions.py`). Column layers that read one array share its 
 all-reduce.
 """
 
+from __future__ import annotations
+
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,16 +18,19 @@ from flax import nnx
 
 from jaxtp.analysis.dataflow import ROOT, Dataflow, LayerCall
 from jaxtp.analysis.regions import Region, choose, find_regions
-from jaxtp.analysis.traced_model import (
-    Forward,
-    MeshLike,
-    ModelCall,
-    TracedModel,
-    axis_sizes,
-    trace_model,
-)
+from jaxtp.analysis.traced_model import Forward, ModelCall, TracedModel, trace_model
 from jaxtp.analysis.work import count_work, repeated_work
-from jaxtp.mesh import CP, TP, MeshError, Sizes, abstract_mesh, describe_mesh
+from jaxtp.mesh import (
+    CP,
+    TP,
+    MeshError,
+    MeshLike,
+    Sizes,
+    abstract_mesh,
+    as_mesh,
+    describe_mesh,
+    mesh_sizes,
+)
 from jaxtp.plans.layouts import declared_spec, declared_specs, dim_over
 from jaxtp.plans.module_wrappers import find_modules
 from jaxtp.plans.parallelize import DECLARED, Build, abstract_model, parallelize
@@ -116,14 +121,15 @@ def propose_plan(
       MeshError: there is no mesh, or tp is 1.
       PlanError: `model` is neither a module nor a function that returns a module.
     """
-    sizes = axis_sizes(mesh, "propose_plan")
+    abstract = as_mesh(mesh, "propose_plan", abstract=True)
+    sizes = mesh_sizes(abstract)
     if sizes[TP] < 2:
         raise MeshError(
             f"propose_plan splits over {TP}, which has {sizes[TP]} device; set a mesh with more, "
             "or pass the mesh that "
             f'the plan is for: propose_plan(..., mesh={{"{TP}": 4}})'
         )
-    with jax.sharding.use_abstract_mesh(abstract_mesh(sizes)):
+    with jax.sharding.use_abstract_mesh(abstract):
         model_call = ModelCall.of(model, inputs, call)
         traced = trace_model(model_call)
 

@@ -17,14 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
-from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.mesh import AXES, MeshError, Sizes, check_sizes, describe_mesh, mesh_shape, mesh_sizes
 from jaxtp.plans.module_wrappers import Method, modules_of, with_calls
 from jaxtp.plans.parallelize import Build, abstract_model
 from jaxtp.plans.plan import PlanError
 
-MeshLike = Mesh | AbstractMesh | Sizes | None  # None: the mesh in context
 Forward = Callable[..., object]  # of a model and its inputs
 # A function of a model's state and the arrays among its inputs
 StateFunction = Callable[[nnx.State, list[Any]], Any]
@@ -92,27 +89,6 @@ class ModelCall:
             return self.run(copy, arrays)
 
         return function, state
-
-
-def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
-    """Returns the devices along each axis, or raises a MeshError that names `caller`."""
-    if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
-        raise MeshError(
-            f'{caller} needs a mesh: call it under jax.set_mesh(...), or pass mesh={{"tp": 8}}'
-        )
-    if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
-        raise MeshError(
-            f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}'
-        )
-    sizes = {**mesh_shape(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
-    if unknown := sorted(map(str, sizes.keys() - AXES)):
-        raise MeshError(f"{', '.join(unknown)}: not a mesh axis; the axes are {', '.join(AXES)}")
-    check_sizes(sizes)
-    if -1 in sizes.values():
-        raise MeshError(
-            f"{describe_mesh(sizes)}: -1 means all other devices, but devices need not exist here"
-        )
-    return sizes
 
 
 @dataclass(frozen=True)

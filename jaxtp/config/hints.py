@@ -64,9 +64,11 @@ OTHER_NAMES = {
 
 _BRANCHES = "{} drops out of the result of each branch"
 _LOSS = (
-    "a loss has settings of its own, such as --train.loss jaxtp:DPO --train.loss-arguments.beta 0.1"
+    "a loss has settings of its own, such as --train.loss jaxtp.losses:DPO "
+    "--train.loss-arguments.beta 0.1"
 )
 INSTEAD: tuple[tuple[str, str, str], ...] = (
+    ("lora.from", "model.lora.from_peft", "since jaxtp 0.3 it is {}"),
     ("lora_dropout lora.dropout", "model.dropout", f"adapters have no dropout; {_BRANCHES}"),
     (
         "attention_dropout attn_pdrop attn_dropout",

@@ -21,10 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jaxtp
 from jaxtp.config.affects import RUNS_CODE, ArgumentsOf, settings_of
 from jaxtp.config.entry import say
 from jaxtp.config.hints import closest
+from jaxtp.config.public_names import namespace_of, public_names
 from jaxtp.config.reading import parse_yaml, truncate
 from jaxtp.config.schema import ConfigError, nearest_file, value_at
 
@@ -40,15 +40,15 @@ def load_object(text: str, setting: str) -> Any:
       ConfigError: there is no such file, module or name, or its code fails; the message has the
         line of the code.
     """
-    place, _, name = text.rpartition(":")
+    place, _, name = current_reference(text).rpartition(":")
     if not place or not name:
-        close = _nearest(text, jaxtp)
-        hint = f"; did you mean jaxtp:{close}?" if close else ""
+        close = _nearest(text, public_names())
+        hint = f"; did you mean {namespace_of(close)}:{close}?" if close else ""
         raise ConfigError(f"{setting} {text}: should be FILE.py:NAME or package.module:NAME{hint}")
     module = _load_file(setting, Path(place)) if place.endswith(".py") else _import(setting, place)
     with user_code(f"{setting} {text}", ConfigError):
         if not hasattr(module, name):
-            close = _nearest(name, module)
+            close = _nearest(name, public_names() if place == "jaxtp" else dir(module))
             names = _own_names(module) or "no names"
             hint = f"did you mean {close}?" if close else f"it has {names}"
             raise ConfigError(f"{setting} {text}: {place} has no {name}; {hint}")
@@ -80,18 +80,26 @@ def describe_value(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
+def current_reference(reference: str) -> str:
+    """Returns `jaxtp.losses:DPO` for `jaxtp:DPO`, which files of jaxtp 0.2 have."""
+    place, _, name = reference.rpartition(":")
+    namespace = namespace_of(name) if place == "jaxtp" else None
+    return reference if namespace is None else f"{namespace}:{name}"
+
+
 def is_public(reference: str) -> bool:
-    """Returns whether a reference names settings or a loss of jaxtp's own, such as `jaxtp:DPO`.
+    """Returns whether a reference names settings or a loss of jaxtp's own: `jaxtp.losses:DPO`.
 
     These are dataclasses, which only hold values. Public functions do not count: with arguments
     from a file they could write files.
     """
     place, _, name = reference.rpartition(":")
-    if place.partition(".")[0] != "jaxtp" or name not in jaxtp.__all__:
+    namespace = namespace_of(name)
+    if place.partition(".")[0] != "jaxtp" or namespace is None:
         return False
-    value = getattr(jaxtp, name)
+    value = getattr(importlib.import_module(namespace), name)
     is_settings = isinstance(value, type) and is_dataclass(value)
-    return is_settings and place in ("jaxtp", value.__module__)
+    return is_settings and place in ("jaxtp", namespace, value.__module__)
 
 
 def _named_code(config: Hashable, ignored: Set[tuple[str, ...]]) -> list[tuple[str, str]]:
@@ -174,8 +182,8 @@ def _as_flag(flag: str, value: object) -> str:
     return f"{flag}{'=' if word.startswith('-') else ' '}{shlex.quote(word)}"
 
 
-def _nearest(name: str, module: ModuleType) -> str | None:
-    by_lower_case = {other.lower(): other for other in dir(module)}
+def _nearest(name: str, names: Iterable[str]) -> str | None:
+    by_lower_case = {other.lower(): other for other in names}
     close = closest(name.lower(), by_lower_case, cutoff=0.75)
     return by_lower_case.get(close or "")
 

@@ -105,7 +105,6 @@ DataPath = Annotated[UserPath, pydantic.AfterValidator(_prepared)]
 """A dataset of `jaxtp prepare`, or a text file."""
 DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 """A dataset of a mixture."""
-FromPath = Annotated[UserPath | None, pydantic.Field(alias="from"), Argument("DIR")]
 """A path whose key is `from`, a word that Python does not allow as a field's name."""
 
 
@@ -255,8 +254,22 @@ class Settings:
     # Of types that pydantic does not know it checks the class alone.
     __pydantic_config__ = pydantic.ConfigDict(arbitrary_types_allowed=True)
 
+    def __init_subclass__(cls) -> None:
+        # `@dataclass` keeps the representation that a class has.
+        cls.__repr__ = short_repr  # type: ignore[method-assign]
+
     def __post_init__(self) -> None:
         check_values(self)
+
+
+def short_repr(instance: Any) -> str:
+    """Shows a dataclass without fields that have their defaults, as in `MLPConfig(d_ff=64)`."""
+    shown = []
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        if field.repr and value != field.default:
+            shown.append(f"{field.name}={value!r}")
+    return f"{type(instance).__qualname__}({', '.join(shown)})"
 
 
 def check_values(config: Settings) -> None:
@@ -440,7 +453,7 @@ def _complaint(item: ErrorDetails) -> str:
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
-_GONE = {"launch.preflight_bandwidth": False}
+_GONE = {"launch.preflight_bandwidth": False, "model.lora.from": None}
 """Settings that jaxtp had, with the values that files of its runs may still have."""
 
 

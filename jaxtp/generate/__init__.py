@@ -1,1 +1,5 @@
 """Continues texts with a model, or talks to it."""
+
+from jaxtp.config import public_names
+
+__getattr__, __dir__, __all__ = public_names.attach(__name__, __file__)

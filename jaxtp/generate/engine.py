@@ -12,6 +12,8 @@ right before its new tokens, so each query attends to one range of keys. A few p
 serve prompts of any length.
 """
 
+from __future__ import annotations
+
 import math
 import sys
 import time
@@ -120,7 +122,7 @@ class Speed:
     cut_texts: int = 0
     """Number of texts that ended at the model's context."""
 
-    def add(self, later: "Speed") -> None:
+    def add(self, later: Speed) -> None:
         """Adds a later call's tokens and seconds; the cache is the later one's."""
         for name, value in vars(later).items():
             earlier = getattr(self, name)

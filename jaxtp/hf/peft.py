@@ -205,8 +205,8 @@ def save_adapters(
 ) -> None:
     """Writes a model's adapters, from any mesh, for `peft.PeftModel.from_pretrained`.
 
-    Layers whose adapters are all zero are left out: `load_adapters` fills layers without adapters with
-    zeros.
+    Layers whose adapters are all zero are left out: `load_adapters` fills layers without adapters
+    with zeros.
 
     Args:
       path: a new or empty folder; appears when complete.
@@ -222,7 +222,7 @@ def save_adapters(
     config = model.config
     layout = options.get("experts", "stacked")
     if not config.lora.rank:
-        raise HFError("the model has no adapters; write all of it by save_hf")
+        raise HFError("the model has no adapters; write all of it by jaxtp.hf.save")
     family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
     trained = adapters(config)
     variables = named_variables(nnx.state(model, nnx.LoRAParam))

@@ -268,7 +268,7 @@ class CausalSelfAttention(Branch):
     def __init__(
         self,
         d_model: int,
-        config: AttentionConfig,
+        config: AttentionConfig = AttentionConfig(),
         context: LayerContext = LayerContext(),
         *,
         norm: NormConfig = NormConfig(norm_eps=1e-6),

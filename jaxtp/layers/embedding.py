@@ -26,7 +26,7 @@ from jaxtp.collectives import (
     own_part,
     token_spec,
 )
-from jaxtp.config.schema import ConfigError
+from jaxtp.config.schema import ConfigError, short_repr
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
@@ -45,6 +45,8 @@ CHUNK_SIZE = 2048
 @dataclass(frozen=True)
 class HeadConfig:
     """How hidden states become logits."""
+
+    __repr__ = short_repr
 
     vocab_size: int  # without padding
     context: LayerContext = LayerContext()
@@ -230,6 +232,7 @@ def vocab_parallel_logits(
     table_VD: Array,
     head: HeadConfig,
     bias_V: Array | None = None,
+    /,
 ) -> Array:
     """Returns logits `[B, T, V]` in `precision.logits`.
 

@@ -9,6 +9,8 @@ A column and a row layer cost one reduction in the forward and one in the backwa
 `x_BTD` has shape `[B, T, D]`, with more dims allowed between B and D.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +30,7 @@ from jaxtp.collectives import (
     check_divides,
     device_view,
 )
+from jaxtp.config.schema import short_repr
 from jaxtp.layers.float8 import tokens_in_float8
 from jaxtp.layers.lora import Lora, LoraConfig, Target
 from jaxtp.layers.overlap import Overlap, Ring
@@ -54,6 +57,8 @@ _GRANULE = 16
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
     """Settings that the parallel layers of a model share."""
+
+    __repr__ = short_repr
 
     sequence_parallel: SequenceParallel = False
     """Activations between layers are split over tp along the sequence. By default a layer takes

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtp.collectives import PROJECTED
 from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.hints import dotted
-from jaxtp.config.schema import FromPath, Positive, Rank, Settings
+from jaxtp.config.schema import OptionalFolder, Positive, Rank, Settings
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.parameter import (
     DType,
@@ -50,7 +50,7 @@ _Module = TypeVar("_Module", bound=nnx.Module)
 class LoraConfig(Settings):
     """Low-rank adapters of frozen kernels."""
 
-    from_peft: Annotated[FromPath, STEP] = None
+    from_peft: Annotated[OptionalFolder, STEP] = None
     """Folder of adapters in PEFT's format to start from, which also sets rank, alpha, rslora and
     targets."""
 
@@ -99,16 +99,17 @@ def freeze_state(state: nnx.State) -> nnx.State:
     return nnx.from_flat_state(frozen)
 
 
-def freeze(model: nnx.Module) -> None:
-    """Freezes every param of a model, in place, except adapters: training does not change them.
+def freeze(model: _Module) -> _Module:
+    """Freezes every param of a model except adapters, so that training does not change them.
 
-    It also freezes a part of a model, such as a teacher: `jaxtp.freeze(self.teacher)` in
-    `__init__`.
+    Changes the model in place, and returns it. It may be a part of a model, such as a teacher:
+    `self.teacher = jaxtp.freeze(teacher)` in `__init__`.
     """
     for _, module in nnx.iter_modules(model):
         for name, value in [*vars(module).items()]:
             if _is_base_param(value):
                 setattr(module, name, _freeze_param(value))
+    return model
 
 
 def without_adapters(model: _Module) -> _Module:

@@ -69,6 +69,7 @@ def vocab_parallel_cross_entropy(
     labels_BT: Array,
     head: HeadConfig,
     bias_V: Array | None = None,
+    /,
     *,
     z_loss: float = 0.0,
 ) -> tuple[Array, Array]:

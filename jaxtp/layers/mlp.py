@@ -71,7 +71,7 @@ class MLP(PositionwiseBranch):
     def __init__(
         self,
         d_model: int,
-        config: MLPConfig,
+        config: MLPConfig = MLPConfig(),
         context: LayerContext = LayerContext(),
         *,
         rngs: nnx.Rngs,

@@ -394,11 +394,13 @@ def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Adds defaults that have changed to a checkpoint's model settings.
 
     Before 0.2 `lora.dtype` was `precision.param`; before 0.3 `lora.targets` had none of latent
-    attention.
+    attention, and `lora.from_peft` was `lora.from`.
     """
     if not {"lora", "precision"} <= plain.keys():
         return dict(plain)
     lora = {"dtype": plain["precision"].get("param", LoraConfig.dtype), **plain["lora"]}
+    if "from" in lora:
+        lora["from_peft"] = lora.pop("from")
     if "kv_rank" not in plain and tuple(lora.get("targets", ())) == LLAMA_TARGETS:
         lora["targets"] = [*TARGETS]
     return {**plain, "lora": lora}

@@ -1,6 +1,9 @@
 """The decoder: embedding, stacks of blocks under scans, final norm, head."""
 
+from __future__ import annotations
+
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -268,10 +271,16 @@ class Decoder(EmbeddingAndHead):
 
     Params of blocks at the same place of a pattern are stacked on an unsplit leading dim: `blocks`
     if all blocks are equal, otherwise `blocks.0`, `blocks.1`, ..., stack by stack.
+
+    It is made on the mesh in context, as of `jax.set_mesh(jaxtp.make_mesh(...))`. Without a mesh it
+    is on one device, of which it warns where there are several.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        validate_model(config, mesh_sizes(current_mesh()))
+        mesh = current_mesh()
+        if mesh is None:
+            _warn_of_idle_devices(rngs)
+        validate_model(config, mesh_sizes(mesh))
         self.config = config
         vocab_size = config.vocab_size
         width = config.d_model
@@ -303,18 +312,18 @@ class Decoder(EmbeddingAndHead):
                 store_in_float8(kind, (kernel for _, kernel in adapter_kernels(block)))
 
     def __call__(
-        self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto"
+        self, ids_BT: Array, /, *, segments: Array | None = None, context: Context = "auto"
     ) -> Array:
         """Returns next-token logits `[B, T, V]`.
 
-        `segments_BT` mark documents (`layers/positions.py`), `context` is attention's
-        method over cp.
+        `segments` `[B, T]` mark documents (`layers/positions.py`), `context` is attention's method
+        over cp.
         """
-        sequences = self.sequences(ids_BT, segments_BT, context)
+        sequences = self.sequences(ids_BT, segments=segments, context=context)
         return self.logits_of_hidden(sequences.natural(self.hidden(ids_BT, sequences=sequences)))
 
     def sequences(
-        self, ids_BT: Array, segments_BT: Array | None = None, context: Context = "auto"
+        self, ids_BT: Array, /, *, segments: Array | None = None, context: Context = "auto"
     ) -> Sequences:
         """Returns the `Sequences` of a batch."""
         if not isinstance(context, str) or context not in get_args(Context):
@@ -326,14 +335,15 @@ class Decoder(EmbeddingAndHead):
         shape = LocalShape(
             sizes=mesh_sizes(current_mesh()), rows=rows, length=length, context=context
         )
-        return Sequences(segments=segments_BT, context=context, zigzag=self.config.zigzag(shape))
+        return Sequences(segments=segments, context=context, zigzag=self.config.zigzag(shape))
 
     def loss(
         self,
         ids_BT: Array,
         labels_BT: Array,
+        /,
         *,
-        segments_BT: Array | None = None,
+        segments: Array | None = None,
         z_loss: float = 0.0,
         dropout_keys: Array | None = None,
         context: Context = "auto",
@@ -344,7 +354,7 @@ class Decoder(EmbeddingAndHead):
         `z_loss` is the weight of the squared log-normaliser; `dropout_keys` `[B]` turn dropout on;
         for the others see `__call__`.
         """
-        sequences = self.sequences(ids_BT, segments_BT, context)
+        sequences = self.sequences(ids_BT, segments=segments, context=context)
         x_BTD, _ = self.with_routing(ids_BT, dropout_keys, sequences)
         return self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
 
@@ -433,6 +443,18 @@ class Decoder(EmbeddingAndHead):
             for turn in range(stack.repeats):
                 for block in blocks:
                     yield layer(block, turn)
+
+
+def _warn_of_idle_devices(rngs: nnx.Rngs) -> None:
+    # A traced model, which may be abstract, has its devices elsewhere.
+    is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(nnx.state(rngs)))
+    if not is_traced and jax.device_count() > 1:
+        warnings.warn(
+            f"the Decoder is on one of {jax.device_count()} devices, because no mesh is in "
+            "context: make it under jax.set_mesh(jaxtp.make_mesh(fsdp=-1)), or under "
+            "jax.set_mesh(jaxtp.make_mesh()) for one device",
+            stacklevel=1,
+        )
 
 
 def create_decoder(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:

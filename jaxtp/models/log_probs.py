@@ -4,6 +4,8 @@ They are exact on every mesh, and logits exist for `loss_chunk` tokens at a time
 backward pass.
 """
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -17,8 +19,9 @@ def token_log_probs(
     model: Decoder,
     ids_BT: Array,
     labels: Array,
-    segments_BT: Array | None = None,
+    /,
     *,
+    segments: Array | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
 ) -> Array | tuple[Array, Array]:
@@ -28,11 +31,11 @@ def token_log_probs(
 
     Args:
       labels: next tokens `[B, T]`, or K ids for each position, `[B, T, K]`; -100 gives 0.
-      segments_BT: documents of packed rows.
+      segments: documents of packed rows, `[B, T]`.
       temperature: divides the logits.
       entropy: also returns the entropy of every position's distribution, in nats, `[B, T]`.
     """
-    sequences = model.sequences(ids_BT, segments_BT)
+    sequences = model.sequences(ids_BT, segments=segments)
     x_BTD = model.hidden(ids_BT, sequences=sequences)
     labels = sequences.local_tokens(labels)
     results = hidden_log_probs(model, x_BTD, labels, temperature=temperature, entropy=entropy)
@@ -40,7 +43,13 @@ def token_log_probs(
 
 
 def hidden_log_probs(
-    model: Decoder, x_BTD: Array, labels: Array, *, temperature: float = 1.0, entropy: bool = False
+    model: Decoder,
+    x_BTD: Array,
+    labels: Array,
+    /,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
 ) -> Array | tuple[Array, Array]:
     """Like `token_log_probs`, from hidden states.
 
@@ -62,8 +71,9 @@ def top_log_probs(
     model: Decoder,
     ids_BT: Array,
     k: int,
-    segments_BT: Array | None = None,
+    /,
     *,
+    segments: Array | None = None,
     temperature: float = 1.0,
 ) -> tuple[Array, Array]:
     """Returns the k highest log-probabilities at each position, and their int32 ids.
@@ -75,7 +85,7 @@ def top_log_probs(
         raise ConfigError(
             f"k={k}: the vocabulary has {model.config.vocab_size} ids, so k can be 1 to that"
         )
-    sequences = model.sequences(ids_BT, segments_BT)
+    sequences = model.sequences(ids_BT, segments=segments)
     values, ids = vocab_parallel_top_k(
         model.hidden(ids_BT, sequences=sequences), model.projection(temperature), k
     )

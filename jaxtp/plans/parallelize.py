@@ -5,10 +5,11 @@ A function that builds the model is traced and compiled, which initialises its a
 plan on any other mesh.
 """
 
+from __future__ import annotations
+
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.python_object import signature_of
-from jaxtp.mesh import MeshError, Sizes, check_axes, mesh_sizes
+from jaxtp.mesh import MeshLike, Sizes, as_mesh, mesh_sizes
 from jaxtp.plans.module_wrappers import (
     Model,
     find_modules,
@@ -48,7 +49,7 @@ def parallelize(
     model: Model | Callable[[], Model],
     plan: Plan | None = None,
     *,
-    mesh: Mesh | AbstractMesh | None = None,
+    mesh: MeshLike = None,
 ) -> Model:
     """Splits a Flax NNX model over a mesh by a plan, without changing its code.
 
@@ -62,20 +63,20 @@ def parallelize(
       plan: styles by pattern of module paths (`plan.py`): `{"blocks.*.mlp.up": Colwise()}`. Other
         modules run unchanged on their shard of the batch. Splits that parameters declare
         (`out_sharding`) stay if the mesh divides them.
-      mesh: by default the mesh in context; an abstract mesh for abstract models (`nnx.eval_shape`).
-        fsdp and cp split each parameter, along the largest dim divisible by fsdp * cp; it is
-        gathered before use.
+      mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}` or `"fsdp=2,tp=4"`.
+        An abstract mesh is for abstract models (`nnx.eval_shape`). fsdp and cp split each
+        parameter, along the largest dim divisible by fsdp * cp; it is gathered before use.
 
     Raises:
       PlanError: the plan does not fit the model or the mesh; the model is unchanged.
       UserError: two modules or variables of the model have the same dotted path.
     """
-    mesh = _mesh(mesh)
+    placed_on = as_mesh(mesh, "parallelize")
     if not isinstance(model, nnx.Module):
-        return _initialise_sharded(model, plan or {}, mesh)
-    _apply_plan(model, plan or {}, mesh_sizes(mesh))
+        return _initialise_sharded(model, plan or {}, placed_on)
+    _apply_plan(model, plan or {}, mesh_sizes(placed_on))
     state = nnx.state(model)
-    nnx.update(model, jax.tree.map(_put, state, _shardings(state, mesh)))
+    nnx.update(model, jax.tree.map(_put, state, _shardings(state, placed_on)))
     return cast(Model, model)
 
 
@@ -96,27 +97,6 @@ def original_model(model: nnx.Module | Build) -> tuple[nnx.Module, dict[str, Sty
             if parameter.has_metadata(DECLARED):
                 parameter.set_metadata(out_sharding=parameter.get_metadata(DECLARED))
     return copy, styles
-
-
-def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
-    if mesh is None:
-        mesh = jax.sharding.get_abstract_mesh()
-        # In a trace, such as the trace of a function that builds a model, the mesh is abstract.
-        with suppress(ValueError):
-            concrete = jax.sharding.get_mesh()
-            if not concrete.empty:
-                mesh = concrete
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise MeshError(
-            f"parallelize takes a mesh, such as jaxtp.make_mesh(fsdp=2, tp=4), not {mesh!r}"
-        )
-    if mesh.empty:
-        raise MeshError(
-            "parallelize needs a mesh: call it under jax.set_mesh(jaxtp.make_mesh(...)), or "
-            "pass mesh="
-        )
-    check_axes(mesh)
-    return mesh
 
 
 def _apply_plan(model: nnx.Module, plan: Plan, sizes: Sizes) -> None:

@@ -5,6 +5,8 @@ local tensors. Here arrays are global, and a layout says how tp splits a module'
 results.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

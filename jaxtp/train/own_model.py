@@ -1,5 +1,7 @@
 """User models that are not Decoders: sharding, dtypes, and loading from a run."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from functools import singledispatch
 from pathlib import Path
@@ -26,7 +28,7 @@ from jaxtp.hf.runs import (
     own_or_decoder,
 )
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import CP, TP, current_mesh, make_mesh, mesh_sizes
+from jaxtp.mesh import CP, TP, MeshLike, as_current, as_mesh, current_mesh, make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.own_decoder import Builder, builder
@@ -61,12 +63,12 @@ def load_run(
     base: str | Path | None = None,
     build: object = None,
     plan: Plan | str | None = None,
+    mesh: MeshLike = None,
 ) -> object:
     """Returns the trained model in a run's newest checkpoint, or in a checkpoint.
 
-    The model is on the mesh in context, or on one device without a mesh. Neither the data nor the
-    mesh of the run is needed. A model of your own is in the mode in which `build` returns it: call
-    `model.eval()` before you use a model with dropout.
+    Neither the data nor the mesh of the run is needed. A model of your own is in the mode in which
+    `build` returns it: call `model.eval()` before you use a model with dropout.
 
     Args:
       base: the base model of a run's adapters, if it has moved.
@@ -75,6 +77,8 @@ def load_run(
         run's folder names is never imported.
       plan: for a model of your own, the styles by which `parallelize` splits it over tp, or the
         name of such a plan. Without a plan, a model without specs is replicated over tp.
+      mesh: by default the mesh in context, or one device if there is none; also sizes,
+        `{"fsdp": 2, "tp": 4}` or `"fsdp=2,tp=4"`.
 
     Raises:
       CheckpointError: the checkpoint is missing, damaged, or another model's; or the base model
@@ -83,9 +87,12 @@ def load_run(
       PlanError: the plan does not fit the model or the mesh.
       HFError: the base model is unreadable.
     """
-    has_mesh = current_mesh() is not None
     # Makes the mesh before anything else starts JAX's backend.
-    mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
+    if mesh is not None:
+        with as_current(as_mesh(mesh, "load_run")):
+            return load_run(path, base=base, build=build, plan=plan)
+    has_mesh = current_mesh() is not None
+    run_mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
     checkpoint = open_checkpoint(expand(Path(path)))
     source = load_object(build, "build") if isinstance(build, str) else build
     styles: Plan | None = load_object(plan, "plan") if isinstance(plan, str) else plan
@@ -102,7 +109,7 @@ def load_run(
     # Without a mesh and a plan a user's model stays plain Flax.
     is_split = has_mesh or styles is not None
     folder = None if base is None else expand(Path(base))
-    return _load(recorded, checkpoint, source, styles, folder, mesh, is_split)
+    return _load(recorded, checkpoint, source, styles, folder, run_mesh, is_split)
 
 
 @singledispatch

@@ -13,6 +13,7 @@ from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.checkpoint.storage import Info, is_of_run
 from jaxtp.config import schema as configuration
 from jaxtp.config.affects import affects
+from jaxtp.config.python_object import current_reference
 from jaxtp.config.schema import validate
 from jaxtp.data.corpus import LIBRARY
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE
@@ -120,6 +121,9 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) ->
     )
     model = stored["model"]
     stored["model"] = {name: model[name] for name in model if name in now["model"]}
+    for loop in (stored.get("train", {}), now["train"]):
+        if loop.get("loss"):
+            loop["loss"] = current_reference(loop["loss"])
     # The data may have moved, and its order is compared below.
     ignored = {"source": None, ORDER: None}
     fatal = configuration.differences(info["corpus"] | ignored, {**data, **ignored}, "data: ")

@@ -202,7 +202,8 @@ def open_data(config: TrainConfig, source: InitSource, parts: "Parts") -> RunDat
         tokens = load_tokens(config, source, parts)
         if tokens.corpus.has_pairs and objective.reads_only_tokens:
             raise ConfigError(
-                f"{tokens.corpus.description}: pairs need a loss for them: --train.loss jaxtp.losses:DPO"
+                f"{tokens.corpus.description}: pairs need a loss for them: "
+                "--train.loss jaxtp.losses:DPO"
             )
         _check_scores(config, tokens, objective)
         samples = tokens.validation(config.eval.batches, size)

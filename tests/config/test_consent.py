@@ -73,7 +73,7 @@ def test_no_command_runs_code_that_a_file_names(program, folder, capsys):
 
 
 def test_a_file_cannot_call_a_function_of_the_standard_library(folder, capsys):
-    loss = {"train.loss": "jaxtp:DPO", "data.batches": "itertools:count"}
+    loss = {"train.loss": "jaxtp.losses:DPO", "data.batches": "itertools:count"}
     call = {"model.build": "os:system", "model.arguments": {"command": "touch PWNED"}}
     words = write(folder / "shared.yaml", call | loss)
     listed = (
@@ -164,7 +164,7 @@ def test_arguments_of_a_loss_of_jaxtps_own_need_no_consent(folder, capsys):
     TRAIN.load(
         write(
             folder / "shared.yaml",
-            {"train.loss": "jaxtp:DPO", "train.loss_arguments": {"beta": 0.2}},
+            {"train.loss": "jaxtp.losses:DPO", "train.loss_arguments": {"beta": 0.2}},
         )
     )
     assert capsys.readouterr().err == ""
@@ -201,9 +201,15 @@ def test_the_recipes_need_no_consent():
         TRAIN.load([f"--config={path}"])
 
 
-PUBLIC = ("jaxtp:DPO", "jaxtp:Distillation", "jaxtp.train.preference:DPO", "jaxtp:ModelConfig")
+PUBLIC = (
+    "jaxtp.losses:DPO",
+    "jaxtp:DPO",  # as in files of jaxtp 0.2
+    "jaxtp.losses:Distillation",
+    "jaxtp.train.preference:DPO",
+    "jaxtp:ModelConfig",
+)
 NOT_PUBLIC = (
-    "jaxtp:save_hf",
+    "jaxtp.hf:save",
     "jaxtp:Trainer",  # its arguments could name code
     "jaxtp:absent",
     "jaxtp.config:DPO",
@@ -222,8 +228,8 @@ def test_only_settings_and_losses_of_the_package_are_public():
 
 
 def test_a_folder_of_code_is_not_public_whatever_its_name(folder, capsys):
-    assert run("evaluate", write(folder / "mine.yaml", {"task_folder": ["jaxtp:DPO"]})) == 2
-    assert "--task-folder jaxtp:DPO" in capsys.readouterr().err
+    assert run("evaluate", write(folder / "mine.yaml", {"task_folder": ["jaxtp.losses:DPO"]})) == 2
+    assert "--task-folder jaxtp.losses:DPO" in capsys.readouterr().err
 
 
 def test_every_setting_that_names_a_part_of_a_run_is_marked():
@@ -238,7 +244,8 @@ def test_every_setting_that_names_a_part_of_a_run_is_marked():
 )
 @given(
     named=st.dictionaries(
-        st.sampled_from(REFERENCES), st.sampled_from(["evil.py:code", "os:system", "jaxtp:DPO"])
+        st.sampled_from(REFERENCES),
+        st.sampled_from(["evil.py:code", "os:system", "jaxtp.losses:DPO"]),
     ),
     in_base=st.sets(st.sampled_from(REFERENCES)),
     flags=st.sets(st.sampled_from(REFERENCES)),
@@ -253,7 +260,9 @@ def test_any_file_is_refused_unless_flags_replace_all_its_names(named, in_base, 
     for name in flags:
         words += [f"--{name}", "evil.py:code"]
     left = [
-        name for name, reference in named.items() if name not in flags and reference != "jaxtp:DPO"
+        name
+        for name, reference in named.items()
+        if name not in flags and reference != "jaxtp.losses:DPO"
     ]
     error = raised_by(TRAIN.load, words)
     assert ("names code" in error) == bool(left)

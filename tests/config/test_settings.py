@@ -6,9 +6,9 @@ from functools import partial
 
 import pytest
 
+import jaxtp
 from jaxtp.config.affects import settings_of
 from jaxtp.config.schema import ConfigError, Settings, Share, as_base, validate
-from jaxtp.generate.sampling import Settings
 from jaxtp.layers.attention import AttentionConfig
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.latent_attention import LatentAttentionConfig
@@ -40,7 +40,7 @@ def outcome(construct, name):
 
 def test_a_constructor_says_of_nonsense_what_is_said_of_a_file():
     kinds = set(settings_classes())
-    assert {AttentionConfig, ModelConfig, OptimizerConfig, DPO, Settings} < kinds
+    assert {AttentionConfig, ModelConfig, OptimizerConfig, DPO, jaxtp.generate.Settings} < kinds
     for kind in kinds:
         names = [setting.path[0] for setting in settings_of(kind).values() if not setting.path[1:]]
         for name, value in itertools.product(names, NONSENSE):

@@ -94,7 +94,8 @@ found = []
 for mesh in json.loads(%r):
     Source.read = Counter({0: -1})  # the first is also read for its columns
     devices = [jax.devices()[index] for index in mesh["devices"]]
-    mesh = mesh_by_size(*mesh["sizes"], devices=devices)
+    sizes = dict(zip(("dp", "fsdp", "tp"), mesh["sizes"]))
+    mesh = jaxtp.make_mesh(**sizes, devices=devices)
     total = 0
     samples = grain.MapDataset.source(Source())
     for step, (batch, _) in enumerate(on_mesh(token_batches(samples, 8), mesh, Position(0, 5), 2)):

@@ -26,7 +26,6 @@ from hf_folders import (
     write_model,
 )
 from hf_reference import FOLDER
-from jaxtp.hf.saving import atomic_folder, write_files
 from support import assert_refused, swept, use_mesh
 from tables import read_json, write_json
 
@@ -36,6 +35,7 @@ from jaxtp.hf.model_folder import open_folder
 from jaxtp.hf.peft import open_peft
 from jaxtp.hf.runs import load_base
 from jaxtp.hf.safetensors import read_header
+from jaxtp.hf.saving import atomic_folder, write_files
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, reference_attributes, values
 from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, model_types
-from jaxtp.hf.saving import gather_tensors
 from small_generators import greedy_ids
 from support import cached_and_whole, outputs_of, relative_error, sizes_of, swept, use_mesh
 from updates import shifted, updated
@@ -21,6 +20,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.config_json import family_of, model_config
 from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.model_folder import read_attributes
+from jaxtp.hf.saving import gather_tensors
 from jaxtp.hf.tensor_map import group_by_tensor, tensor_parts
 
 UNREAD = [name for name in NEWER if not model_types(name) <= {*FAMILIES, *WRAPPERS}]

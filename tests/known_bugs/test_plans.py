@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jaxtp.errors import PlanError
 
 import jaxtp
+from jaxtp.errors import PlanError
 from jaxtp.mesh import make_mesh
 from jaxtp.plans import Colwise, Rowwise
 

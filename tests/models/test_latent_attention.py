@@ -45,3 +45,5 @@ def test_a_checkpoint_of_adapters_keeps_its_default_targets():
     assert [*upgrade_settings(old)["lora"]["targets"]] == [*TARGETS]
     assert upgrade_settings(plain) == plain
     assert upgrade_settings({}) == {}
+    renamed = {**plain, "lora": {"from": "peft", **plain["lora"]}}
+    assert upgrade_settings(renamed)["lora"]["from_peft"] == "peft"

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxtp.errors import PlanError
 from support import use_mesh
 
 import jaxtp
+from jaxtp.errors import PlanError
 from jaxtp.plans import Colwise
 
 D = 8

@@ -11,11 +11,11 @@ import pytest
 from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
-from jaxtp.errors import PlanError
 from moves import assert_weights_alone_move, audit_gradients, sent
 from support import use_mesh
 
 import jaxtp
+from jaxtp.errors import PlanError
 from jaxtp.plans import Colwise, ContextParallel, PrepareInput, Replicate, Rowwise, Shard
 
 X = np.random.default_rng(1).standard_normal((8, T, D), np.float32)

@@ -10,11 +10,11 @@ from flax import linen, nnx
 from flax_models import D, F, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtp.errors import PlanError
 from support import mesh_by_size, use_mesh
 
 import jaxtp
 from jaxtp.config.entry import UserError
+from jaxtp.errors import PlanError
 from jaxtp.mesh import STORAGE
 from jaxtp.plans import (
     Colwise,
@@ -263,8 +263,11 @@ def test_a_mesh_is_needed():
     model = nnx.eval_shape(llama)
     with pytest.raises(jaxtp.errors.MeshError, match="parallelize needs a mesh"):
         jaxtp.parallelize(model, {})
-    with pytest.raises(jaxtp.errors.MeshError, match=r"takes a mesh, .* not \{'tp': 2\}"):
-        jaxtp.parallelize(model, {}, mesh={"tp": 2})
+    with pytest.raises(jaxtp.errors.MeshError, match=r"takes a mesh, .* not 2"):
+        jaxtp.parallelize(model, {}, mesh=2)
+    for sizes in ({"tp": 2}, "tp=2", jaxtp.make_mesh(tp=2)):
+        kernel = nnx.state(jaxtp.parallelize(nnx.eval_shape(llama), {}, mesh=sizes))
+        assert all(leaf.sharding.mesh.shape["tp"] == 2 for leaf in jax.tree.leaves(kernel))
     other = jax.make_mesh(
         (2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
     )

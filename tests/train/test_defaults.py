@@ -12,7 +12,7 @@ from support import swept
 from tables import read_table, write_json
 
 from jaxtp.checkpoint import storage
-from jaxtp.config.schema import ConfigError, from_yaml, to_plain
+from jaxtp.config.schema import ConfigError, from_yaml, replace_nested, to_plain
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.mesh import MeshError, fitting_meshes, mesh_shape, mesh_sizes
 from jaxtp.models.config import ModelConfig, OriginConfig
@@ -288,9 +288,13 @@ def test_a_run_of_adapters_goes_on_in_the_dtypes_that_it_has(monkeypatch, ask, r
     config, _ = ask("--model.lora.rank=8")
     assert config.model.precision.param == "bfloat16"
     assert config.model.lora.dtype == recorded.get("dtype", "bfloat16")
+    config = replace_nested(config, {"train.loss": "jaxtp.losses:DPO"})
     plain = to_plain(config)
     if not recorded:
-        del plain["model"]["lora"]["dtype"]
+        lora = plain["model"]["lora"]
+        del lora["dtype"]
+        lora["from"] = lora.pop("from_peft")
+        plain["train"]["loss"] = "jaxtp:DPO"
     assert check_resumable(config, {}, BEFORE | {"config": plain}) == []
 
 

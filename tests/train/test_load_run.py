@@ -69,8 +69,14 @@ BY_NAME = {"build": f"{__file__}:WithFeatures"}
 def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, given):
     """With its statistics and its plain arrays, which no checkpoint has."""
     folder, expected = trained
+    loaded = jaxtp.load_run(folder, **given, mesh=mesh)
     with nullcontext() if mesh is None else use_mesh(**mesh):
         model = jaxtp.load_run(folder, **given)
+        shardings = [
+            [leaf.sharding for leaf in jax.tree.leaves(nnx.state(each, nnx.Param))]
+            for each in (loaded, model)
+        ]
+        assert shardings[0] == shardings[1]
         model.eval()
         np.testing.assert_allclose(
             outputs_of(model, batches(7)["x"]), expected, rtol=1e-5, atol=1e-5

@@ -117,7 +117,7 @@ def test_a_wrong_argument_is_one_error(name, arguments, message):
 
 NOT_THERE = {
     "train.loss jaxtp:dpo": "jaxtp has no dpo; did you mean DPO?",
-    "train.loss dpo": "should be FILE.py:NAME or package.module:NAME; did you mean jaxtp.losses:DPO?",
+    "train.loss dpo": "or package.module:NAME; did you mean jaxtp.losses:DPO?",
     "train.loss KTO": "should be FILE.py:NAME or package.module:NAME",
     "train.loss mine.py": "should be FILE.py:NAME or package.module:NAME",
     "model.build jaxtp:Decode": "jaxtp has no Decode; did you mean Decoder?",

@@ -106,7 +106,7 @@ def pairs_in_rows(packed):
 def log_probs_of(model, columns):
     """Returns what `jaxtp score` stores."""
     return jaxtp.losses.token_log_probs(
-        model, *(columns[name] for name in ("inputs", "labels", "segments"))
+        model, columns["inputs"], columns["labels"], segments=columns["segments"]
     )
 
 
@@ -158,7 +158,7 @@ def stored(monkeypatch):
     columns = scored(True)
     model = jaxtp.hf.load(FOLDER / MODEL)
     found = jnp.asarray(log_probs_of(model, columns))
-    monkeypatch.setattr(preference, "token_log_probs", lambda *_: found)
+    monkeypatch.setattr(preference, "token_log_probs", lambda *_, segments: found)
     return columns
 
 

@@ -100,8 +100,8 @@ class PrepareConfig:
     beginning of a conversation with n answers is read n times."""
 
     preference: bool = False
-    """Reads pairs of answers, for losses such as jaxtp.losses:DPO, from the fields prompt, chosen and
-    rejected. They are texts, or lists of messages for the chat template (with --template FILE,
+    """Reads pairs of answers, for losses such as jaxtp.losses:DPO, from the fields prompt, chosen
+    and rejected. They are texts, or lists of messages for the chat template (with --template FILE,
     texts are messages too). Without a prompt, chosen and rejected are whole conversations that
     differ in the last message, or texts with the same beginning."""
 

@@ -65,7 +65,7 @@ class MixtureOfExperts(PositionwiseBranch):
     def __init__(
         self,
         d_model: int,
-        config: ExpertsConfig,
+        config: ExpertsConfig = ExpertsConfig(num_experts=8),
         context: LayerContext = LayerContext(),
         *,
         rngs: nnx.Rngs,

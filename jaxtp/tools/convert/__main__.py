@@ -25,6 +25,7 @@ from jaxtp.config.console import Display
 from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_yaml
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
+from jaxtp.hf import saving
 from jaxtp.hf.config_json import dtype_of, family_of
 from jaxtp.hf.families import WRAPPERS
 from jaxtp.hf.families.family import Layout
@@ -32,7 +33,7 @@ from jaxtp.hf.loading import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import HFError, open_folder
 from jaxtp.hf.peft import save_adapters
 from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters, origin_of
-from jaxtp.hf.saving import SaveOptions, atomic_folder, copied_attributes, has_tokenizer, save_hf
+from jaxtp.hf.saving import SaveOptions, atomic_folder, copied_attributes, has_tokenizer
 from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, Precision
@@ -236,7 +237,7 @@ def export_run(command: Export) -> str:
         model = source.load(config, mesh, progress)
     options["dtype"] = dtype
     with _progress("written") as options["progress"]:
-        save_hf(
+        saving.save(
             model,
             command.out,
             attributes=attributes,

@@ -53,7 +53,7 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation as texts (None for a window of a text), and as tokens."""
 Answer = tuple[float, bool]
 """Log-likelihood of a continuation, and whether every token of it is the argmax."""
-Settings = Mapping[str, object]
+Kwargs = Mapping[str, object]
 
 
 class HarnessError(UserError):
@@ -265,7 +265,7 @@ def _special_token(source: ModelSource, name: str, default: int | None) -> int:
     return int(source.tokenizer.encode_batch(["\n"])[0][-1])
 
 
-def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[Settings, list[str]]:
+def _generation_settings(kwargs: Kwargs, eos: str | None) -> tuple[Settings, list[str]]:
     values = dict(normalize_gen_kwargs(kwargs, MAX_NEW_TOKENS))
     stops: list[str] = handle_stop_sequences(values.pop("until", None), eos)
     max_tokens = values.pop("max_gen_toks")

@@ -1,5 +1,7 @@
 """`explain`: how a plan splits a model, and its collectives by module."""
 
+from __future__ import annotations
+
 import math
 import re
 from collections import Counter
@@ -29,20 +31,22 @@ from jaxtp.analysis.dataflow import ROOT
 from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.analysis.propose import merge_equal, undivided_parameters
 from jaxtp.analysis.tables import Cells, Record, columns
-from jaxtp.analysis.traced_model import Forward, MeshLike, ModelCall, axis_sizes
+from jaxtp.analysis.traced_model import Forward, ModelCall
 from jaxtp.analysis.work import Objective, Product, Work, gradient, repeated_work, work_of
 from jaxtp.config.hints import dotted
 from jaxtp.layers.parameter import PARAMETERS, spec_of
 from jaxtp.mesh import (
     BATCH,
     TP,
+    MeshLike,
     Sizes,
-    abstract_mesh,
+    as_mesh,
     axes_of,
     batch_parts,
     describe_mesh,
     mesh_of,
     mesh_shape,
+    mesh_sizes,
     parts,
 )
 from jaxtp.plans.module_wrappers import Method, original_class
@@ -193,8 +197,8 @@ def explain(
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass
         unchanged. Without inputs there are no collectives.
       plan: the plan of a model that is not parallel yet.
-      mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}`. A parallel model is
-        split again.
+      mesh: by default the mesh in context; also sizes, `{"fsdp": 2, "tp": 4}` or
+        `"fsdp=2,tp=4"`. A parallel model is split again.
       call: a function of the model and the inputs; by default `model(*inputs)`.
       compiled: also compile the model, to list the collectives that the compiler adds. This needs
         the devices.
@@ -203,8 +207,8 @@ def explain(
       PlanError: the plan does not fit, or the model has one already.
       MeshError: there is no mesh, or `compiled` lacks devices.
     """
-    sizes = axis_sizes(mesh, "explain")
-    abstract = abstract_mesh(sizes)
+    abstract = as_mesh(mesh, "explain", abstract=True)
+    sizes = mesh_sizes(abstract)
     with jax.sharding.use_abstract_mesh(abstract):
         parallel = _parallelized(model, plan, abstract)
         original, _ = original_model(parallel)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax_models import FeedForward
-from jaxtp.errors import PlanError
 from support import decoder, use_mesh
 
 import jaxtp
+from jaxtp.errors import PlanError
 from jaxtp.plans import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
@@ -202,7 +202,7 @@ NO_MESHES = {
     r"fsdp=2\.0: a mesh axis is a positive number": {"fsdp": 2.0},
     "tp='4': a mesh axis is a positive number": {"tp": "4"},
     "tp=True": {"tp": True},
-    r"takes a mesh, or its sizes .*, not 'fsdp=2'": "fsdp=2",
+    "takes a mesh, or its sizes .*, not 8": 8,
 }
 
 

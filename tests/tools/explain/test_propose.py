@@ -297,7 +297,7 @@ def test_a_proposal_is_printed_and_takes_a_mesh_in_context(capsys):
         proposal = propose_plan(mlp, X)
     assert capsys.readouterr().out == f"{proposal}\n"
     assert proposal.sizes == mesh_shape(fsdp=2, tp=4)
-    for same in (mesh, jax.sharding.AbstractMesh((2, 16), ("fsdp", "tp"))):
+    for same in (mesh, jax.sharding.AbstractMesh((2, 16), ("fsdp", "tp")), "fsdp=2,tp=4"):
         assert propose_plan(mlp, X, mesh=same, report=None) == proposal
     with pytest.raises(ValueError, match="dim 0 of shape"):
         propose_plan(mlp, X, mesh={"fsdp": 3, "tp": 2})

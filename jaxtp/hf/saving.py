@@ -139,7 +139,7 @@ def check_options(options: SaveOptions, kind: type) -> None:
         raise TypeError(f"{', '.join(sorted(unknown))}: no such option; {', '.join(names)} are")
 
 
-def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -> None:
+def save(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -> None:
     """Writes a model without adapters, from any mesh, as a folder that transformers reads.
 
     Host memory holds one tensor at a time, or one layer's kernel of all experts.
@@ -156,8 +156,8 @@ def save_hf(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -
     config = model.config
     if config.lora.rank:
         raise HFError(
-            "the model has adapters; write them by save_adapters, or all of it by "
-            "save_hf(merge_adapters(model))"
+            "the model has adapters; write them by jaxtp.hf.save_adapters, or all of it "
+            "by jaxtp.hf.save(jaxtp.merge_adapters(model))"
         )
     dtype = options.get("dtype") or config.precision.param
     like = options.get("like")
@@ -222,7 +222,7 @@ def stream_weights(
     family: str | None = None,
     experts: Layout = "separate",
 ) -> Iterator[tuple[str, Block]]:
-    """Yields the names and tensors that `save_hf` writes, with any adapters merged.
+    """Yields the names and tensors that `save` writes, with any adapters merged.
 
     This is for an inference engine that follows a model in training. Every process must iterate to
     the end, and gets every tensor, because an engine may be split over hosts. The host, and each

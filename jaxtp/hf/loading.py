@@ -43,7 +43,7 @@ from jaxtp.hf.tensor_map import (
 )
 from jaxtp.hf.wrapper import require_prediction_heads
 from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
-from jaxtp.mesh import all_devices, current_mesh, mesh_sizes
+from jaxtp.mesh import MeshLike, all_devices, as_current, as_mesh, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, validate_model
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
@@ -62,15 +62,16 @@ _EXPONENTS = {
 """Unsigned dtype and exponent mask; a number is not finite if all exponent bits are set."""
 
 
-def load_hf(
+def load(
     path: str | Path,
     *,
     precision: Precision | None = None,
     progress: Progress | None = None,
     ignore_config: Collection[str] = (),
+    mesh: MeshLike = None,
     **overrides: object,
 ) -> Decoder:
-    """Loads a model from a Hugging Face folder, onto the mesh in context or one device.
+    """Loads a model from a Hugging Face folder.
 
     Each byte is read once. Besides the model, host memory holds at most one tensor, or one layer's
     kernel of all experts.
@@ -79,6 +80,8 @@ def load_hf(
       path: folder with config.json and safetensors, in one file or several with an index.
       precision: by default float32, but parameters bfloat16 if all are stored so.
       ignore_config: see `read_config`.
+      mesh: by default the mesh in context, or one device if there is none; also sizes,
+        `{"fsdp": 2, "tp": 4}` or `"fsdp=2,tp=4"`.
       **overrides: `ModelConfig` fields outside the architecture, e.g. `remat="none"`.
 
     Raises:
@@ -86,9 +89,11 @@ def load_hf(
     """
     folder = open_folder(Path(path))
     config = import_config(folder, precision, overrides, ignore_config)
-    return load_folder(
-        folder, config, None if current_mesh() is None else jax.sharding.get_mesh(), progress
-    )
+    if mesh is None and current_mesh() is None:
+        return load_folder(folder, config, None, progress)
+    placed_on = as_mesh(mesh, "jaxtp.hf.load")
+    with as_current(placed_on):
+        return load_folder(folder, config, jax.sharding.get_mesh(), progress)
 
 
 def import_config(
@@ -97,7 +102,7 @@ def import_config(
     overrides: Mapping[str, Any],
     ignore_config: Collection[str] = (),
 ) -> ModelConfig:
-    """Returns a folder's model configuration; raises as `load_hf`."""
+    """Returns a folder's model configuration; raises as `load`."""
     config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
     settings = sorted(to_plain(config).keys() - architecture(config).keys())
     unknown = [name for name in overrides if name not in settings]
@@ -122,7 +127,7 @@ def print_notes(path: Path, notes: Iterable[str]) -> None:
 def load_folder(
     folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None
 ) -> Decoder:
-    """Loads a model with the configuration of `import_config`; raises as `load_hf`."""
+    """Loads a model with the configuration of `import_config`; raises as `load`."""
     print_notes(folder.path, folder.notes)
     return nnx.merge(*load_state(folder, config, mesh, progress=progress))
 

@@ -1,0 +1,29 @@
+from jaxtp.analysis.audit import AuditError as AuditError
+from jaxtp.checkpoint.checksum import NonFiniteError as NonFiniteError
+from jaxtp.checkpoint.checksum import UnequalCopiesError as UnequalCopiesError
+from jaxtp.checkpoint.io_errors import CheckpointError as CheckpointError
+from jaxtp.checkpoint.io_errors import DamagedError as DamagedError
+from jaxtp.checkpoint.io_errors import UnwritableError as UnwritableError
+from jaxtp.collectives import DivisionError as DivisionError
+from jaxtp.collectives import MissingReductionError as MissingReductionError
+from jaxtp.config.entry import NumericsError as NumericsError
+from jaxtp.config.entry import UserError as UserError
+from jaxtp.config.schema import ConfigError as ConfigError
+from jaxtp.data.columns import BatchError as BatchError
+from jaxtp.data.columns import EndOfDataError as EndOfDataError
+from jaxtp.data.corpus import CorpusError as CorpusError
+from jaxtp.data.manifest import DatasetError as DatasetError
+from jaxtp.data.rows import TokenError as TokenError
+from jaxtp.data.tokenizer_files import TokenizerError as TokenizerError
+from jaxtp.distributed.agreement import OtherProcessError as OtherProcessError
+from jaxtp.distributed.environment import LaunchError as LaunchError
+from jaxtp.generate.loading import SourceError as SourceError
+from jaxtp.generate.request import GenerationError as GenerationError
+from jaxtp.guards.verify import CorruptionError as CorruptionError
+from jaxtp.hf.safetensors import HFError as HFError
+from jaxtp.mesh import MeshError as MeshError
+from jaxtp.plans.plan import PlanError as PlanError
+from jaxtp.train.run_folder import RunFilesError as RunFilesError
+from jaxtp.train.run_folder import RunFolderError as RunFolderError
+
+__all__: list[str]

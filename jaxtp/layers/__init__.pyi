@@ -1,0 +1,29 @@
+from jaxtp.layers.attention import AttentionConfig as AttentionConfig
+from jaxtp.layers.attention import CausalSelfAttention as CausalSelfAttention
+from jaxtp.layers.balance import Routing as Routing
+from jaxtp.layers.branch import Branch as Branch
+from jaxtp.layers.branch import BranchConfig as BranchConfig
+from jaxtp.layers.branch import PositionwiseBranch as PositionwiseBranch
+from jaxtp.layers.cache import NewTokens as NewTokens
+from jaxtp.layers.context import Sequences as Sequences
+from jaxtp.layers.embedding import HeadConfig as HeadConfig
+from jaxtp.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+from jaxtp.layers.embedding import VocabParallelHead as VocabParallelHead
+from jaxtp.layers.embedding import vocab_parallel_logits as vocab_parallel_logits
+from jaxtp.layers.experts import ExpertsConfig as ExpertsConfig
+from jaxtp.layers.experts import MixtureOfExperts as MixtureOfExperts
+from jaxtp.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+from jaxtp.layers.linear import FixedBias as FixedBias
+from jaxtp.layers.linear import LayerContext as LayerContext
+from jaxtp.layers.linear import RowParallelLinear as RowParallelLinear
+from jaxtp.layers.mlp import MLP as MLP
+from jaxtp.layers.mlp import MLPConfig as MLPConfig
+from jaxtp.layers.norm import Norm as Norm
+from jaxtp.layers.norm import NormConfig as NormConfig
+from jaxtp.layers.parameter import FrozenParam as FrozenParam
+from jaxtp.layers.parameter import PaddedDim as PaddedDim
+from jaxtp.layers.rope import RopeScaling as RopeScaling
+from jaxtp.models.block import BlockConfig as BlockConfig
+from jaxtp.models.decoder import DecoderBlock as DecoderBlock
+
+__all__: list[str]
