@@ -132,7 +132,7 @@ def _table() -> dict[str, Hardware]:
 TABLE = _table()
 """Hardware by name. `memory` is the nominal size without the driver's share."""
 COMPILED: dict[str, dict[str, Any]] = _FILE["compiled"]
-"""What XLA's compiler needs to know of a GPU besides its row of `TABLE`, by name."""
+"""Descriptions of GPUs for XLA's compiler by name, beside their rows of `TABLE`."""
 
 
 def of_kind(device_kind: str) -> Hardware | None:

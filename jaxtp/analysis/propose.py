@@ -391,8 +391,8 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
         return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
     if region.rows and region.columns:
         return f"its output stays split up to {_names(draft, region.rows)}"
-    what = "its output stays split for a loss" if region.columns else "its vocabulary is split"
-    return f"{what}: {_saved_and_sent(region)}"
+    split = "its output stays split for a loss" if region.columns else "its vocabulary is split"
+    return f"{split}: {_saved_and_sent(region)}"
 
 
 def _why_whole(draft: PlanDraft, path: str) -> str:

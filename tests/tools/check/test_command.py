@@ -280,10 +280,7 @@ def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
     assert meshes_of(cases) >= numbers("1113 1213 2213 2113 1811 8111 1123 1181")
     model = jaxtp.ModelConfig(num_heads=11, num_kv_heads=11, d_ff=88)
     _, cases = plan(CheckConfig(model=model, mesh=MeshConfig(dp=1, fsdp=1, tp=1)))
-    assert meshes_of(cases) == numbers("1811 8111 1112 1181") | {(1, 1, 1, 11)}, (
-        "22 devices are too many beside cp"
-    )
-    assert {case.context for case in cases} == {"auto", "gather"}, "8 does not divide 11 heads"
+    assert meshes_of(cases) >= numbers("1811 8111 1112 1118 1181"), "with padded heads"
 
 
 def test_default_meshes_cover_the_axes():

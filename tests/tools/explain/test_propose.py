@@ -285,7 +285,7 @@ def test_every_layer_has_a_reason():
     for found in proposal.reasons:
         assert found.module in text
         assert found.why in text
-    assert "stays split up to layers.*.attention.wo; " in text
+    assert "stays split up to layers.*.attention.wo" in text
     assert "layers.*.attention  PrepareInput(Replicate(), Replicate())" in text
 
 
