@@ -6,7 +6,7 @@ A part is a plain function or value. `parts.py` reads the parts that settings na
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import optax
 from flax import nnx
@@ -45,12 +45,17 @@ Callback = Callable[[Any, Any], object]
 """Takes the `Trainer` and its `Step`. Every process calls it after each step, because it may use
 all devices."""
 
+ModelPart: TypeAlias = Callable[..., nnx.Module] | ModelConfig
+OptimizerPart: TypeAlias = (
+    optax.GradientTransformation | optax.MultiSteps | Callable[..., Any] | OptimizerConfig
+)
+
 
 @dataclass(frozen=True)
 class Task:
     """The parts of a run that you bring. A part that is None comes from the settings."""
 
-    model: Callable[..., nnx.Module] | ModelConfig | None = None
+    model: ModelPart | None = None
     """A function that returns a Flax NNX model, or a model's class; a parameter `rngs` gets
     `nnx.Rngs(run.seed)`. Or the settings of jaxtp's decoder, or of a subclass."""
 
@@ -63,13 +68,7 @@ class Task:
     `__getitem__`, an iterable of such dicts, a list of iterables, or a function that returns one of
     these (`data/sources.py`)."""
 
-    optimizer: (
-        optax.GradientTransformation
-        | optax.MultiSteps
-        | Callable[..., Any]
-        | OptimizerConfig
-        | None
-    ) = None
+    optimizer: OptimizerPart | None = None
     """An Optax transformation, or a function that returns one; a parameter `steps` gets the number
     of updates in the whole run. The transformation sees the parameters as a dict by dotted path,
     `{"blocks.0.mlp.kernel": ...}` (see `jaxtp.by_path`)."""

@@ -1,6 +1,9 @@
 """The trainer: a run as an object in Python, over the cells of a notebook or in a `with` block."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+# Signatures then show names instead of what they stand for.
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -8,21 +11,18 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import optax
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.python_object import reference_to, user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.guards.hook import Hook, Loop
-from jaxtp.mesh import Sizes
-from jaxtp.models.config import ModelConfig
-from jaxtp.train.config import OptimizerConfig, TrainConfig
+from jaxtp.mesh import MeshLike
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import Decided
 from jaxtp.train.metrics import logged_numbers
 from jaxtp.train.session import Session
-from jaxtp.train.task import Callback, Loss, Task
+from jaxtp.train.task import Callback, Loss, ModelPart, OptimizerPart, Task
 
 _ERRORS_OF_RUNS = UserError, NumericsError, OSError, jax.errors.JaxRuntimeError
 """Errors that the methods of a trainer raise, also inside a callback; any other error is the
@@ -32,7 +32,7 @@ callback's own."""
 class Step:
     """A step of a run, which the devices may still be computing."""
 
-    def __init__(self, index: int, trainer: "Trainer"):
+    def __init__(self, index: int, trainer: Trainer):
         self.index = index
         """Number of steps so far, from 1, with those that were skipped."""
         self._trainer = trainer
@@ -87,18 +87,14 @@ class Trainer:
     def __init__(
         self,
         *old: object,
-        model: Callable[..., nnx.Module] | ModelConfig | None = None,
+        model: ModelPart | None = None,
         loss: Loss | None = None,
         batches: object = None,
-        optimizer: optax.GradientTransformation
-        | optax.MultiSteps
-        | Callable[..., Any]
-        | OptimizerConfig
-        | None = None,
+        optimizer: OptimizerPart | None = None,
         plan: Mapping[str, Any] | None = None,
         validation: object = None,
         callbacks: Sequence[Callback] = (),
-        mesh: Mesh | Sizes | str | None = None,
+        mesh: MeshLike = None,
         folder: str | Path | None = None,
         steps: int | None = None,
         settings: Mapping[str, object] | TrainConfig | None = None,
@@ -122,7 +118,7 @@ class Trainer:
         self._session = Session(settings, task, partial(_Callbacks, self))
 
     @classmethod
-    def of(cls, decided: Decided) -> "Trainer":
+    def of(cls, decided: Decided) -> Trainer:
         """Returns a trainer for decided settings."""
         trainer = cls(settings=decided.config)
         trainer._session.decided = decided

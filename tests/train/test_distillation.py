@@ -101,7 +101,7 @@ def dense(loss, teacher_logits):
 
     def run(model, batch, key):
         labels = batch["labels"]
-        logits = model(batch["inputs"], batch["segments"])
+        logits = model(batch["inputs"], segments=batch["segments"])
         valid = labels != -100
         among = (batch["top_ids"][..., None] == jnp.arange(V)).any(axis=2)
 
