@@ -69,6 +69,11 @@ _LOSS = (
 )
 INSTEAD: tuple[tuple[str, str, str], ...] = (
     ("lora.from", "model.lora.from_peft", "since jaxtp 0.3 it is {}"),
+    (
+        "matmul_layers",
+        "model.precision.matmul_least",
+        "since jaxtp 0.3 products apply to all layers from {} features on",
+    ),
     ("lora_dropout lora.dropout", "model.dropout", f"adapters have no dropout; {_BRANCHES}"),
     (
         "attention_dropout attn_pdrop attn_dropout",

@@ -37,9 +37,13 @@ def test_every_recipe_loads_and_fits_its_mesh_and_begins_with_its_command():
         assert f"configs/{path.name}" in first, path
 
 
-def test_a_run_of_before_may_have_a_setting_at_its_default_that_is_gone(tmp_path):
-    (tmp_path / "config.yaml").write_text("launch: {preflight_bandwidth: false}")
-    assert from_yaml(TrainConfig, tmp_path / "config.yaml") == TrainConfig()
+def test_the_file_of_a_run_of_before_is_read():
+    """It has each setting of its version, also those that are gone, at their defaults."""
+    before = from_yaml(TrainConfig, Path(__file__).parent / "golden" / "run_of_0.2.yaml")
+    assert before.run.dir == Path("runs/old")
+    assert before.model == ModelConfig(
+        d_model=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=16, d_ff=96
+    )
 
 
 def test_tiny_is_the_default():
