@@ -252,7 +252,7 @@ class Defaults:
         if len(fixed) == len(AXES):
             return
         sizes = mesh_shape(**fixed)
-        reason = "other axes are 1"
+        reason = "axes that you left out are 1"
         if not fixed and self.resumed is not None:
             sizes = mesh_shape(**self.resumed["mesh"])
             reason = self.as_before
