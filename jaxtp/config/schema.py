@@ -105,7 +105,6 @@ DataPath = Annotated[UserPath, pydantic.AfterValidator(_prepared)]
 """A dataset of `jaxtp prepare`, or a text file."""
 DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 """A dataset of a mixture."""
-"""A path whose key is `from`, a word that Python does not allow as a field's name."""
 
 
 def _day(text: str) -> str:
@@ -256,7 +255,8 @@ class Settings:
 
     def __init_subclass__(cls) -> None:
         # `@dataclass` keeps the representation that a class has.
-        cls.__repr__ = short_repr  # type: ignore[method-assign]
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = short_repr  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         check_values(self)
@@ -453,7 +453,11 @@ def _complaint(item: ErrorDetails) -> str:
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
-_GONE = {"launch.preflight_bandwidth": False, "model.lora.from": None}
+_GONE = {
+    "launch.preflight_bandwidth": False,
+    "model.lora.from": None,
+    "model.precision.matmul_layers": "*",
+}
 """Settings that jaxtp had, with the values that files of its runs may still have."""
 
 

@@ -38,7 +38,8 @@ def test_every_recipe_loads_and_fits_its_mesh_and_begins_with_its_command():
 
 
 def test_a_run_of_before_may_have_a_setting_at_its_default_that_is_gone(tmp_path):
-    (tmp_path / "config.yaml").write_text("launch: {preflight_bandwidth: false}")
+    model = "model: {lora: {from: null}, precision: {matmul_layers: '*'}}"
+    (tmp_path / "config.yaml").write_text("launch: {preflight_bandwidth: false}\n" + model)
     assert from_yaml(TrainConfig, tmp_path / "config.yaml") == TrainConfig()
 
 
