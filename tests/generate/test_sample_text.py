@@ -88,9 +88,10 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
         sample(run, SimpleNamespace(index=1))
 
 
+@pytest.mark.wide
 def test_a_text_ends_where_the_mesh_still_divides_the_learned_positions():
     config = small_model(vocab_size=256, learned_positions=14, sequence_parallel=True)
-    sample = jaxtp.generate.sample_text("ab", every=1, tokenizer=None)
+    sample = jaxtp.generate.sample_text("ab", every=1)
     with use_mesh(cp=2, tp=2) as mesh:
         model = decoder(config)()
     lines = []
