@@ -36,4 +36,3 @@ from . import plans as plans
 from . import typing as typing
 
 __version__: str
-__all__: list[str]

@@ -25,5 +25,3 @@ from jaxtp.mesh import MeshError as MeshError
 from jaxtp.plans.plan import PlanError as PlanError
 from jaxtp.train.run_folder import RunFilesError as RunFilesError
 from jaxtp.train.run_folder import RunFolderError as RunFolderError
-
-__all__: list[str]

@@ -9,5 +9,3 @@ from jaxtp.tools.explain.explanation import ModuleRow as ModuleRow
 from jaxtp.tools.explain.explanation import SplitParameter as SplitParameter
 from jaxtp.train.config import OptimizerConfig as OptimizerConfig
 from jaxtp.train.config import TrainConfig as TrainConfig
-
-__all__: list[str]

@@ -20,6 +20,8 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import CodeType, FrameType
 
+import optax
+
 import jaxtp
 from jaxtp.train.__main__ import main as train
 
@@ -105,9 +107,18 @@ def trainer(folder: Path) -> None:
 
 def flax_model(folder: Path) -> None:
     """Starts a model of Flax in Python."""
-    from mixer import TASK
+    import mixer
 
-    jaxtp.Trainer(TASK, mesh="fsdp=2,tp=4", folder=folder, steps=60).__enter__()
+    jaxtp.Trainer(
+        model=mixer.build,
+        plan=mixer.PLAN,
+        loss=mixer.loss,
+        batches=mixer.batches,
+        optimizer=optax.adamw(3e-3),
+        mesh="fsdp=2,tp=4",
+        folder=folder,
+        steps=60,
+    ).__enter__()
 
 
 STARTS: dict[str, Start] = {

@@ -144,7 +144,7 @@ def by_jaxtp(model: str, folder: Path) -> tuple[list[list[int]], list[Record]]:
                 columns["labels"][row, start + prompts[i] - 1 : at.stop - 1] = ids[prompts[i] :]
                 start = at.stop
         segments = np.where(columns["pairs"] < 0, 2, columns["pairs"])
-        scores = score(reference, columns["inputs"], columns["labels"], segments)
+        scores = score(reference, columns["inputs"], columns["labels"], segments=segments)
         return columns | {"segments": segments, "log_probs": np.asarray(scores)}
 
     reference = jaxtp.hf.load(model)

@@ -10,6 +10,7 @@ import re
 import sys
 import typing
 from dataclasses import is_dataclass
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -110,6 +111,12 @@ def test_every_name_is_that_of_its_object():
             value = PUBLIC[f"{space}.{name}"]
             assert inspect.ismodule(value) == (name in files), name
             assert value.__name__ in (name, f"{space}.{name}")
+
+
+def test_a_star_gives_type_checkers_all_names():
+    """They take an `__all__` of a stub without values for an empty one."""
+    for module in NAMESPACES.values():
+        assert "__all__" not in Path(module.__file__).with_suffix(".pyi").read_text()
 
 
 def test_a_name_has_one_place():

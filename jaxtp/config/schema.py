@@ -255,7 +255,8 @@ class Settings:
 
     def __init_subclass__(cls) -> None:
         # `@dataclass` keeps the representation that a class has.
-        cls.__repr__ = short_repr  # type: ignore[method-assign]
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = short_repr  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         check_values(self)

@@ -6,5 +6,3 @@ from jaxtp.generate.request import Piece as Piece
 from jaxtp.generate.request import Result as Result
 from jaxtp.generate.samples import sample_text as sample_text
 from jaxtp.generate.sampling import Settings as Settings
-
-__all__: list[str]

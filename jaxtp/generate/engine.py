@@ -384,7 +384,7 @@ class Scheduler:
     """Generates texts with the rows of one KV cache.
 
     Args:
-      num_parts: number of parts of the batch, dp * fsdp.
+      num_parts: number of parts of the batch, dp of `decode_mesh`.
       max_chunk: maximum length of a packed sequence.
       progress: called with prompt tokens read so far and in total.
       speed: counts the tokens and seconds.

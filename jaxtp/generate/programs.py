@@ -37,7 +37,7 @@ MAX_STEPS = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a KV cache: rows on all devices (divisible by dp * fsdp), and tokens per row."""
+    """The size of a KV cache: rows of all devices, divisible by their dp, and tokens per row."""
 
     rows: int
     slots: int

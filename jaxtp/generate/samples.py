@@ -7,6 +7,7 @@ the weights nor a cache, and for short texts not much time.
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,10 @@ from jaxtp.generate.request import (
 )
 from jaxtp.generate.sampling import Settings, check_settings, sample
 from jaxtp.layers.kernels.padding import round_up
-from jaxtp.mesh import CP, batch_parts, mesh_sizes
+from jaxtp.mesh import CP, TP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
-# Lengths of texts are multiples of this number of tokens on each device along cp
+# Lengths of texts are multiples of this number of tokens on each device along cp and tp
 _BLOCK = 64
 
 
@@ -90,13 +91,15 @@ def _continue_texts(
     settings: Settings,
 ) -> list[Result]:
     info = tokenizer.info
+    sizes = mesh_sizes(mesh)
+    parts = sizes[CP] * sizes[TP]  # of a sequence
     limits = limits_of(model.config, None)
+    if limits.context is not None:
+        limits = replace(limits, context=limits.context // parts * parts)
     encoded = encode_prompts(prompts, tokenizer, info.prefix, limits)
     requests = requests_of(encoded, tokenizer, settings, info.end_ids, limits.context)
-    sizes = mesh_sizes(mesh)
-    block = _BLOCK * sizes[CP]
     longest = max(request.num_prompt for request in requests) + settings.max_tokens
-    length = min(round_up(longest, block), limits.context or sys.maxsize)
+    length = min(round_up(longest, _BLOCK * parts), limits.context or sys.maxsize)
     shape = (round_up(len(requests), batch_parts(sizes)), length)
     num_ids = min(info.vocab_size, model.config.vocab_size)
     choose = partial(_next_tokens, *nnx.split(model), settings=settings, num_ids=num_ids)

@@ -6,5 +6,3 @@ from jaxtp.hf.saving import ModelOptions as ModelOptions
 from jaxtp.hf.saving import SaveOptions as SaveOptions
 from jaxtp.hf.saving import save as save
 from jaxtp.hf.saving import stream_weights as stream_weights
-
-__all__: list[str]

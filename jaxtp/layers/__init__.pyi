@@ -25,5 +25,3 @@ from jaxtp.layers.parameter import PaddedDim as PaddedDim
 from jaxtp.layers.rope import RopeScaling as RopeScaling
 from jaxtp.models.block import BlockConfig as BlockConfig
 from jaxtp.models.decoder import DecoderBlock as DecoderBlock
-
-__all__: list[str]

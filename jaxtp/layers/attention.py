@@ -324,7 +324,7 @@ class CausalSelfAttention(Branch):
         sequences = replace(sequences, experts=None)
         attend = partial(self._attend, self._local_shape(x_BTD.shape[1], sequences))
         y_BTF = self._on_heads(attend, x_BTD, (sequences,), (batch_spec(None),), token_spec(TP))
-        return self.out(y_BTF)
+        return self.output(y_BTF, x_BTD)
 
     def project(self, x_BTD: Array) -> Heads:
         """Returns the projections `[B, T, F]` of the input, split over tp."""
@@ -332,6 +332,13 @@ class CausalSelfAttention(Branch):
         if self.config.value_is_key:
             return queries, keys, keys, *values_and_gate
         return queries, keys, *values_and_gate
+
+    def output(self, heads_BTF: Array, x_BTD: Array) -> Array:
+        """Projects the heads' results `[B, T, N * H]`, split over tp.
+
+        A subclass may gate them by the input.
+        """
+        return self.out(heads_BTF)
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty keys and values, `[B, max(K, tp), S, H]` each."""
@@ -346,7 +353,7 @@ class CausalSelfAttention(Branch):
         in_specs = (LAYER_SPEC, batch_spec(None))
         out_specs = (token_spec(TP), LAYER_SPEC)
         y, cache = self._on_heads(self._attend_cached, x_BTD, (cache, new), in_specs, out_specs)
-        return self.out(y), cache
+        return self.output(y, x_BTD), cache
 
     def _on_heads(
         self,

@@ -175,7 +175,7 @@ class LatentAttention(CausalSelfAttention):
         out_specs = (token_spec(TP), LAYER_SPEC)
         attend = device_view(self._attend_cached, ATTEND, in_specs, out_specs)
         y, cache = attend(weights, heads, cache, new)
-        return self.out(y), cache
+        return self.output(y, x_BTD), cache
 
     def _attend_cached(
         self,

@@ -394,7 +394,7 @@ def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Adds defaults that have changed to a checkpoint's model settings.
 
     Before 0.2 `lora.dtype` was `precision.param`; before 0.3 `lora.targets` had none of latent
-    attention, and `lora.from_peft` was `lora.from`.
+    attention, `lora.from_peft` was `lora.from`, and `precision` had `matmul_layers`.
     """
     if not {"lora", "precision"} <= plain.keys():
         return dict(plain)
@@ -403,7 +403,9 @@ def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
         lora["from_peft"] = lora.pop("from")
     if "kv_rank" not in plain and tuple(lora.get("targets", ())) == LLAMA_TARGETS:
         lora["targets"] = [*TARGETS]
-    return {**plain, "lora": lora}
+    precision = {**plain["precision"]}
+    precision.pop("matmul_layers", None)
+    return {**plain, "lora": lora, "precision": precision}
 
 
 def violations(

@@ -7,5 +7,3 @@ from jaxtp.plans.styles import Replicate as Replicate
 from jaxtp.plans.styles import Rowwise as Rowwise
 from jaxtp.plans.styles import SequenceParallel as SequenceParallel
 from jaxtp.plans.styles import Shard as Shard
-
-__all__: list[str]

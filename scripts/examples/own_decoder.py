@@ -48,7 +48,7 @@ def build(rngs, **settings):
 def loss(model, batch, key):
     config = model.config
     labels = batch["labels"]
-    sequences = model.sequences(batch["inputs"], batch.get("segments"))
+    sequences = model.sequences(batch["inputs"], segments=batch.get("segments"))
     hidden = model.hidden(batch["inputs"], sequences=sequences)
     # Over cp, hidden states have another order than the batch, and `local_tokens` gives the labels
     # the same.

@@ -86,3 +86,22 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
     run.model = None
     with pytest.raises(GenerationError, match="the model is a NoneType"):
         sample(run, SimpleNamespace(index=1))
+
+
+@pytest.mark.wide
+def test_a_text_ends_where_the_mesh_still_divides_the_learned_positions():
+    config = small_model(vocab_size=256, learned_positions=14, sequence_parallel=True)
+    sample = jaxtp.generate.sample_text("ab", every=1)
+    with use_mesh(cp=2, tp=2) as mesh:
+        model = decoder(config)()
+    lines = []
+    data = SimpleNamespace(batches=None, path=None, mixture={})
+    run = SimpleNamespace(
+        model=model,
+        mesh=mesh,
+        config=SimpleNamespace(data=data),
+        paused=lambda what: nullcontext(),
+        line=lines.append,
+    )
+    sample(run, SimpleNamespace(index=1))
+    assert [line.startswith('step 1: "ab') for line in lines] == [True]

@@ -40,7 +40,7 @@ def test_packed_documents_have_the_numbers_of_documents_alone():
     def run(state):
         loss = lambda state, *given, **segments: nnx.merge(graph, state).loss(*given, **segments)
         gradient = jax.value_and_grad(loss, has_aux=True)
-        return gradient(state, ids, labels, segments_BT=SEGMENTS), gradient(state, alone, of_alone)
+        return gradient(state, ids, labels, segments=SEGMENTS), gradient(state, alone, of_alone)
 
     ((found, count), grads), ((expected, expected_count), expected_grads) = run(state)
     assert count == expected_count == T - len(LENGTHS)
