@@ -289,8 +289,10 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         if self._hook_before is not None:
             sys.unraisablehook = self._hook_before
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+            self._hook_before = None
+        # It may be entered again in another thread, which has no handlers to restore.
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def defer(self) -> None:
         """Ends the start: from now on there is work to save, and Ctrl-C is only recorded."""
