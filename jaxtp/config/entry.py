@@ -286,7 +286,10 @@ class Interrupt:
             sys.unraisablehook = self._ignored
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, InterruptError):
+            # The caller has been told, and may enter it again.
+            self.received = None
         if self._hook_before is not None:
             sys.unraisablehook = self._hook_before
             self._hook_before = None
