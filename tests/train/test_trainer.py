@@ -211,7 +211,8 @@ def test_an_old_spelling_names_the_new_one():
 
 @pytest.mark.wide
 def test_a_mesh_has_several_forms(tmp_path):
-    forms = ("fsdp=2,tp=2", {"fsdp": 2, "tp": 2}, jaxtp.make_mesh(fsdp=2, tp=2))
+    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
+    forms = ("fsdp=2,tp=2", {"fsdp": 2, "tp": 2}, mesh, mesh.abstract_mesh)
     for number, mesh in enumerate(forms):
         trainer = trainer_of(tmp_path / str(number), mesh)
         assert mesh_sizes(trainer.mesh) == mesh_shape(fsdp=2, tp=2)
