@@ -228,7 +228,10 @@ def _parse_mesh(text: str) -> dict[str, int]:
     # The parser of flags imports pydantic, which a program that needs only a mesh does not.
     from jaxtp.config.command_line import parse_mesh
 
-    return parse_mesh(text, AXES, allow_rest=True)
+    try:
+        return parse_mesh(text, AXES, allow_rest=True)
+    except UserError as error:
+        raise MeshError(str(error).removeprefix("--")) from None
 
 
 def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:

@@ -13,7 +13,6 @@ from runs import run_program
 from support import use_mesh
 
 import jaxtp
-from jaxtp.config.entry import UserError
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.mesh import (
@@ -103,7 +102,7 @@ def test_a_mesh_is_one_however_it_is_given():
         assert as_mesh(given, "this", abstract=True) == abstract_mesh(mesh_shape(**sizes))
     assert as_mesh(mesh.abstract_mesh, "this") == mesh.abstract_mesh
     for wrong in (8, [2, 4], {"pp": 2}, "pp=2", {"tp": 0}):
-        with pytest.raises(UserError, match=r"this|pp|tp=0"):
+        with pytest.raises(MeshError, match=r"this|pp|tp=0"):
             as_mesh(wrong, "this")
 
 

@@ -286,11 +286,16 @@ class Interrupt:
             sys.unraisablehook = self._ignored
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, InterruptError):
+            # The caller has been told, and may enter it again.
+            self.received = None
         if self._hook_before is not None:
             sys.unraisablehook = self._hook_before
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+            self._hook_before = None
+        # It may be entered again in another thread, which has no handlers to restore.
+        while self._before:
+            signal.signal(*self._before.popitem())
 
     def defer(self) -> None:
         """Ends the start: from now on there is work to save, and Ctrl-C is only recorded."""

@@ -36,6 +36,8 @@ class Stopping(Hook):
             local = np.full(len(mesh.local_devices), number, np.float32)
             return {STOP: jax.make_array_from_process_local_data(sharding, local, (mesh.size,))}
 
+        self.requested: str | None = None
+        """Why the user stops the run."""
         self._interrupt = interrupt
         # The process that received a signal, counted from 1; 0 if none did
         self._process = 0
@@ -44,7 +46,7 @@ class Stopping(Hook):
 
     def flags(self) -> dict[str, Array]:
         """Returns the argument of the next step."""
-        return self._flags[self._interrupt.received is not None]
+        return self._flags[self._received is not None]
 
     def before_step(self, loop: Loop, step: NextStep) -> None:
         """Ends the start of the run: from the first step on, there is work to save."""
@@ -56,12 +58,16 @@ class Stopping(Hook):
 
     @property
     def reason(self) -> str | None:
-        """The signal that stops the run, or None."""
+        """The signal or request that stops the run, or None."""
         if not is_multiprocess():
-            return self._interrupt.received
+            return self._received
         if not self._process:
             return None
-        return self._interrupt.received or f"a signal to process {self._process - 1}"
+        return self._received or f"a signal to process {self._process - 1}"
+
+    @property
+    def _received(self) -> str | None:
+        return self._interrupt.received or self.requested
 
 
 class Watchdog(Hook):

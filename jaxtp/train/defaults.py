@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.checkpoint.storage import Info, is_of_run, newest_with_info
 from jaxtp.config.console import size_text
@@ -187,7 +187,7 @@ def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Dec
         return as_configured(with_references(settings, task))
     values = dict(settings)
     mesh = values.get("mesh")
-    if isinstance(mesh, Mesh):
+    if isinstance(mesh, Mesh | AbstractMesh):
         # A run makes its own mesh of these sizes.
         values["mesh"] = mesh_sizes(mesh)
     if isinstance(mesh, str):

@@ -64,7 +64,6 @@ class TrainingLoop:
         self.steps = self._converting_errors()
         self._in_flight: tuple[NextStep, StepOutput] | None = None
         self._saved_at = run.step if run.checkpoints.steps() else None
-        self._stop_reason: str | None = None
 
     def _make_hooks(self, callbacks: Hook) -> list[Hook]:
         # In the order of their calls: a corrupt or non-finite step is not logged, a trace has no
@@ -201,14 +200,13 @@ class TrainingLoop:
 
     def stop(self, reason: str) -> None:
         """Saves and ends the run after this step."""
-        self._stop_reason = reason
-        self.run.interrupt.received = reason
+        self.stopping.requested = reason
 
     def _stop(self, reason: str) -> None:
         self.save()
         step = self.run.step
         text = f"stopped by {reason} at step {step} and saved; the same command resumes it"
-        if reason == self._stop_reason:
+        if reason == self.stopping.requested:
             text = f"stopped and saved at step {step}: {reason}"
         self.run.report.end()
         self.line(text)

@@ -46,6 +46,8 @@ class Session:
         self._resources = ExitStack()
         self._block = ExitStack()
         self._is_inside = False
+        # The thread of the last use
+        self._thread = threading.current_thread()
 
     def started(self) -> TrainingLoop:
         """Returns the last loop, which may have ended; starts the first one."""
@@ -73,6 +75,7 @@ class Session:
     @contextmanager
     def _entered(self, loop: TrainingLoop) -> Iterator[None]:
         self._is_inside = True
+        self._thread = threading.current_thread()
         try:
             with jax.set_mesh(loop.mesh), loop.run.interrupt:
                 yield
@@ -136,6 +139,10 @@ class Session:
         finally:
             loop.is_open = False
 
+    def is_used_elsewhere(self) -> bool:
+        """Returns whether the last use was in another thread, which is alive."""
+        return self._thread is not threading.current_thread() and self._thread.is_alive()
+
     def _start(self) -> TrainingLoop:
         decided = self.decided
         if decided is None:
@@ -151,7 +158,9 @@ class Session:
             folder = session.started().run.config.run.dir
             if folder == decided.config.run.dir and not session._is_inside:
                 session.close()
-        with ExitStack() as context, ExitStack() as resources, self._reporting():
+        # A mesh in context, such as that of another run, is not for the plan of this one.
+        no_mesh = jax.set_mesh(None)
+        with no_mesh, ExitStack() as context, ExitStack() as resources, self._reporting():
             run = make_run(decided, resources, context, self._task)
             loop = TrainingLoop(run, self._call_back(run.parts.callbacks), resources)
             self._resources = resources.pop_all()
@@ -184,7 +193,9 @@ def _close_at_exit() -> None:
     error = getattr(sys, "last_value", None) if is_multiprocess() else None
     with ExitStack() as sessions:
         for session in _open:
-            sessions.callback(session.close, error)
+            # Another thread may be within a step.
+            if not session.is_used_elsewhere():
+                sessions.callback(session.close, error)
 
 
 # A process that this one forks, to read data for example, has no run.

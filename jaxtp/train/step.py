@@ -85,7 +85,7 @@ TrainStep = Callable[..., tuple[Any, "StepOutput"]]
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The settings of a run that its steps and evaluations read (`setup.step_settings`)."""
+    """The settings of a run that its steps and evaluations read (`parts.step_settings`)."""
 
     objective: Objective = NextToken()
     accumulation: int = 1
@@ -139,9 +139,9 @@ def make_train_step(
 ) -> Wrapped:
     """Returns the jitted training step `state, batch -> state, StepOutput`; donates the state.
 
-    The keyword arguments are `stop`, the flags of all devices (`stopping.py`), and `experts`, which
-    replace the routers' choices. They are not columns of the batch, where a user's columns may have
-    the same names.
+    The keyword arguments are `stop`, the flags of all devices (`guards/stopping.py`), and
+    `experts`, which replace the routers' choices. They are not columns of the batch, where a user's
+    columns may have the same names.
 
     The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the
     global L2 norm before clipping; `learning_rate`, if known; `param_norm` after the update;

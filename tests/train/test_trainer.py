@@ -5,6 +5,7 @@ its block.
 import json
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import mesh_shape, mesh_sizes
+from jaxtp.train import session
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.loss import call
 from jaxtp.train.metrics import check_names
@@ -209,7 +211,8 @@ def test_an_old_spelling_names_the_new_one():
 
 @pytest.mark.wide
 def test_a_mesh_has_several_forms(tmp_path):
-    forms = ("fsdp=2,tp=2", {"fsdp": 2, "tp": 2}, jaxtp.make_mesh(fsdp=2, tp=2))
+    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
+    forms = ("fsdp=2,tp=2", {"fsdp": 2, "tp": 2}, mesh, mesh.abstract_mesh)
     for number, mesh in enumerate(forms):
         trainer = trainer_of(tmp_path / str(number), mesh)
         assert mesh_sizes(trainer.mesh) == mesh_shape(fsdp=2, tp=2)
@@ -305,6 +308,50 @@ def test_ctrl_c_in_a_cell_saves_and_the_next_cell_goes_on(tmp_path, capsys):
     assert not trainer.run_to_end()
     assert "stopped by SIGINT at step 1 and saved" in capsys.readouterr().out
     assert trainer.run_to_end()
+
+
+def test_a_trainer_starts_in_one_thread_and_trains_in_another_which_the_exit_leaves_alone(tmp_path):
+    def callback(trainer, step):
+        if step.index == 2:
+            in_step_2.set()
+            assert may_go_on.wait(60)
+
+    in_step_2, may_go_on = threading.Event(), threading.Event()
+    trainer = trainer_of(tmp_path, callbacks=[callback])
+    assert trainer.step == 0
+    thread = threading.Thread(target=trainer.run_to_end)
+    thread.start()
+    assert in_step_2.wait(60)
+    session._close_at_exit()
+    may_go_on.set()
+    thread.join()
+    assert trainer.done
+    assert checkpoints_in(tmp_path) == [3]
+
+
+def test_ctrl_c_before_the_first_step_ends_one_cell_and_not_the_next(tmp_path):
+    trainer = trainer_of(tmp_path)
+    with pytest.raises(KeyboardInterrupt, match="nothing is lost"), trainer.paused("a cell"):
+        signal.raise_signal(signal.SIGINT)
+    assert trainer.run_to_end()
+
+
+def test_after_stop_the_first_signal_is_recorded_as_before(tmp_path):
+    trainer = trainer_of(tmp_path)
+    for _ in trainer:
+        trainer.stop("enough")
+        with trainer.paused("a signal"):
+            signal.raise_signal(signal.SIGTERM)
+    assert checkpoints_in(tmp_path) == [1]
+
+
+@pytest.mark.wide
+def test_a_trainer_starts_under_another_mesh(tmp_path):
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        outer = trainer_of(tmp_path / "outer", "fsdp=2,tp=2")
+        with outer, trainer_of(tmp_path / "inner", "tp=2") as inner:
+            assert next(iter(inner)).index == 1
+        assert mesh_sizes(jax.sharding.get_abstract_mesh()) == mesh_shape(tp=2)
 
 
 @pytest.mark.wide
