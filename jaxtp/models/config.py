@@ -404,7 +404,9 @@ def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     if "kv_rank" not in plain and tuple(lora.get("targets", ())) == LLAMA_TARGETS:
         lora["targets"] = [*TARGETS]
     precision = {**plain["precision"]}
-    precision.pop("matmul_layers", None)
+    # Another pattern than this one left layers out, so such a model is refused.
+    if precision.get("matmul_layers") == "*":
+        del precision["matmul_layers"]
     return {**plain, "lora": lora, "precision": precision}
 
 
