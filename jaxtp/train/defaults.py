@@ -174,17 +174,12 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     return Decided(config, init, resumed, before)
 
 
-def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Decided:
-    """Decides a run of a task; the values of a `TrainConfig` stay.
-
-    Args:
-      settings: by dotted name, or all settings.
+def read_settings(settings: Mapping[str, object], task: Task) -> tuple[TrainConfig, set[str]]:
+    """Returns a configuration from settings by dotted name, and the names that are explicit.
 
     Raises:
       ConfigError: a setting is unknown or invalid, or names a part that the task has too.
     """
-    if isinstance(settings, TrainConfig):
-        return as_configured(with_references(settings, task))
     values = dict(settings)
     mesh = values.get("mesh")
     if isinstance(mesh, Mesh | AbstractMesh):
@@ -199,7 +194,21 @@ def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Dec
     config = with_references(validate(TrainConfig, plain, source="settings"), task, explicit)
     sections = task.settings().keys()
     explicit |= {dotted(keys) for keys, _ in leaves(to_plain(config)) if keys[0] in sections}
-    return decide(config, explicit)
+    return config, explicit
+
+
+def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Decided:
+    """Decides a run of a task; the values of a `TrainConfig` stay.
+
+    Args:
+      settings: by dotted name, or all settings.
+
+    Raises:
+      ConfigError: as `read_settings`.
+    """
+    if isinstance(settings, TrainConfig):
+        return as_configured(with_references(settings, task))
+    return decide(*read_settings(settings, task))
 
 
 class Defaults:

@@ -1,7 +1,6 @@
 """The runs of a trainer, one after the other: when they start and end, and what is left open."""
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -10,10 +9,12 @@ import jax
 
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, report_failure, watch
 from jaxtp.distributed.allocator import describe_out_of_memory
+from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.distributed.environment import is_launched
 from jaxtp.guards.hook import Hook
+from jaxtp.mesh import fixed_devices
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.defaults import Decided, decide_task
+from jaxtp.train.defaults import Decided, decide_task, read_settings
 from jaxtp.train.loop import TrainingLoop
 from jaxtp.train.setup import make_run
 from jaxtp.train.task import Callback, Task
@@ -41,6 +42,11 @@ class Session:
         self.loop: TrainingLoop | None = None
         """The running loop, or the last one, which can still be read."""
         self._settings = settings
+        if not isinstance(settings, TrainConfig):
+            config, _ = read_settings(settings, task)
+            if not is_launched():
+                # Before the program makes JAX start with fewer devices
+                request_virtual_devices(fixed_devices(config.mesh.sizes))
         self._task = task
         self._call_back = call_back
         self._resources = ExitStack()
@@ -155,8 +161,10 @@ class Session:
         self._allocator = decided.config.launch.allocator
         for session in list(_open):
             # A cell that makes a trainer was run again, and the first one locks the folder.
-            folder = session.started().run.config.run.dir
+            loop = session.started()
+            folder = loop.run.config.run.dir
             if folder == decided.config.run.dir and not session._is_inside:
+                loop.line(f"closed at step {loop.step}: another trainer starts in {folder}")
                 session.close()
         # A mesh in context, such as that of another run, is not for the plan of this one.
         no_mesh = jax.set_mesh(None)
@@ -189,13 +197,14 @@ _open: set[Session] = set()
 
 
 def _close_at_exit() -> None:
-    # If this process failed, other processes may not come to the same save.
-    error = getattr(sys, "last_value", None) if is_multiprocess() else None
+    # A save waits for all processes, and others may not come to it.
+    if is_multiprocess():
+        return
     with ExitStack() as sessions:
         for session in _open:
             # Another thread may be within a step.
             if not session.is_used_elsewhere():
-                sessions.callback(session.close, error)
+                sessions.callback(session.close)
 
 
 # A process that this one forks, to read data for example, has no run.
