@@ -88,7 +88,7 @@ RANGES = {
     "flops": (1e11, 1e18, "FLOP/s, dense bfloat16"),
     "float8": (0, 1e18, "FLOP/s, dense; 0: none"),
     "bandwidth": (1e9, 1e15, "bytes/s"),
-    "link": (1e8, 1e14, "bytes/s, one way"),
+    "link": (1e6, 1e14, "bytes/s, one way"),
     "domain": (1, 1e6, "devices"),
     "network": (1e6, 1e14, "bytes/s, one way"),
     "reserved": (0, 1e13, "bytes"),
