@@ -151,7 +151,9 @@ def test_nemo_rl_1672_sinks_are_trained_where_documents_are_packed(monkeypatch):
     ids = np.arange(T, dtype=np.int32)[None]
 
     def gradient():
-        loss = lambda state: jnp.sum(jnp.sin(nnx.merge(graph, state)(ids, np.ones_like(ids))))
+        loss = lambda state: jnp.sum(
+            jnp.sin(nnx.merge(graph, state)(ids, segments=np.ones_like(ids)))
+        )
         return named_variables(jax.jit(jax.grad(loss))(state))["blocks.attention.sinks"][...]
 
     def worst(run):

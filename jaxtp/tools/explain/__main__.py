@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtp.config import entry
+from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
@@ -55,7 +56,11 @@ class ExplainConfig(TrainConfig):
 
 
 COMMAND = Command(
-    program=PROGRAM, schema=ExplainConfig, description=DESCRIPTION, printed=training_of
+    program=PROGRAM,
+    schema=ExplainConfig,
+    description=DESCRIPTION,
+    short_help=("compile", "json", *in_short_help(TrainConfig)),
+    printed=training_of,
 )
 
 
