@@ -47,5 +47,5 @@ def test_a_checkpoint_of_adapters_keeps_its_default_targets():
     assert upgrade_settings({}) == {}
     renamed = {**plain, "lora": {"from": "peft", **plain["lora"]}}
     assert upgrade_settings(renamed)["lora"]["from_peft"] == "peft"
-    gone = {**plain, "precision": {"matmul_layers": "*.mlp.*", **plain["precision"]}}
+    gone = {**plain, "precision": {"matmul_layers": "*", **plain["precision"]}}
     assert upgrade_settings(gone) == plain

@@ -450,9 +450,8 @@ WITHOUT_EFFECT = {
 
 def test_settings_without_effect_on_a_model_of_ones_own_are_refused(tmp_path):
     for setting, (value, message) in WITHOUT_EFFECT.items():
-        trainer = trainer_of(tmp_path, BIGRAM, **{"mesh": "fsdp=2", setting: value})
         with pytest.raises(ConfigError) as error:
-            trainer.__enter__()
+            trainer_of(tmp_path, BIGRAM, **{"mesh": "fsdp=2", setting: value}).__enter__()
         assert message in str(error.value), setting
 
 
