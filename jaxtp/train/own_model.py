@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import singledispatch
 from pathlib import Path
 from typing import Any, overload
 
@@ -22,7 +21,6 @@ from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.hf.runs import (
     RecordedFlaxModel,
-    RecordedModel,
     load_adapted,
     load_merged,
     own_or_decoder,
@@ -106,47 +104,36 @@ def load_run(
             f"plan must be a dict of styles, or FILE.py:NAME, not {describe_value(styles)}"
         )
     recorded = own_or_decoder(checkpoint.folder, checkpoint.info, source)
-    # Without a mesh and a plan a user's model stays plain Flax.
-    is_split = has_mesh or styles is not None
-    folder = None if base is None else expand(Path(base))
-    return _load(recorded, checkpoint, source, styles, folder, run_mesh, is_split)
-
-
-@singledispatch
-def _load(
-    recorded: RecordedModel,
-    checkpoint: StoredCheckpoint,
-    build: Any,
-    plan: Plan | None,
-    base: Path | None,
-    mesh: Mesh,
-    is_split: bool,
-) -> nnx.Module:
-    if plan is not None:
+    if isinstance(recorded, RecordedFlaxModel):
+        if base is not None:
+            raise ConfigError(
+                "base is for the base model of a decoder's adapters, but the run's model is not a "
+                "Decoder"
+            )
+        assert callable(source), "settings are a decoder's"
+        make = builder(source, recorded.origin)
+        # Without a mesh and a plan the model stays plain Flax.
+        is_split = has_mesh or styles is not None
+        return _load_flax(recorded, checkpoint, make, styles, run_mesh, is_split=is_split)
+    if styles is not None:
         raise ConfigError(
             "a plan splits a model of your own; the decoder has its own PartitionSpecs"
         )
     if recorded.config.lora.rank:
-        return load_adapted(checkpoint.folder, checkpoint.info, mesh, base)
-    return load_merged(checkpoint.folder, checkpoint.info, recorded.config, mesh)
+        folder = None if base is None else expand(Path(base))
+        return load_adapted(checkpoint.folder, checkpoint.info, run_mesh, folder)
+    return load_merged(checkpoint.folder, checkpoint.info, recorded.config, run_mesh)
 
 
-@_load.register
-def _(
+def _load_flax(
     recorded: RecordedFlaxModel,
     checkpoint: StoredCheckpoint,
-    build: Any,
+    make: Builder,
     plan: Plan | None,
-    base: Path | None,
     mesh: Mesh,
+    *,
     is_split: bool,
 ) -> nnx.Module:
-    if base is not None:
-        raise ConfigError(
-            "base is for the base model of a decoder's adapters, but the run's model is not a "
-            "Decoder"
-        )
-    make = builder(build, recorded.origin)
     if plan is None:
         _require_whole_sequences(mesh)
 
