@@ -197,20 +197,6 @@ def read_settings(settings: Mapping[str, object], task: Task) -> tuple[TrainConf
     return config, explicit
 
 
-def decide_task(settings: Mapping[str, object] | TrainConfig, task: Task) -> Decided:
-    """Decides a run of a task; the values of a `TrainConfig` stay.
-
-    Args:
-      settings: by dotted name, or all settings.
-
-    Raises:
-      ConfigError: as `read_settings`.
-    """
-    if isinstance(settings, TrainConfig):
-        return as_configured(with_references(settings, task))
-    return decide(*read_settings(settings, task))
-
-
 class Defaults:
     """A configuration whose defaults are chosen one by one; `lines` has the reasons."""
 

@@ -44,6 +44,7 @@ class Parts:
 
     model: ModelSource = ModelSource()
     loss: Objective = NextToken()
+    """`step_settings` gives it the settings of a run."""
     batches: object = None
     """A user's, instead of jaxtp's token data."""
     validation: object = None
@@ -85,7 +86,7 @@ def load_parts(config: TrainConfig, task: Task = Task()) -> tuple[TrainConfig, P
         described = replace_nested(described, {LOSS_ARGUMENTS: arguments})
     return described, Parts(
         model=model,
-        loss=objective.configured(config.train, config.mesh.context),
+        loss=objective,
         batches=parts["batches"],
         validation=parts["validation"],
         optimizer=None if isinstance(parts["optimizer"], OptimizerConfig) else parts["optimizer"],

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import jax
 
@@ -14,10 +15,10 @@ from jaxtp.distributed.environment import is_launched
 from jaxtp.guards.hook import Hook
 from jaxtp.mesh import fixed_devices
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.defaults import Decided, decide_task, read_settings
+from jaxtp.train.defaults import Decided, as_configured, decide, read_settings
 from jaxtp.train.loop import TrainingLoop
 from jaxtp.train.setup import make_run
-from jaxtp.train.task import Callback, Task
+from jaxtp.train.task import Callback, Task, with_references
 
 
 class Session:
@@ -41,9 +42,11 @@ class Session:
         """The settings of a command, which has decided them."""
         self.loop: TrainingLoop | None = None
         """The running loop, or the last one, which can still be read."""
-        self._settings = settings
-        if not isinstance(settings, TrainConfig):
-            config, _ = read_settings(settings, task)
+        if isinstance(settings, TrainConfig):
+            self._decide = lambda: as_configured(with_references(settings, task))
+        else:
+            config, explicit = read_settings(settings, task)
+            self._decide = partial(decide, config, explicit)
             if not is_launched():
                 # Before the program makes JAX start with fewer devices
                 request_virtual_devices(fixed_devices(config.mesh.sizes))
@@ -157,7 +160,7 @@ class Session:
 
                 join_processes()
             with raise_everywhere(watch):
-                decided = decide_task(self._settings, self._task)
+                decided = self._decide()
         self._allocator = decided.config.launch.allocator
         for session in list(_open):
             # A cell that makes a trainer was run again, and the first one locks the folder.

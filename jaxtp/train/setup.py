@@ -68,6 +68,11 @@ class Plan:
         """The settings of the steps."""
         return step_settings(self.config, self.parts)
 
+    @property
+    def objective(self) -> Objective:
+        """The loss with the settings of the run."""
+        return self.step_settings.objective
+
     def state_on(self, mesh: Mesh) -> tuple[Blueprint, list[str]]:
         """Plans the state on a mesh, which may be abstract; also returns lines on the model's plan.
 
@@ -112,7 +117,6 @@ class RunPlan(Plan):
 class Run(RunPlan):
     """A run that is ready to step."""
 
-    objective: Objective
     # The step on leaves of the state, not compiled yet
     train_step: Wrapped
     eval_step: Wrapped
@@ -219,7 +223,6 @@ def make_run(
     timing.end_startup()
     return Run(
         **vars(run_plan),
-        objective=settings.objective,
         train_step=make_train_step(
             settings, blueprint, with_checksums=with_checksums, on_leaves=True
         ),

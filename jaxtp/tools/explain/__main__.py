@@ -81,7 +81,7 @@ def _explain(options: ExplainConfig) -> None:
         request_virtual_devices(math.prod(sizes.values()))
     plan = plan_step(config)
     config = plan.config
-    loss = plan.parts.loss
+    loss = plan.step_settings.objective
     count = config.train.accumulation
     key = jax.random.key(config.run.seed)
     refuse(problem.text for problem in batch_problems(config, sizes))
