@@ -25,7 +25,7 @@ from jaxtp.guards.self_check import (
 def examine(
     mesh: Mesh,
     settings: Mapping[str, Mapping[str, object]],
-    folder: Path,
+    folder: Callable[[], Path],
     *,
     dtypes: Sequence[str],
     attention: Iterable[Case],
@@ -36,6 +36,7 @@ def examine(
 
     Args:
       settings: JSON values by name, in which all processes have to agree.
+      folder: returns the folder of runs, which it may make: nothing else is wrong at this stage.
       dtypes: compute dtypes of products.
       attention: kernels to compare with plain attention.
       tp_across_hosts: whether a tp group may span hosts.
@@ -55,7 +56,7 @@ def examine(
             # Collectives of processes that differ may wait for ever.
             yield [Finding("collectives", "all", "the processes differ", "--")]
             return
-    yield check_folder(folder)
+    yield check_folder(folder())
     if computes:
         yield _stage("devices", lambda: check_devices(mesh, dtypes))
     if computes or is_multiprocess():

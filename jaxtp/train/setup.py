@@ -373,12 +373,16 @@ def _check_validation(config: TrainConfig, parts: Parts, data: RunData) -> None:
 def _startup_checks(
     config: TrainConfig, blueprint: Blueprint, data: RunData, model: ModelSource
 ) -> list[str]:
-    # Prepares the folder, and examines devices and processes; returns lines for the summary.
-    with raise_everywhere():
-        run_folder.prepare(config.run.dir)
+    # Examines devices and processes, and prepares the folder; returns lines for the summary.
+    def folder() -> Path:
+        with raise_everywhere():
+            run_folder.prepare(config.run.dir)
+        return config.run.dir
+
     mesh = blueprint.mesh
     on_accelerator = platform_of(mesh.devices.flat[0]) != "cpu"
     if not on_accelerator and not is_multiprocess():
+        folder()
         return []
     from jaxtp.guards.doctor import examine
     from jaxtp.guards.finding import conclude
@@ -387,7 +391,7 @@ def _startup_checks(
     stages = examine(
         mesh,
         settings,
-        config.run.dir,
+        folder,
         dtypes=(config.model.precision.compute,),
         attention=model.attention_cases(config, mesh),
         tp_across_hosts=config.mesh.tp_across_hosts,

@@ -14,7 +14,7 @@ from jaxtp.collectives import axis_index
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.guards import doctor, known_versions, self_check
-from jaxtp.guards.finding import findings
+from jaxtp.guards.finding import conclude, findings
 from jaxtp.guards.self_check import (
     check_collectives,
     check_devices,
@@ -87,10 +87,21 @@ def test_a_program_that_does_not_run_is_a_finding(monkeypatch, tmp_path):
 
     planted(monkeypatch, "an elementwise operation", broken)
     settings = {"dtypes": ("float32",), "attention": ()}
-    stages = list(doctor.examine(jaxtp.make_mesh(), {}, tmp_path, **settings))
+    stages = list(doctor.examine(jaxtp.make_mesh(), {}, lambda: tmp_path, **settings))
     assert [finding.text for stage in stages for finding in stage if finding.error] == [
         "out of resources"
     ] * 2
+
+
+def test_a_run_whose_devices_compute_wrong_makes_no_folder(monkeypatch):
+    planted(monkeypatch, "an elementwise operation", lambda x: 2 * x)
+
+    def folder():
+        raise AssertionError("it was made")
+
+    stages = doctor.examine(jaxtp.make_mesh(), {}, folder, dtypes=("float32",), attention=())
+    with pytest.raises(NumericsError, match="an elementwise operation"):
+        conclude(stages)
 
 
 FAULTS = {

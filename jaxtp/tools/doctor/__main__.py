@@ -157,7 +157,7 @@ def _findings(mesh: Mesh, options: Doctor) -> Iterator[Finding]:
     stages = examine(
         mesh,
         {"configuration": to_plain(options)},
-        options.folder,
+        lambda: options.folder,
         dtypes=tuple(TOLERANCE),
         attention=_attention(first),
         tp_across_hosts=True,
