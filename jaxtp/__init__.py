@@ -4,8 +4,9 @@ The names that most programs use are here, and the others in namespaces: `jaxtp.
 `jaxtp.plans`, `jaxtp.losses`, `jaxtp.hf`, `jaxtp.generate`, `jaxtp.errors` and `jaxtp.typing`. Each
 is imported at its first use, so `import jaxtp` takes milliseconds; `__init__.pyi` lists them.
 
-Functions that take a model return the model to use. `parallelize` and `freeze` change it in place,
-so that no array is held twice; those of adapters return another one, which shares its arrays.
+Functions that take a model return the model to use. `parallelize` and `freeze` change the model in
+place, so that memory holds no array twice. Functions for adapters return a new model, which shares
+the arrays of the old one.
 """
 
 from importlib import import_module

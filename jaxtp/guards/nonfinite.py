@@ -29,7 +29,7 @@ class NonFinitePolicy(Hook):
       folder: gets the state and the batch of the step that ends the run.
       may_skip: whether steps that are not finite are skipped (`train.non_finite`).
       max_skipped: maximum number of skipped steps in a row.
-      checkpoints: those of the run.
+      checkpoints: the checkpoints of the run, for messages.
       stored: returns the part of a state that is saved.
     """
 
@@ -53,7 +53,7 @@ class NonFinitePolicy(Hook):
         self._without_weight = 0
 
     def after_step(self, loop: Loop, step: FinishedStep) -> None:
-        """Reports a skipped step; raises `NonFiniteError` if the run cannot go on."""
+        """Reports a skipped step. Raises `NonFiniteError` if the run has to end."""
         if step.weight == 0:
             self._without_weight += 1
             loop.line(

@@ -272,8 +272,8 @@ class Decoder(EmbeddingAndHead):
     Params of blocks at the same place of a pattern are stacked on an unsplit leading dim: `blocks`
     if all blocks are equal, otherwise `blocks.0`, `blocks.1`, ..., stack by stack.
 
-    It is made on the mesh in context, as of `jax.set_mesh(jaxtp.make_mesh(...))`. Without a mesh it
-    is on one device, of which it warns where there are several.
+    Construct it under `jax.set_mesh(jaxtp.make_mesh(...))`. Without a mesh it is on one device, and
+    warns if there are several.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):

@@ -50,7 +50,7 @@ class Evaluation(Hook):
             return (compute or self._begin())()
 
     def report(self, compute: Compute | None = None, *, is_logged: bool = True) -> None:
-        """Evaluates, adds the metrics to those of the last step, and shows them."""
+        """Evaluates, adds the metrics to the last step's, and prints them."""
         run = self._run
         loop = self._loop
         values = self.evaluate(compute)

@@ -55,7 +55,7 @@ class Log(Hook):
         self._trackers.close()
 
     def _progress(self, step: int) -> int:
-        # Tokens or rows until a finished step; the position is that of the last dispatched one.
+        # Tokens or rows up to a finished step. `run.position` already counts the step in flight.
         run = self._run
         return run.position.sample * run.data.units_per_row - (run.step - step) * self._per_step
 

@@ -1,4 +1,4 @@
-"""Loads the parts of a run: those of a task, and those that settings name.
+"""Loads the parts of a run, from a task or by their names in the settings.
 
 `load_parts` imports a user's code. After it a run has a source of its model and an objective, and
 no code asks whether they are jaxtp's.
