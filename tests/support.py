@@ -97,8 +97,8 @@ by_name = on_host
 
 
 @nnx.jit
-def outputs_of(model, *inputs):
-    return model(*inputs)
+def outputs_of(model, *inputs, **options):
+    return model(*inputs, **options)
 
 
 def cached_and_whole(graph, state, ids, cut):

@@ -182,7 +182,7 @@ def test_sequences_in_a_row_are_as_alone_and_a_cache_is_as_the_whole(name):
     segments = np.broadcast_to(1 + (np.arange(ids.shape[1]) >= cut), ids.shape).astype(np.int32)
     with use_mesh(fsdp=2, tp=2):
         model = jaxtp.hf.load(FOLDER / name)
-        packed = outputs_of(model, rows, segments)
+        packed = outputs_of(model, rows, segments=segments)
         cached, whole = cached_and_whole(*nnx.split(model), ids, cut)
     assert_logits(packed, expected)
     assert relative_error(cached, whole) < 2e-6
