@@ -45,6 +45,13 @@ def pytest_addoption(parser):
         help="run one case in N, the same ones each time",
     )
     parser.addoption(
+        "--turn",
+        type=int,
+        default=0,
+        metavar="K",
+        help="with --sample N, run other cases for each K from 0 to N - 1, and so on again",
+    )
+    parser.addoption(
         "--as-users",
         action="store_true",
         help="compile with optimization, and draw random numbers by Threefry, as users do",
@@ -86,7 +93,9 @@ def pytest_collection_modifyitems(config, items):
             f"{heavy} cases of the default suite are heavy: at most {MAX_HEAVY_CASES} may be"
         )
     if config.option.sample > 1:
-        drawn = [zlib.crc32(item.nodeid.encode()) % config.option.sample == 0 for item in items]
+        shares = config.option.sample
+        turn = config.option.turn % shares
+        drawn = [zlib.crc32(item.nodeid.encode()) % shares == turn for item in items]
         left_out = [item for item, is_drawn in zip(items, drawn, strict=True) if not is_drawn]
         config.hook.pytest_deselected(items=left_out)
         items[:] = itertools.compress(items, drawn)
