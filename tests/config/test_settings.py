@@ -54,6 +54,7 @@ def test_a_constructor_says_of_nonsense_what_is_said_of_a_file():
     ("kind", "values", "message"),
     [
         (ModelConfig, {"d_model": -3}, "d_model = -3: should be greater than or equal to 1"),
+        (ModelConfig, {"layers": 2}, "layers: unknown key; did you mean num_layers?"),
         (ModelConfig, {"norm": "foo"}, "norm = 'foo': should be 'rms', 'rms_plus_one', "),
     ],
 )
