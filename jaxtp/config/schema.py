@@ -261,11 +261,12 @@ class Settings:
 
     def __new__(cls, *args: object, **values: object) -> Self:
         """Refuses unknown names, as in a file: the message has the nearest name."""
-        fields = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        kind: Any = cls
+        fields = {field.name for field in dataclasses.fields(kind)}
         unknown = {name: values[name] for name in values if name not in fields}
         # A subclass may have a constructor of its own.
-        if unknown and not _accepts(cls, args, values):
-            validate(_without_constructor(cls), unknown, source=cls.__name__)
+        if unknown and not _accepts(kind, args, values):
+            validate(_without_constructor(kind), unknown, source=kind.__name__)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
