@@ -7,12 +7,13 @@ constraints), a default, and a docstring, which is its help text. YAML files set
 
 import dataclasses
 import datetime
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache, reduce
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
 import yaml
@@ -258,8 +259,26 @@ class Settings:
         if "__repr__" not in vars(cls):
             cls.__repr__ = short_repr  # type: ignore[method-assign]
 
+    def __new__(cls, *args: object, **values: object) -> Self:
+        """Refuses unknown names, as in a file: the message has the nearest name."""
+        kind: Any = cls
+        fields = {field.name for field in dataclasses.fields(kind)}
+        unknown = {name: values[name] for name in values if name not in fields}
+        # A subclass may have a constructor of its own.
+        if unknown and not _accepts(kind, args, values):
+            validate(_without_constructor(kind), unknown, source=kind.__name__)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         check_values(self)
+
+
+def _accepts(kind: type, args: Sequence[object], values: Mapping[str, object]) -> bool:
+    try:
+        inspect.signature(kind).bind(*args, **values)
+    except TypeError:
+        return False
+    return True
 
 
 def short_repr(instance: Any) -> str:

@@ -31,7 +31,6 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.config.console import size_text
-from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import (
@@ -564,11 +563,7 @@ class Scheduler:
                 if request is None:  # the row's text has ended
                     continue
                 if not math.isfinite(logprobs[row]):
-                    self._cache.arrays = None
-                    raise NumericsError(
-                        f"the logits after prompt {request.index} are not finite: the weights "
-                        "are damaged"
-                    )
+                    self._cache.arrays = None  # `append` raises
                 self._cached[row] += request.tokens[len(self._cached[row]) :]
                 pieces.append(request.append(tokens[row], logprobs[row]))
                 if request.finish is not None:

@@ -1,6 +1,7 @@
 """Prompts and their generated texts, which consist of whole characters and end at stop texts."""
 
 import codecs
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -9,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.config.entry import UserError
+from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.sampling import Settings
 from jaxtp.models.config import ModelConfig
@@ -196,7 +197,14 @@ class Request:
         return self._limit - len(self.tokens)
 
     def append(self, token: int, logprob: float) -> Piece:
-        """Appends a token and returns its text; sets `finish` after the last."""
+        """Appends a token and returns its text; sets `finish` after the last.
+
+        Raises a `NumericsError` if its log-probability is not finite.
+        """
+        if not math.isfinite(logprob):
+            raise NumericsError(
+                f"the logits after prompt {self.index} are not finite: the weights are damaged"
+            )
         ended = token in self._end_ids
         text = ""
         stopped = False

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from itertools import compress, product
 from pathlib import Path
-from typing import NamedTuple, TypeVar, Unpack
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.config_json import check_adaptable, choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_IN_MEMORY, TEXT_PREFIXES, Family, Layout
-from jaxtp.hf.loading import load_tensors, print_notes
+from jaxtp.hf.loading import Progress, load_tensors, print_notes
 from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
     Attributes,
@@ -54,7 +54,7 @@ from jaxtp.hf.model_folder import (
     without_wrappers,
 )
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, StoredTensors, read_header
-from jaxtp.hf.saving import SaveOptions, check_options, json_bytes, write_folder
+from jaxtp.hf.saving import json_bytes, write_folder
 from jaxtp.hf.tensor_map import (
     Parameters,
     TensorPart,
@@ -66,7 +66,7 @@ from jaxtp.hf.tensor_map import (
 )
 from jaxtp.layers.experts import EXPERT_TARGETS
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_state
-from jaxtp.layers.parameter import logical_shape
+from jaxtp.layers.parameter import DType, logical_shape
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
@@ -201,7 +201,12 @@ def save_adapters(
     path: str | Path,
     *,
     base: str | Path | None = None,
-    **options: Unpack[SaveOptions],
+    family: str | None = None,
+    tokenizer_from: str | Path | None = None,
+    dtype: DType | None = None,
+    experts: Layout = "stacked",
+    allow_non_finite: bool = False,
+    progress: Progress | None = None,
 ) -> None:
     """Writes a model's adapters, from any mesh, for `peft.PeftModel.from_pretrained`.
 
@@ -211,34 +216,39 @@ def save_adapters(
     Args:
       path: a new or empty folder; appears when complete.
       base: base model folder to record; without it, users name it when they load the adapters.
-      **options: see `SaveOptions`.
+      family, tokenizer_from, dtype, experts, allow_non_finite, progress: see `save`.
 
     Raises:
-      NonFiniteError: a weight is not finite.
+      NonFiniteError: a weight is not finite, unless `allow_non_finite`.
       HFError: the model has no adapters, no family can represent it, or the folder is not writable.
     """
-    check_options(options, SaveOptions)
     _check_base(base)
     config = model.config
-    layout = options.get("experts", "stacked")
     if not config.lora.rank:
         raise HFError("the model has no adapters; write all of it by jaxtp.hf.save")
-    family = choose_family(replace(config, lora=LoraConfig()), options.get("family"))
+    chosen = choose_family(replace(config, lora=LoraConfig()), family)
     trained = adapters(config)
     variables = named_variables(nnx.state(model, nnx.LoRAParam))
-    modules = _modules(config, family, layout)
+    modules = _modules(config, chosen, experts)
     arrays = {kernel: variables[f"{adapter.lora}.a"][...] for kernel, adapter in trained.items()}
     trainable = {name: kernels for name, kernels in modules.items() if _trained(kernels, trained)}
     used = _nonzero_modules(trainable, arrays) or trainable
     diagonal = not _have_equal_a(trainable.values(), arrays)
     parts = _factors(used, trained, variables, diagonal=diagonal)
     # A vision tower has modules of the same names.
-    are_short = len(used) == len(trainable) and family.wrapper is None
+    are_short = len(used) == len(trainable) and chosen.wrapper is None
     attributes = _peft_config(config, used, are_short=are_short, diagonal=diagonal)
     attributes["base_model_name_or_path"] = None if base is None else str(base)
-    dtype = options.get("dtype") or config.lora.dtype
-    config_file = {CONFIG: json_bytes(attributes)}
-    write_folder(Path(path), variables, {WEIGHTS: parts}, config_file, dtype, options)
+    write_folder(
+        Path(path),
+        variables,
+        {WEIGHTS: parts},
+        {CONFIG: json_bytes(attributes)},
+        dtype or config.lora.dtype,
+        tokenizer_from=tokenizer_from,
+        allow_non_finite=allow_non_finite,
+        progress=progress,
+    )
 
 
 def _trained(kernels: Iterable[TensorPart], trained: Container[str]) -> list[TensorPart]:

@@ -1,5 +1,7 @@
 """Writes a model as a Hugging Face folder, which appears when it is complete."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
@@ -12,7 +14,6 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypedDict, Unpack, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -98,107 +99,101 @@ Stored = Sequence[TensorPart] | StoredTensor
 Tensors = Mapping[str, Stored]
 
 
-class SaveOptions(TypedDict, total=False):
-    """Options for writing models and adapters."""
-
-    family: str | None
-    """`model_type`; by default the first that can represent the model."""
-    tokenizer_from: str | Path | None
-    """Source of tokenizer files and special token ids; without it, stderr reports that no tokenizer
-    is written."""
-    dtype: DType | None
-    """Dtype of the tensors; by default the parameters' dtype, which is lossless."""
-    experts: Layout
-    """"separate" (default for models) writes a tensor per expert, as on the Hub; "stacked" (default
-    for adapters) one per layer, as in transformers 5. With `like`, the default is the layout in
-    that folder."""
-    allow_non_finite: bool
-    """Write weights even if they are not finite."""
-    progress: Progress | None
-
-
-class ModelOptions(SaveOptions, total=False):
-    """Options for writing whole models."""
-
-    like: str | Path | None
-    """Folder that the model came from. Tensors outside of the text model (vision towers, prediction
-    heads) and the configuration are copied from it."""
-
-    attributes: Attributes | None
-    """Additional config.json attributes. max_position_embeddings overrides the value from
-    `tokenizer_from`."""
-    max_shard_size: int | str
-    """Bytes per file, or a string like "5GB" (default); never splits a tensor."""
-
-
-def check_options(options: SaveOptions, kind: type) -> None:
-    """Raises a `TypeError` for an unknown option, as any call does."""
-    names = get_type_hints(kind)
-    unknown = options.keys() - names.keys()
-    if unknown:
-        raise TypeError(f"{', '.join(sorted(unknown))}: no such option; {', '.join(names)} are")
-
-
-def save(model: Decoder, path: str | Path, **options: Unpack[ModelOptions]) -> None:
+def save(
+    model: Decoder,
+    path: str | Path,
+    *,
+    family: str | None = None,
+    tokenizer_from: str | Path | None = None,
+    dtype: DType | None = None,
+    experts: Layout | None = None,
+    like: str | Path | None = None,
+    attributes: Attributes | None = None,
+    max_shard_size: int | str = "5GB",
+    allow_non_finite: bool = False,
+    progress: Progress | None = None,
+) -> None:
     """Writes a model without adapters, from any mesh, as a folder that transformers reads.
 
     Host memory holds one tensor at a time, or one layer's kernel of all experts.
 
     Args:
       path: a new or empty folder; appears when complete.
-      **options: see `SaveOptions` and `ModelOptions`.
+      family: `model_type`; by default the first that can represent the model.
+      tokenizer_from: folder of tokenizer files and special token ids; without it, stderr reports
+        that no tokenizer is written.
+      dtype: of the tensors; by default the parameters' dtype, which is lossless.
+      experts: "separate" writes a tensor per expert, as on the Hub; "stacked" one per layer, as in
+        transformers 5. By default as in `like`, else separate.
+      like: folder that the model came from. Tensors outside of the text model (vision towers,
+        prediction heads) and the configuration are copied from it.
+      attributes: more config.json attributes. max_position_embeddings overrides the value from
+        `tokenizer_from`.
+      max_shard_size: bytes per file, or a string like "5GB"; never splits a tensor.
+      allow_non_finite: write weights even if they are not finite.
+      progress: called with the bytes written so far, and in total.
 
     Raises:
       NonFiniteError: a weight is not finite, unless `allow_non_finite`.
       HFError: the model has adapters, no family can represent it, or the folder is not writable.
     """
-    check_options(options, ModelOptions)
     config = model.config
     if config.lora.rank:
         raise HFError(
             "the model has adapters; write them by jaxtp.hf.save_adapters, or all of it "
             "by jaxtp.hf.save(jaxtp.merge_adapters(model))"
         )
-    dtype = options.get("dtype") or config.precision.param
-    like = options.get("like")
+    dtype = dtype or config.precision.param
+    attributes = attributes or {}
     whole = None if like is None else open_whole(Path(like), config)
     text: StoredTensors = {}
     if whole is None:
-        family = choose_family(config, options.get("family"))
-        attributes = _new_attributes(config, family, dtype, options)
+        chosen = choose_family(config, family)
+        written = _new_attributes(config, chosen, dtype, attributes, tokenizer_from)
     else:
-        family = whole.family
+        chosen = whole.family
         text = whole.text
-        max_positions = (options.get("attributes") or {}).get(MAX_POSITIONS)
-        attributes = changed_config(whole, dtype, max_positions)
-        if not options.get("tokenizer_from") and has_tokenizer(whole.folder.path):
-            options["tokenizer_from"] = whole.folder.path
+        written = changed_config(whole, dtype, attributes.get(MAX_POSITIONS))
+        if not tokenizer_from and has_tokenizer(whole.folder.path):
+            tokenizer_from = whole.folder.path
     variables = named_variables(nnx.state(model))
-    like_text = {} if "experts" in options else general_names(text)
-    parts = tensor_parts(variables, config, family, options.get("experts", "separate"), like_text)
+    like_text = {} if experts else general_names(text)
+    parts = tensor_parts(variables, config, chosen, experts or "separate", like_text)
     tensors: dict[str, Stored] = {
         name: _like(text.get(name), group) for name, group in group_by_tensor(parts).items()
     }
-    tensors |= constants(family, config.num_layers, dtype)
-    other_files = {CONFIG: json_bytes(attributes)}
+    tensors |= constants(chosen, config.num_layers, dtype)
+    other_files = {CONFIG: json_bytes(written)}
     if whole is not None:
         tensors = {whole.name(name): stored for name, stored in tensors.items()}
         tensors |= whole.other_tensors
         other_files |= read_files(whole.folder.path, PROCESSOR_FILES)
-    files = _shards(tensors, dtype, options.get("max_shard_size", "5GB"))
+    files = _shards(tensors, dtype, max_shard_size)
     if len(files) > 1:
         other_files[INDEX] = _index(files, dtype)
-    write_folder(Path(path), variables, files, other_files, dtype, options)
+    write_folder(
+        Path(path),
+        variables,
+        files,
+        other_files,
+        dtype,
+        tokenizer_from=tokenizer_from,
+        allow_non_finite=allow_non_finite,
+        progress=progress,
+    )
 
 
 def _new_attributes(
-    config: ModelConfig, family: Family, dtype: DType, options: ModelOptions
+    config: ModelConfig,
+    family: Family,
+    dtype: DType,
+    added: Attributes,
+    tokenizer_from: str | Path | None,
 ) -> MutableAttributes:
     """Returns a whole config.json for a model without a folder to copy from."""
-    added = options.get("attributes") or {}
     # Without pad_token_id, transformers uses the family's default, which may exceed the model's
     # vocabulary.
-    attributes = {"pad_token_id": None, **added, **copied_attributes(options.get("tokenizer_from"))}
+    attributes = {"pad_token_id": None, **added, **copied_attributes(tokenizer_from)}
     if MAX_POSITIONS in added:
         attributes[MAX_POSITIONS] = added[MAX_POSITIONS]
     for attribute in family.attributes:
@@ -229,7 +224,7 @@ def stream_weights(
     device, holds one additional tensor, or one layer's kernel of all experts.
 
     Args:
-      dtype, family, experts: see `SaveOptions`.
+      dtype, family, experts: see `save`.
 
     Raises:
       HFError: no family can represent the model.
@@ -258,25 +253,28 @@ def write_folder(
     files: Mapping[str, Tensors],
     other_files: Mapping[str, bytes],
     dtype: DType,
-    options: SaveOptions,
+    *,
+    tokenizer_from: str | Path | None,
+    allow_non_finite: bool,
+    progress: Progress | None,
 ) -> None:
     """Writes safetensors `files`, other files and the tokenizer files.
 
     Every process must call it.
     """
     values = {name: variable[...] for name, variable in variables.items()}
-    if not options.get("allow_non_finite") and (counts := Sums(values).not_finite()):
+    if not allow_non_finite and (counts := Sums(values).not_finite()):
         raise NonFiniteError(
             f"{describe_not_finite(counts)}; nothing is written. Export an earlier checkpoint, or "
             "allow it: allow_non_finite=True, --allow-non-finite"
         )
-    tokenizer_files = _tokenizer_files(options.get("tokenizer_from"))
+    tokenizer_files = _tokenizer_files(tokenizer_from)
     gathered: dict[str, Sequence[TensorPart]] = {}
     for group in files.values():
         for name, parts in group.items():
             if not isinstance(parts, StoredTensor):
                 gathered[name] = parts
-    arrays = gather_tensors(variables, gathered, dtype, options.get("progress"))
+    arrays = gather_tensors(variables, gathered, dtype, progress)
     if jax.process_index() != 0:
         # All processes must take part in each gather.
         for _ in arrays:

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.python_object import signature_of
-from jaxtp.mesh import MeshLike, Sizes, as_mesh, mesh_sizes
+from jaxtp.mesh import MeshError, MeshLike, Sizes, as_mesh, describe_mesh, mesh_sizes
 from jaxtp.plans.module_wrappers import (
     Model,
     find_modules,
@@ -69,11 +69,14 @@ def parallelize(
 
     Raises:
       PlanError: the plan does not fit the model or the mesh; the model is unchanged.
+      MeshError: the mesh is abstract, and the model is not.
       UserError: two modules or variables of the model have the same dotted path.
     """
     placed_on = as_mesh(mesh, "parallelize")
     if not isinstance(model, nnx.Module):
         return _initialise_sharded(model, plan or {}, placed_on)
+    if isinstance(placed_on, AbstractMesh):
+        _refuse_arrays(nnx.state(model), placed_on)
     _apply_plan(model, plan or {}, mesh_sizes(placed_on))
     state = nnx.state(model)
     nnx.update(model, jax.tree.map(_put, state, _shardings(state, placed_on)))
@@ -111,6 +114,17 @@ def _apply_plan(model: nnx.Module, plan: Plan, sizes: Sizes) -> None:
             parameter.set_metadata(**{DECLARED: declared}, out_sharding=spec, eager_sharding=True)
 
 
+def _refuse_arrays(tree: object, mesh: AbstractMesh) -> None:
+    """Raises a `MeshError` for arrays outside of a trace: the mesh has no devices for them."""
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+            raise MeshError(
+                f"parallelize: the mesh {describe_mesh(mesh_sizes(mesh))} is abstract, and has no "
+                "devices for the model's arrays; pass nnx.eval_shape(build), a model without "
+                "arrays, or a mesh of jaxtp.make_mesh"
+            )
+
+
 def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
     def declared(leaf: object) -> Any:
         spec = leaf.get_metadata().get("out_sharding") if isinstance(leaf, nnx.Variable) else None
@@ -135,6 +149,8 @@ def _initialise_sharded(build: Callable[[], Model], plan: Plan, mesh: Mesh | Abs
     _apply_plan(abstract, plan, mesh_sizes(mesh))
     graph, state = nnx.split(abstract)
     shardings = tuple(jax.tree.leaves(_shardings(state, mesh)))
+    if isinstance(mesh, AbstractMesh):
+        _refuse_arrays(jnp.zeros(()), mesh)  # an array outside of a trace, a tracer inside
     arrays = jax.jit(partial(arrays_of, build), out_shardings=shardings)()
     sharded = jax.tree.unflatten(jax.tree.structure(state), arrays)
     return cast(Model, nnx.merge(graph, sharded))

@@ -39,8 +39,10 @@ def outcome(construct, name):
 
 
 def test_a_constructor_says_of_nonsense_what_is_said_of_a_file():
+    # A class exists from its first use on.
+    expected = {AttentionConfig, ModelConfig, OptimizerConfig, DPO, jaxtp.generate.Settings}
     kinds = set(settings_classes())
-    assert {AttentionConfig, ModelConfig, OptimizerConfig, DPO, jaxtp.generate.Settings} < kinds
+    assert expected < kinds
     for kind in kinds:
         names = [setting.path[0] for setting in settings_of(kind).values() if not setting.path[1:]]
         for name, value in itertools.product(names, NONSENSE):
@@ -54,6 +56,7 @@ def test_a_constructor_says_of_nonsense_what_is_said_of_a_file():
     ("kind", "values", "message"),
     [
         (ModelConfig, {"d_model": -3}, "d_model = -3: should be greater than or equal to 1"),
+        (ModelConfig, {"layers": 2}, "layers: unknown key; did you mean num_layers?"),
         (ModelConfig, {"norm": "foo"}, "norm = 'foo': should be 'rms', 'rms_plus_one', "),
     ],
 )
@@ -68,6 +71,16 @@ def test_lists_become_tuples_so_that_settings_can_be_hashed():
     assert lora.targets == ("q_proj",)
     model = ModelConfig(pattern=[{"sliding_window": 4}, {}], lora=lora)
     assert {model: 1}[dataclasses.replace(model)] == 1
+
+
+def test_a_users_class_may_have_a_constructor_of_its_own():
+    class Wide(ModelConfig):
+        def __init__(self, times):
+            super().__init__(d_model=128 * times)
+
+    assert Wide(times=2).d_model == 256
+    with pytest.raises(ConfigError, match="time: unknown key"):
+        Wide(time=2)
 
 
 def test_the_defaults_of_a_users_class_are_checked():

@@ -6,6 +6,7 @@ import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import jax
 import pytest
 from flax import nnx
 from runs import TEXT, records
@@ -13,6 +14,7 @@ from support import decoder, use_mesh
 from variants import small_model
 
 import jaxtp
+from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.request import GenerationError
@@ -104,4 +106,7 @@ def test_a_text_ends_where_the_mesh_still_divides_the_learned_positions():
         line=lines.append,
     )
     sample(run, SimpleNamespace(index=1))
+    run.model = jax.tree.map(lambda x: jax.numpy.full_like(x, jax.numpy.nan), model)
+    with pytest.raises(NumericsError, match="logits after prompt 0 are not finite"):
+        sample(run, SimpleNamespace(index=2))
     assert [line.startswith('step 1: "ab') for line in lines] == [True]

@@ -13,7 +13,7 @@ from support import use_mesh
 
 import jaxtp
 from jaxtp.analysis.audit import audit
-from jaxtp.mesh import AXES, STORAGE
+from jaxtp.mesh import AXES, STORAGE, MeshError
 from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.plans.parallelize import arrays_of
 
@@ -138,3 +138,6 @@ def test_a_mesh_that_is_not_there():
     mesh = jax.sharding.AbstractMesh((2, 4, 1, 64), AXES)
     kernel = jaxtp.parallelize(nnx.eval_shape(wide), {"": Colwise()}, mesh=mesh).kernel
     assert kernel.sharding.shard_shape(kernel.shape) == (128, 32)
+    for model in (wide, wide()):
+        with pytest.raises(MeshError, match=r"tp 64 is abstract.* nnx.eval_shape\(build\)"):
+            jaxtp.parallelize(model, {"": Colwise()}, mesh=mesh)

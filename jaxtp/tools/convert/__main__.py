@@ -33,7 +33,7 @@ from jaxtp.hf.loading import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import HFError, open_folder
 from jaxtp.hf.peft import save_adapters
 from jaxtp.hf.runs import BASE, copy_hf_files, hf_files_of, load_adapted, load_adapters, origin_of
-from jaxtp.hf.saving import SaveOptions, atomic_folder, copied_attributes, has_tokenizer
+from jaxtp.hf.saving import atomic_folder, copied_attributes, has_tokenizer
 from jaxtp.hf.wrapper import is_part
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, Precision
@@ -219,7 +219,7 @@ def export_run(command: Export) -> str:
         attributes = copied_attributes(command.run)
     if tokenizer is not None and not has_tokenizer(tokenizer):
         tokenizer = None
-    options: SaveOptions = {
+    options: dict[str, Any] = {
         "family": command.family or (None if command.text_only else source.family),
         "tokenizer_from": command.tokenizer_from or tokenizer,
         "dtype": command.dtype,
@@ -287,7 +287,9 @@ def _origin(command: Export, source: StoredModel) -> Path | None:
     return like
 
 
-def _export_adapters(command: Export, source: StoredModel, mesh: Mesh, options: SaveOptions) -> str:
+def _export_adapters(
+    command: Export, source: StoredModel, mesh: Mesh, options: dict[str, Any]
+) -> str:
     checkpoint = source.folder
     config = source.config
     base = command.base
