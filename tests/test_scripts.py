@@ -11,7 +11,6 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 SMALL = {
     "decision.py": "Trainer, scripts/examples/mixer.py: ",
     "loader_speed.py --tokens 100000 --seconds 0.1 --repeats 1": "concatenated, 4,096 tokens",
-    "prepare_speed.py --repeats 1 --copies 1": "documents decode to their bytes",
 }
 
 
