@@ -1,20 +1,20 @@
 """Compares the modelled memory of a training step with the memory that the H100 compiler allocates.
 
-No GPU is needed. The first command compiles missing points and then prints the table, the second
-compiles what matches once more, and the third only prints the table:
+No GPU is needed. The first command prints the table of the stored steps, the second compiles those
+that match once more, and the third compiles another one:
 
     python scripts/estimate_accuracy.py
     python scripts/estimate_accuracy.py --again 8b 'save_(dots|gathered)'
-    python scripts/estimate_accuracy.py --table-only
+    python scripts/estimate_accuracy.py --add '["8b", 8192, "full", [1, 8, 1], 1, 4, "documents"]'
 
-A point is a Llama, with or without adapters, or a mixture of experts, with an optimizer, a sequence
-length, a remat policy and a mesh. Each result is stored in scripts/results/estimate_accuracy.jsonl,
-so the script can be stopped and restarted. It needs the extra estimate-gpu. The stored results are
-from jax 0.10.2. The model says which arrays are alive at a step's peak, as read from XLA's buffer
-assignments; none of its constants is fitted to these points. When the order of gradients changed,
-24 steps were compiled again, first those that the model missed most; they need up to 18% less.
-Steps with accumulation were compiled again when they came to hold one tree of gradients. The 9
-mixtures are as new; the other dense steps are older.
+A step is a Llama, with or without adapters, or a mixture of experts, with an optimizer, a sequence
+length, a remat policy and a mesh (`Point`). Each result is stored in
+scripts/results/estimate_accuracy.jsonl, so the script can be stopped and restarted. It needs the
+extra estimate-gpu. The stored results are from jax 0.10.2. The model says which arrays are alive at
+a step's peak, as read from XLA's buffer assignments; none of its constants is fitted to these
+steps. When the order of gradients changed, 24 steps were compiled again, first those that the model
+missed most; they need up to 18% less. Steps with accumulation were compiled again when they came to
+hold one tree of gradients. The 9 mixtures are as new; the other dense steps are older.
 """
 
 import argparse
@@ -26,8 +26,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-import jaxtp
 from jaxtp.analysis.tables import columns
+from jaxtp.config.schema import from_yaml
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import DP, FSDP, TP, mesh_shape
 from jaxtp.tools.estimate.compiler import TargetError, compile_for
@@ -36,71 +36,16 @@ from jaxtp.train.memory import memory_per_device
 
 RESULTS = Path(__file__).parent / "results" / "estimate_accuracy.jsonl"
 GB = 1e9
+MODELS = Path(__file__).parents[1] / "configs" / "models"
 SHAPES = {
-    "1b": {
-        "d_model": 2048,
-        "num_layers": 16,
-        "num_heads": 32,
-        "head_dim": 64,
-        "d_ff": 8192,
-        "tie_embeddings": True,
-    },
-    "8b": {"d_model": 4096, "num_layers": 32, "num_heads": 32, "head_dim": 128, "d_ff": 14336},
-    "70b": {"d_model": 8192, "num_layers": 80, "num_heads": 64, "head_dim": 128, "d_ff": 28672},
+    "1b": "llama32_1b",
+    "8b": "llama3_8b",
+    "70b": "llama3_70b",
+    "8x7b": "mixtral_8x7b",
+    "30b-a3b": "qwen3_30b_a3b",
 }
-"""Shapes of Llama 3.2 1B, Llama 3 8B and 70B."""
-
-MIXTURES = {
-    "8x7b": {
-        **{
-            "vocab_size": 32000,
-            "d_model": 4096,
-            "num_layers": 32,
-            "num_heads": 32,
-            "head_dim": 128,
-            "d_ff": 14336,
-        },
-        **{"num_experts": 8, "experts_per_token": 2},
-    },
-    "30b-a3b": {
-        **{
-            "vocab_size": 151936,
-            "d_model": 2048,
-            "num_layers": 48,
-            "num_heads": 32,
-            "num_kv_heads": 4,
-        },
-        **{
-            "head_dim": 128,
-            "d_ff": 768,
-            "num_experts": 128,
-            "experts_per_token": 8,
-            "qk_norm": "head",
-        },
-    },
-}
-"""Shapes of Mixtral 8x7B and Qwen3-30B-A3B."""
-
-POLICIES = ("none", "save_dots", "save_gathered", "full", "offload")
-SEQUENCES = (2048, 4096, 8192)
 _FIRST_FIELDS = 7
 """The number of fields that are in the key of every point."""
-MESHES = [
-    (1, f, t)
-    for f, t in [
-        (1, 1),
-        (8, 1),
-        (1, 8),
-        (2, 2),
-        (4, 1),
-        (1, 2),
-        (8, 8),
-        (2, 4),
-        (4, 8),
-        (1, 4),
-        (8, 2),
-    ]
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,14 +65,12 @@ class Point:
     cp: int = 1
 
     def config(self) -> TrainConfig:
-        model = jaxtp.ModelConfig(
-            rope_theta=500000.0,
+        model = dataclasses.replace(
+            from_yaml(TrainConfig, MODELS / f"{SHAPES[self.shape]}.yaml").model,
             remat=self.remat,
             loss_chunk=512 * self.micro,  # in tokens, as the stored points were compiled
             attention="xla" if self.cp == 1 else "auto",  # scores of long sequences do not fit
-            precision=jaxtp.Precision(compute="bfloat16"),
             lora=LoraConfig(rank=self.lora),
-            **({"vocab_size": 128256, "num_kv_heads": 8} | (SHAPES | MIXTURES)[self.shape]),
         )
         dp, fsdp, _ = self.mesh
         rows = dp * fsdp * self.micro * self.accumulation
@@ -175,84 +118,22 @@ class Point:
         )
 
 
-def points() -> list[Point]:
-    """Returns each shape with each remat policy four times, then further points.
-
-    The repetitions cycle through lengths and meshes.
-    """
-    everywhere = [
-        Point(shape, SEQUENCES[(i // 15 + i) % 3], policy, MESHES[7 * i % len(MESHES)])
-        for i, (_, policy, shape) in enumerate(
-            (r, p, s) for r in range(4) for p in POLICIES for s in SHAPES
-        )
-    ]
-    return [
-        *everywhere,
-        Point("8b", 8192, "full", (1, 8, 1), accumulation=4),
-        Point("8b", 4096, "save_dots", (1, 2, 4), accumulation=2),
-        Point("1b", 2048, "full", (8, 1, 1), micro=4),
-        Point("8b", 2048, "save_gathered", (2, 2, 2), micro=2),
-        Point("70b", 8192, "full", (1, 8, 8), accumulation=2),
-        Point("8b", 8192, "full", (1, 4, 2), packing="concatenated"),
-        Point("8b", 2048, "full", (1, 8, 1), micro=8),
-        Point("8b", 2048, "save_gathered", (1, 2, 4), micro=8),
-        Point("8b", 2048, "save_dots", (1, 4, 2), micro=4, accumulation=4),
-        Point("1b", 4096, "save_dots", (1, 1, 2), lora=16),
-        Point("1b", 2048, "full", (8, 1, 1), micro=4, lora=16),
-        Point("1b", 2048, "none", (1, 2, 4), lora=16),
-        Point("1b", 4096, "save_gathered", (1, 4, 1), lora=64),
-        Point("8b", 8192, "save_dots", (4, 1, 2), lora=16),
-        Point("8b", 2048, "save_gathered", (1, 2, 4), micro=8, lora=16),
-        Point("8b", 4096, "none", (1, 4, 2), lora=16),
-        Point("8b", 8192, "full", (1, 8, 1), accumulation=4, lora=16),
-        Point("8b", 2048, "save_dots", (1, 4, 2), micro=4, accumulation=4, lora=16),
-        Point("70b", 8192, "save_dots", (1, 1, 8), lora=16),
-        Point("70b", 8192, "full", (1, 1, 8), lora=16),
-        Point("70b", 4096, "save_gathered", (1, 8, 1), lora=16),
-        Point("70b", 2048, "none", (1, 8, 2), lora=16),
-        Point("1b", 2048, "full", (1, 2, 2), optimizer="muon"),
-        Point("1b", 2048, "save_dots", (2, 2, 2), optimizer="muon"),
-        Point("8b", 2048, "full", (1, 8, 1), optimizer="muon"),
-        Point("8b", 2048, "save_gathered", (1, 2, 4), optimizer="muon"),
-        Point("8b", 131072, "full", (1, 1, 1), cp=8),
-        Point("8b", 131072, "full", (1, 2, 1), cp=4),
-        Point("8b", 131072, "full", (1, 1, 2), cp=4),
-        Point("8b", 131072, "save_dots", (1, 1, 1), cp=16),
-        Point("8b", 32768, "save_gathered", (2, 1, 2), cp=2),
-        Point("1b", 65536, "none", (1, 1, 2), cp=4),
-        Point("8b", 1048576, "full", (1, 1, 2), cp=16),
-        Point("70b", 131072, "full", (1, 8, 2), cp=4),
-        Point("30b-a3b", 4096, "full", (1, 4, 2), micro=4),
-        Point("30b-a3b", 4096, "save_dots", (1, 8, 1), micro=2),
-        Point("30b-a3b", 4096, "save_gathered", (2, 1, 4), micro=4, accumulation=2),
-        Point("30b-a3b", 4096, "none", (1, 2, 4)),
-        Point("8x7b", 4096, "full", (1, 4, 2), micro=8),
-        Point("8x7b", 4096, "save_gathered", (1, 8, 1), micro=2),
-        Point("8x7b", 4096, "save_dots", (1, 1, 8), micro=4),
-        Point("8x7b", 4096, "full", (1, 1, 16), micro=4),
-        Point("8x7b", 32768, "full", (1, 2, 2), cp=2),
-        Point("70b", 8192, "full", (1, 2, 8), accumulation=2),
-        Point("8b", 8192, "full", (2, 4, 1), accumulation=2),
-        Point("1b", 2048, "full", (2, 2, 2), accumulation=2),
-    ]
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--again",
-        nargs="+",
-        metavar="PATTERN",
-        help="compile points whose key matches all, once more",
+        "--again", nargs="+", metavar="PATTERN", help="compile steps whose key matches all again"
     )
-    parser.add_argument(
-        "--table-only", action="store_true", help="print the table without compiling"
-    )
+    parser.add_argument("--add", metavar="KEY", help="compile another step")
     arguments = parser.parse_args(argv)
-    if not arguments.table_only:
-        compile_missing(arguments.again)
+    patterns = arguments.again
+    keys = []
+    if patterns:
+        keys = [key for key in read() if all(re.search(one, key) for one in patterns)]
+    if arguments.add:
+        keys.append(Point.from_key(arguments.add).key)
+    compile_steps(keys)
     print(
         "GB on each device, modelled and as jax 0.10.2's compiler for an H100 allots them; rows of "
         "a micro-batch\n"
@@ -260,17 +141,12 @@ def main(argv: list[str] | None = None) -> None:
     print(table(read()))
 
 
-def compile_missing(again: Sequence[str] | None = None) -> None:
-    """Compiles each point without a result, and stores the result.
-
-    Points whose key matches all patterns `again` are compiled once more.
-    """
+def compile_steps(keys: Sequence[str]) -> None:
+    """Compiles steps, and stores each result."""
     rows = read()
-    for point in points():
-        if (old := rows.get(point.key)) and not (
-            again and all(re.search(each, point.key) for each in again)
-        ):
-            continue
+    for key in keys:
+        point = Point.from_key(key)
+        old = rows.get(key)
         devices = math.prod(point.sizes.values())
         hosts = max(1, devices // 8)
         try:
@@ -285,7 +161,7 @@ def compile_missing(again: Sequence[str] | None = None) -> None:
         except TargetError as error:
             print(f"{point}: {error}", flush=True)
             continue
-        rows[point.key] = {"point": point.key, **dataclasses.asdict(compiled)}
+        rows[key] = {"point": key, **dataclasses.asdict(compiled)}
         RESULTS.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
         before = f", {old['peak_bytes'] / GB:.2f} before" if old else ""
         print(
@@ -321,18 +197,14 @@ def table(rows: dict[str, dict]) -> str:
     cells = []
     errors = []
     alone = []
-    for point in points():
-        if row := rows.get(point.key):
-            modelled = memory_per_device(point.config(), point.sizes, platform="cuda")
-            errors.append(modelled.total / row["peak_bytes"] - 1)
-            alone.append((modelled.total - row["argument_bytes"]) / row["temp_bytes"] - 1)
-            cells.append(
-                (
-                    *point.cells(),
-                    *(f"{n / GB:.2f}" for n in (modelled.state, row["peak_bytes"], modelled.total)),
-                )
-            )
-            cells[-1] += (f"{100 * errors[-1]:+.1f}",)
+    for key, row in rows.items():
+        point = Point.from_key(key)
+        modelled = memory_per_device(point.config(), point.sizes, platform="cuda")
+        errors.append(modelled.total / row["peak_bytes"] - 1)
+        alone.append((modelled.total - row["argument_bytes"]) / row["temp_bytes"] - 1)
+        sizes = (modelled.state, row["peak_bytes"], modelled.total)
+        numbers = [f"{size / GB:.2f}" for size in sizes]
+        cells.append((*point.cells(), *numbers, f"{100 * errors[-1]:+.1f}"))
     summary = [
         f"{name}: {spread(errors)}"
         for name, errors in (("whole", errors), ("temporaries alone", alone))

@@ -4,7 +4,7 @@ It measures what the tests notice:
 
     python -m pytest --cov jaxtp --cov-context test --cov-report= \
         -m "not journey and not slow and not cluster"
-    python scripts/mutants.py --coverage .coverage --count 240 --out scripts/results/mutants.txt
+    python scripts/mutants.py --coverage .coverage --count 240 --out runs/mutants.txt
 
 The first command records which cases reach which line. For each mutant of a line the second runs
 those cases until one fails. A mutant that no case notices survives: it needs a test, or an

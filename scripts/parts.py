@@ -4,9 +4,12 @@
     python scripts/parts.py best.yaml h100
 
 Compiles the step of a run for GPUs that need not be present, as `jaxtp estimate --tier 3` does, and
-prints a table; other flags are those of `jaxtp train`. `step_beside_plain.py --absent` prints it
-too; `gpu_acceptance.py` and `step_on_h100.py` take numbers of it. Needs the extra estimate-gpu.
+prints a table of its parts and a line about the step; other flags are those of `jaxtp train`. The
+script of another checkout tells how its step differs. `step_beside_plain.py --absent` prints both
+too; `gpu_acceptance.py` takes numbers of them. Needs the extra estimate-gpu.
 
+- GB sent: what a device sends in a step, in rings; exposed: the part of it that the schedule does
+  not overlap with a matrix product. Copies are kernels that only copy, transpose or convert.
 - Each operation of a compiled program outside of fusions is a kernel, which reads its operands and
   writes its results once. The name of an operation gives its part; a fusion with a product is in
   the product's part.
@@ -106,6 +109,9 @@ _PART_HEADER = (
     *("part", "kernels", "TFLOP", "/ least", "GB", "/ least"),
     *("products", "others", "copies", "links"),
 )
+
+
+TOTALS = ("GB sent", "exposed", "peak GiB", "kernels", "GB through memory", "ms of copies")
 
 
 def read_parts(text: str) -> dict[str, Part]:
@@ -325,6 +331,30 @@ def part_table(parts: Mapping[str, Part]) -> str:
     return columns(_PART_HEADER, rows)
 
 
+def peak_gib(compiled: jax.stages.Compiled) -> float:
+    """Returns the GiB of a program's arguments, results and temporaries."""
+    memory = compiled.memory_analysis()
+    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return (total - memory.alias_size_in_bytes) / 2**30
+
+
+def totals(
+    compiled: jax.stages.Compiled, parts: Mapping[str, Part], collectives: Sequence[Scheduled]
+) -> tuple[str, ...]:
+    """Returns the numbers of a step, under the header `TOTALS`; `parts` are its `roofline`."""
+    step = parts["all"]
+    sent = sum(one.bytes_sent for one in collectives)
+    exposed = sum(one.bytes_sent * (1 - one.hidden_bytes / one.bytes) for one in collectives)
+    return (
+        f"{sent / GB:.1f}",
+        f"{exposed / GB:.1f}",
+        f"{peak_gib(compiled):.2f}",
+        f"{step['kernels']:,.0f}",
+        f"{(step['product_bytes'] + step['other_bytes']) / GB:.1f}",
+        f"{1e3 * step['seconds_of_copies']:.1f}",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -354,10 +384,13 @@ def main() -> None:
     with jax.set_mesh(mesh):
         lowered = traced.lower()
     options = {**compiler_options(config.model, "cuda"), **ABSENT_GPU}
-    text = lowered.compile(compiler_options=options).as_text()
+    compiled = lowered.compile(compiler_options=options)
+    text = compiled.as_text()
     setting = estimate(config, target(hardware, devices), describe_model(config))
-    parts = roofline(setting, read_parts(text), read_schedule(text, sizes))
+    collectives = read_schedule(text, sizes)
+    parts = roofline(setting, read_parts(text), collectives)
     print(part_table(parts))
+    print(f"\n{columns(TOTALS, [totals(compiled, parts, collectives)])}")
     if unknown := parts["all"]["unknown"]:
         print(f"Kernels that do not tell their FLOPs, counted as 0: {unknown:,.0f}")
 

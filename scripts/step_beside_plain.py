@@ -29,7 +29,7 @@ import yaml
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from parts import part_table, read_parts, roofline
+from parts import TOTALS, part_table, peak_gib, read_parts, roofline, totals
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -272,14 +272,6 @@ class Runner:
     def last_loss(self) -> float:
         return float(self.loss) if self.name == "plain" else fetch(self.loss)["loss"]
 
-    def peak(self) -> float:
-        """Returns the GiB of the compiled program's arguments, results and temporaries."""
-        memory = self.compiled.memory_analysis()
-        total = (
-            memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes
-        )
-        return (total - memory.alias_size_in_bytes) / 2**30
-
 
 def plain_params(state: Any) -> Params:
     """Returns the plain step's params, by the values of a state of ours."""
@@ -453,37 +445,10 @@ def main() -> None:
         for runner in found:
             text = runner.compiled.as_text()
             collectives = read_schedule(text, sizes)
-            moved = [(m.bytes_sent, m.hidden_bytes / m.bytes) for m in collectives]
-            sent = sum(size for size, _ in moved)
-            exposed = sum(size * (1 - hidden) for size, hidden in moved)
             parts = roofline(setting, read_parts(text), collectives)
-            all_ = parts["all"]
-            through = all_["product_bytes"] + all_["other_bytes"]
-            traffic = (
-                f"{all_['kernels']:,.0f}",
-                f"{through / 1e9:.1f}",
-                f"{1e3 * all_['seconds_of_copies']:.1f}",
-            )
-            table.append(
-                (
-                    runner.name,
-                    f"{sent / 1e9:.1f}",
-                    f"{exposed / 1e9:.1f}",
-                    f"{runner.peak():.2f}",
-                    *traffic,
-                )
-            )
+            table.append((runner.name, *totals(runner.compiled, parts, collectives)))
             print(f"\n{runner.name}\n{part_table(parts)}")
-        header = (
-            "step",
-            "GB sent",
-            "exposed",
-            "peak GiB",
-            "kernels",
-            "GB through memory",
-            "ms of copies",
-        )
-        print(f"\n{columns(header, table)}")
+        print(f"\n{columns(('step', *TOTALS), table)}")
         return
     batch = make_batch(mesh, model.vocab_size, given.rows, length)
     for runner in found:
@@ -503,7 +468,7 @@ def main() -> None:
                 f"{1e3 * low:.2f} to {1e3 * high:.2f}",
                 f"{given.rows * length / middle:,.0f}",
                 f"{statistics.median(ratios):.3f}",
-                f"{runner.peak():.2f}",
+                f"{peak_gib(runner.compiled):.2f}",
                 f"{runner.compile_seconds:.1f}",
             )
         )

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from corpora import write_bpe
 from flax import nnx
 from pages import BLOCK, CHECK_OF_ONE_MESH, PAGES, README, blocks, checks, lines_of
@@ -24,7 +23,7 @@ from pages import BLOCK, CHECK_OF_ONE_MESH, PAGES, README, blocks, checks, lines
 import jaxtp
 from jaxtp.__main__ import commands
 from jaxtp.__main__ import main as run_command
-from jaxtp.config.schema import from_yaml
+from jaxtp.config.schema import from_yaml, read_values
 from jaxtp.layers.parameter import Precision
 from jaxtp.train.config import TrainConfig
 
@@ -100,7 +99,7 @@ class Reader:
         config = value_of(words, "--config")
         flags = [*words, *([] if "--model.build" in words else SHORTER_RUN)]
         if config is not None:
-            values = yaml.safe_load(Path(config).read_text())
+            values = read_values(Path(config))
             folder = folder or values["run"]["dir"]
             axes = dict.fromkeys(("dp", "fsdp", "cp", "tp"), 1) | values["mesh"]
             flags += ["--data.sequence-length", "64", "--train.accumulation", "1"]

@@ -9,7 +9,7 @@ Every `train.verify_every` steps, checksums of each device's shards are compared
 
 Checksums of every step's gradients show in which step copies first differed. Programs must be
 bitwise reproducible (`step.compiler_options`). With dp 1, a gradient that is wrong once, between
-two verifications, goes unnoticed. Cost: `scripts/results/verify_cost.txt`.
+two verifications, goes unnoticed. On CPUs a verification takes as long as 1.6 steps.
 """
 
 import contextlib

@@ -167,7 +167,7 @@ def _angles(positions: Array, frequencies: Frequencies) -> Array:
     """Returns `position * frequency` modulo whole turns, `[..., H/2]` float32 from -pi to pi.
 
     It is within 1e-6 of the exact angle for every int32 position; float32 products are off by up to
-    2^-24 of the angle, 0.06 at a million positions (scripts/rope_error.py).
+    2^-24 of the angle, 0.06 at a million positions (aa673834:scripts/rope_error.py).
     """
     # In units of 2^-32 turn the int32 product is exact: only whole turns overflow. float32 suffices
     # for the remainder.

@@ -167,7 +167,7 @@ def _inputs_of_separate_products(x: Array, kernels: Sequence[Operand]) -> list[A
     XLA merges products of one input into one kernel if they have few tokens, as in decoding. If the
     columns of some of them fill no tile of 64, it concatenates copies of all weights instead of
     reading each in its place. So these products get an input of their own. Qwen3.5 27B copied six
-    kernels of each Gated DeltaNet layer for each token (`scripts/decode_on_h100.py`).
+    kernels of each Gated DeltaNet layer for each token (aa673834:scripts/decode_on_h100.py).
     """
     fills_no_tile = [isinstance(w, Array) and w.shape[-1] % _TILE > 0 for w in kernels]
     few_tokens = x.size < x.shape[-1] ** 2

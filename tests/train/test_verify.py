@@ -1,7 +1,6 @@
 """Verification: a wrong bit in one device's memory or gradient is found, and the device named."""
 
 import re
-import runpy
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -366,10 +365,3 @@ def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch, every):
     assert re.search(rf"model.{SCALE} on device \d+, {place}", message)
     assert Path("run/checkpoints/5").is_dir()
     assert not Path("run/checkpoints/10").exists()
-
-
-@pytest.mark.journey
-def test_the_script_on_its_cost_measures(capsys):
-    script = runpy.run_path(str(TESTS.parent / "scripts/verify_cost.py"))
-    script["main"](["--width=32", "--length=16", "--repeats=2"])
-    assert "host memory meanwhile: " in capsys.readouterr().out

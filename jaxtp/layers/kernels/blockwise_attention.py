@@ -23,7 +23,7 @@ from jaxtp.layers.positions import Part, key_ranges
 
 MAX_BLOCK = 256
 """Positions in a block of a long sequence, the fastest from 128 to 512 on CPUs
-(`scripts/attention_speed.py`)."""
+(aa673834:scripts/attention_speed.py)."""
 
 _MIN_BLOCK = 8
 _MIN_BLOCKS = 4

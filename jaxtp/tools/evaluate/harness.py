@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import datasets
 import numpy as np
@@ -282,6 +282,17 @@ def _generation_settings(kwargs: Kwargs, eos: str | None) -> tuple[Settings, lis
     return validate(Settings, settings, source="generation_kwargs"), stops
 
 
+class _Tasks(TaskManager):
+    """Tasks of one command, which are loaded once although the harness loads them again."""
+
+    _loaded: Any = None
+
+    def load(self, task_list: Any) -> Any:
+        if self._loaded is None:
+            self._loaded = super().load(task_list)
+        return self._loaded
+
+
 def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     """Finds and loads tasks of the harness and of folders; downloads only data that a task names.
 
@@ -295,9 +306,7 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
             raise HarnessError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
     paths = list(map(str, folders))
     in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
-    tasks = TaskManager(
-        include_path=paths or None, include_defaults=not set(names) <= set(in_folders)
-    )
+    tasks = _Tasks(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
     for name in names:
         if name not in tasks.all_tasks:
             close = closest(name, tasks.all_tasks)
@@ -306,13 +315,12 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
                 hint = f"did you mean {close}?"
             raise HarnessError(f"--tasks {name}: no such task; {hint}")
     try:
-        loaded = tasks.load(list(names))
+        tasks.load(list(names))
     except Exception as error:  # from YAML, datasets, or a task's code
         message = str(error).strip().partition("\n")[0][:300]
         raise HarnessError(
             f"--tasks {' '.join(names)}: {type(error).__name__}: {message}"
         ) from None
-    tasks.load = lambda _: loaded  # the harness would load them again
     return tasks
 
 

@@ -93,8 +93,15 @@ def test_the_parts_of_a_step_are_printed(tmp_path):
     done = run_program(sys.executable, PARTS, tmp_path / "run.yaml", "h100")
     assert done.returncode == 0, done.stderr
     # The fourth column divides the FLOPs by their minimum, which full remat computes again.
-    ratios = {line.split()[0]: line.split()[3] for line in done.stdout.splitlines() if line}
+    table, _, step = done.stdout.partition("\n\n")
+    ratios = {line.split()[0]: line.split()[3] for line in table.splitlines()}
     assert all(1 <= float(ratios[part]) < 2 for part in ("MLP", "attention", "all")), done.stdout
+    header, line, *_ = step.splitlines()
+    assert header.split()[:5] == ["GB", "sent", "exposed", "peak", "GiB"]
+    numbers = [float(number.replace(",", "")) for number in line.split()]
+    sent, exposed, peak, kernels, *_ = numbers
+    assert exposed <= sent
+    assert peak < 1 < kernels
 
 
 def test_no_stack_of_frozen_weights_is_copied():
