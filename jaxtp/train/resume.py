@@ -119,7 +119,7 @@ def check_resumable(settings: Mapping[str, Any], data: Mapping[str, Any], info: 
             f"{folder} has checkpoints of another loop; set --run.dir to another folder"
         )
     defaults = to_plain(TrainConfig())
-    now = {section: dict(values) for section, values in settings.items()}
+    now = {**settings, "train": dict(settings["train"])}
     written = {**info["config"], "model": upgrade_settings(info["config"]["model"])}
     # Adds defaults for settings that are newer than the checkpoint, and drops settings of the model
     # that no longer exist.
