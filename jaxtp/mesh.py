@@ -187,7 +187,7 @@ def as_mesh(mesh: MeshLike, caller: str, *, abstract: bool = False) -> Mesh | Ab
     if mesh is None:
         mesh = _mesh_in_context(caller)
     if isinstance(mesh, str):
-        mesh = _parse_mesh(mesh)
+        mesh = parse_mesh(mesh)
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
         raise MeshError(
             f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}'
@@ -224,12 +224,13 @@ def _mesh_in_context(caller: str) -> Mesh | AbstractMesh:
     return mesh
 
 
-def _parse_mesh(text: str) -> dict[str, int]:
+def parse_mesh(text: str) -> dict[str, int]:
+    """Returns the sizes of `fsdp=2,tp=4`; -1 means all other devices. Raises `MeshError`."""
     # The parser of flags imports pydantic, which a program that needs only a mesh does not.
-    from jaxtp.config.command_line import parse_mesh
+    from jaxtp.config import command_line
 
     try:
-        return parse_mesh(text, AXES, allow_rest=True)
+        return command_line.parse_mesh(text, AXES, allow_rest=True)
     except UserError as error:
         raise MeshError(str(error).removeprefix("--")) from None
 

@@ -49,6 +49,7 @@ from jaxtp.mesh import (
     is_number_configured,
     mesh_shape,
     mesh_sizes,
+    parse_mesh,
     parts,
     resolve_sizes,
 )
@@ -179,6 +180,7 @@ def read_settings(settings: Mapping[str, object], task: Task) -> tuple[TrainConf
 
     Raises:
       ConfigError: a setting is unknown or invalid, or names a part that the task has too.
+      MeshError: a text is no mesh.
     """
     values = dict(settings)
     mesh = values.get("mesh")
@@ -186,9 +188,7 @@ def read_settings(settings: Mapping[str, object], task: Task) -> tuple[TrainConf
         # A run makes its own mesh of these sizes.
         values["mesh"] = mesh_sizes(mesh)
     if isinstance(mesh, str):
-        from jaxtp.config.command_line import parse_mesh
-
-        values["mesh"] = parse_mesh(mesh, AXES, allow_rest=True)
+        values["mesh"] = parse_mesh(mesh)
     plain = nested((name.split("."), value) for name, value in values.items())
     explicit = set(map(dotted, dict(leaves(plain))))
     config = with_references(validate(TrainConfig, plain, source="settings"), task, explicit)
@@ -205,7 +205,10 @@ class Defaults:
         self.explicit = explicit
         self.devices = devices
         self.lines: list[str] = []
-        self.choose_folder()
+        # The setting's default is for a new decoder.
+        folder = model_source(config).default_folder(config)
+        if folder is not None:
+            self.choose(RUN_DIR, *folder)
         self.decided = as_configured(self.config, explicit)
         self.config = self.decided.config
         self.resumed = self.decided.resumed
@@ -223,12 +226,6 @@ class Defaults:
         if reason:
             text = " ".join(value) if isinstance(value, tuple) else value
             self.lines.append(f"{name} = {text}: {reason}")
-
-    def choose_folder(self) -> None:
-        """Chooses the folder: the setting's default is for a new decoder."""
-        folder = model_source(self.config).default_folder(self.config)
-        if folder is not None:
-            self.choose(RUN_DIR, *folder)
 
     @property
     def fixed(self) -> dict[str, int]:

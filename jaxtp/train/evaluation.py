@@ -13,8 +13,6 @@ from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.guards.hook import Hook, Loop
 from jaxtp.mesh import platform_of
 from jaxtp.train.loss import Objective, Terms
-from jaxtp.train.metrics import Trackers
-from jaxtp.train.setup import Run
 
 if TYPE_CHECKING:
     from jaxtp.train.loop import TrainingLoop
@@ -26,10 +24,9 @@ Compute = Callable[[], dict[str, float]]
 class Evaluation(Hook):
     """Evaluates the parameters on the validation batches, if there are any."""
 
-    def __init__(self, loop: "TrainingLoop", run: Run, trackers: Trackers):
+    def __init__(self, loop: "TrainingLoop"):
         self._loop = loop
-        self._run = run
-        self._trackers = trackers
+        self._run = loop.run
 
     def after_dispatch(self, loop: Loop) -> None:
         """Evaluates after the last step, and after each `eval.every`-th."""
@@ -59,7 +56,7 @@ class Evaluation(Hook):
         if loop.last_step == run.step:
             loop.last_metrics = loop.last_metrics | values
         if is_logged:
-            self._trackers.write({"step": run.step, **values})
+            loop.trackers.write({"step": run.step, **values})
         text = f"step {run.step}: validation loss {values.pop('eval_loss'):.4f}"
         if run.objective.is_in_nats and run.data.tokens is not None:
             unit = run.data.tokens.corpus.unit.removesuffix("s")

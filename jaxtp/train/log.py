@@ -50,10 +50,6 @@ class Log(Hook):
         """Stores the sums of the losses since the last record."""
         info[MEAN_LOSS] = self._run.mean_loss.sums
 
-    def close(self) -> None:
-        """Closes the trackers."""
-        self._trackers.close()
-
     def _progress(self, step: int) -> int:
         # Tokens or rows up to a finished step. `run.position` already counts the step in flight.
         run = self._run

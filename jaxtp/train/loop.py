@@ -1,9 +1,10 @@
 """The training loop: one step in flight, and hooks around it (`guards/hook.py`)."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
 
-from jaxtp.config.entry import STANDARD_OUTPUT
+from jaxtp.checkpoint.checksum import Sums
+from jaxtp.checkpoint.logical import finite_arrays
+from jaxtp.config.entry import STANDARD_OUTPUT, UserError, in_thread
+from jaxtp.config.python_object import user_code_error, users_lines
 from jaxtp.config.reading import truncate
-from jaxtp.config.schema import ConfigError
+from jaxtp.config.schema import ConfigError, to_plain
 from jaxtp.data.batches import Position
 from jaxtp.data.columns import BatchError, EndOfDataError
-from jaxtp.data.loader import Batch
+from jaxtp.data.loader import Batch, split
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, working_on
 from jaxtp.guards.hook import FinishedStep, Hook, NextStep
 from jaxtp.guards.nonfinite import NonFinitePolicy
@@ -25,12 +29,11 @@ from jaxtp.guards.stopping import Stopping, Watchdog
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import run_folder
 from jaxtp.train.evaluation import Evaluation
-from jaxtp.train.first_step import SumsCheck, compile_step, require_sound_start
 from jaxtp.train.log import Log
 from jaxtp.train.metrics import Trackers
 from jaxtp.train.setup import Run
 from jaxtp.train.state import trained_parameters
-from jaxtp.train.step import StepOutput, TrainStep, fetch
+from jaxtp.train.step import StepOutput, TrainStep, compiler_options, fetch
 
 
 class TrainingLoop:
@@ -38,21 +41,22 @@ class TrainingLoop:
 
     Args:
       callbacks: calls a user's callbacks.
-      resources: closes the hooks.
     """
 
-    def __init__(self, run: Run, callbacks: Hook, resources: ExitStack):
+    def __init__(self, run: Run, callbacks: Hook):
         self.run = run
         self.mesh: Mesh = run.blueprint.mesh
+        self.resources = ExitStack()
+        """Closes the hooks and the trackers."""
         loop = run.config.train
         self.watchdog = Watchdog(loop.stall_seconds, loop.stall_abort_seconds)
-        self.stopping = Stopping(run.interrupt, self.mesh)
+        self.resources.callback(self.watchdog.close)
         with raise_everywhere():
-            self.trackers = Trackers(run.config, run.step, run.report.line)
-        self.evaluation = Evaluation(self, run, self.trackers)
-        self.hooks = self._make_hooks(callbacks)
-        for hook in self.hooks:
-            resources.callback(hook.close)
+            self.trackers = Trackers(
+                run.config.run.dir, to_plain(run.config), run.step, run.report.line
+            )
+        self.resources.callback(self.trackers.close)
+        self._callbacks = callbacks
         # The number and the metrics of the last finished step
         self.last_step = 0
         self.last_metrics: dict[str, float] = {}
@@ -65,19 +69,46 @@ class TrainingLoop:
         self._in_flight: tuple[NextStep, StepOutput] | None = None
         self._saved_at = run.step if run.checkpoints.steps() else None
 
-    def _make_hooks(self, callbacks: Hook) -> list[Hook]:
-        # In the order of their calls: a corrupt or non-finite step is not logged, a trace has no
-        # verification in front, and callbacks see the metrics of an evaluation.
+    # What is made at its first use, before the first step
+
+    @cached_property
+    def stopping(self) -> Stopping:
+        """Stops all processes after the same step."""
+        return Stopping(self.run.interrupt, self.mesh)
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """Evaluates the parameters."""
+        return Evaluation(self)
+
+    @cached_property
+    def hooks(self) -> list[Hook]:
+        """The hooks in the order of their calls.
+
+        A corrupt or non-finite step is not logged, a trace has no verification in front, and
+        callbacks see the metrics of an evaluation.
+        """
+        hooks = list(self._make_hooks())
+        for hook in hooks:
+            self.resources.callback(hook.close)
+        return hooks
+
+    def _make_hooks(self) -> Iterator[Hook]:
         run = self.run
         config = run.config
-        hooks: list[Hook] = [self.watchdog, SumsCheck(run), self.stopping]
+        yield self.watchdog
+        if not run.objective.is_by_row:
+            from jaxtp.train.loss_checks import SumsCheck
+
+            yield SumsCheck(run)
+        yield self.stopping
         if config.train.verify_every:
             from jaxtp.guards.verify import Verifier
 
             trained = trained_parameters(run.blueprint)
             every = config.train.verify_every
-            hooks.append(Verifier(self.mesh, trained, every, run.checkpoints, run.verified))
-        policy = NonFinitePolicy(
+            yield Verifier(self.mesh, trained, every, run.checkpoints, run.verified)
+        yield NonFinitePolicy(
             config.run.dir / run_folder.NON_FINITE,
             may_skip=config.train.non_finite == "skip",
             max_skipped=config.train.max_skipped,
@@ -85,22 +116,23 @@ class TrainingLoop:
             mesh=self.mesh,
             stored=run.blueprint.stored,
         )
-        hooks += [policy, Log(run, self.trackers)]
+        yield Log(run, self.trackers)
         if is_multiprocess() or platform_of(self.mesh.devices.flat[0]) != "cpu":
             from jaxtp.guards.stragglers import Stragglers
 
-            hooks.append(Stragglers(self.mesh))
+            yield Stragglers(self.mesh)
         if config.profile.start:
             from jaxtp.guards.profiler import Profiler
 
             folder = config.run.dir / run_folder.PROFILE
-            hooks.append(Profiler(folder, config.profile.start, config.profile.steps))
-        return [*hooks, self.evaluation, callbacks]
+            yield Profiler(folder, config.profile.start, config.profile.steps)
+        yield self.evaluation
+        yield self._callbacks
 
     def _train(self) -> Iterator[int]:
         run = self.run
-        require_sound_start(self, run)
-        train_step = compile_step(self, run)
+        self._require_sound_start()
+        train_step = self._compile()
         run.report.begin(run.step, self.total)
         batches = run.data.batches(self.mesh, run.position, self.total - run.step)
         while run.step < self.total:
@@ -131,6 +163,54 @@ class TrainingLoop:
                     self._stop(self.stopping.reason)
                     return
         self._end(self.save())
+
+    def _require_sound_start(self) -> None:
+        # The first step would be blamed for an initial state that is not finite.
+        run = self.run
+        advice = "begin with other weights"
+        if run.step:
+            saved = run.checkpoints.folder / str(run.step)
+            advice = (
+                f"{saved} has them: move it away, and the same command resumes from the "
+                "checkpoint before it"
+            )
+        error = f"step {run.step}: the run cannot start from this state"
+        self.line("checking that the state is finite")
+        with self.lost_to("start"):
+            sums = Sums(finite_arrays(run.state))
+            run.checkpoints.require_sound(sums, self.mesh, error, advice)
+
+    def _compile(self) -> TrainStep:
+        # A new run is evaluated meanwhile.
+        run = self.run
+        platform = platform_of(self.mesh.devices.flat[0])
+        with ExitStack() as block:
+            # The log of a resumed run has this evaluation already.
+            if run.step == 0:
+                self.evaluation.report_during(block)
+            self.line("compiling the training step")
+            block.enter_context(self.phase("compiling the training step", "compile"))
+            started = time.perf_counter()
+            batch = split(run.data.train.shapes, self.mesh)
+            try:
+                lowered = run.train_step.lower(run.leaves, batch, **self.stopping.flags())
+                options = compiler_options(
+                    run.config.model,
+                    platform,
+                    deterministic=run.config.train.excludes_nondeterministic,
+                )
+                compiled: TrainStep = in_thread(
+                    lambda: lowered.compile(compiler_options=options)
+                ).result()
+            except Exception as error:
+                is_of_jaxtp = run.objective.is_by_row and not users_lines(error)
+                if is_of_jaxtp or isinstance(error, UserError | jax.errors.JaxRuntimeError):
+                    raise
+                place = f"compiling the training step for {platform}"
+                raise user_code_error(place, error) from error
+            seconds = time.perf_counter() - started
+        self.line(f"compiled the training step in {seconds:.1f} s")
+        return compiled
 
     def finish_step(self) -> None:
         """Waits for the step in flight, if any, and tells the hooks its numbers."""
@@ -205,7 +285,7 @@ class TrainingLoop:
     def _stop(self, reason: str) -> None:
         self.save()
         step = self.run.step
-        text = f"stopped by {reason} at step {step} and saved; the same command resumes it"
+        text = f"stopped by {reason} at step {step} and saved; started again, it resumes there"
         if reason == self.stopping.requested:
             text = f"stopped and saved at step {step}: {reason}"
         self.run.report.end()
@@ -302,7 +382,7 @@ class TrainingLoop:
         """Returns the info that a checkpoint of the last step stores."""
         run = self.run
         info = run_folder.checkpoint_info(
-            run.config, run.data.description, run.position.sample, mesh_sizes(self.mesh)
+            to_plain(run.config), run.data.description, run.position.sample, mesh_sizes(self.mesh)
         )
         streams = run.position.gathered().streams
         if streams is not None:

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,14 @@ from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.columns import WEIGHTS
+from jaxtp.guards.hook import Hook, Loop, NextStep
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.train.loss import STATEFUL, Terms, Traits, call, changeable, check_columns, terms_of
 from jaxtp.train.state import Blueprint, rng_state
 from jaxtp.train.task import Loss, Shapes
+
+if TYPE_CHECKING:
+    from jaxtp.train.setup import Run
 
 
 def inspect_loss(loss: Loss, model: nnx.Module, batch: Shapes) -> Traits:
@@ -254,3 +258,23 @@ def _compare(once: Numbers, twice: Numbers, *, loss_is_random: bool) -> str | No
 
 def _close(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-3 * max(abs(a), abs(b))
+
+
+class SumsCheck(Hook):
+    """Checks before the first step that a user's loss is a sum over rows."""
+
+    def __init__(self, run: "Run"):
+        self._run = run
+        self._first = run.step + 1
+
+    def before_step(self, loop: Loop, step: NextStep) -> None:
+        """Raises ConfigError if the loss is a mean, or depends on the micro-batches."""
+        run = self._run
+        if step.index != self._first:
+            return
+        with loop.lost_to("start"):
+            warning = require_sums(
+                run.objective, run.blueprint, run.state, step.batch, run.config.train.accumulation
+            )
+        if warning:
+            loop.line(warning)

@@ -1,10 +1,7 @@
 """Checks that a run fits the memory of its devices and of the host."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import jax
 
 from jaxtp.config.console import size_text
 from jaxtp.config.schema import ConfigError
@@ -12,12 +9,11 @@ from jaxtp.distributed.allocator import Allocator, advice, memory_fraction, most
 from jaxtp.distributed.devices import bytes_limit, host_memory
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.mesh import mesh_sizes
-from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, bytes_per_device, total_bytes
-from jaxtp.train.step import StepSettings
 
 if TYPE_CHECKING:
     from jaxtp.train.memory import Memory
+    from jaxtp.train.setup import Plan
 
 
 @dataclass(frozen=True)
@@ -52,12 +48,7 @@ class StepMemory:
         )
 
 
-def require_memory(
-    config: TrainConfig,
-    blueprint: Blueprint,
-    settings: StepSettings = StepSettings(),
-    batch: Mapping[str, jax.ShapeDtypeStruct] = {},
-) -> StepMemory | None:
+def require_memory(plan: "Plan", blueprint: Blueprint) -> StepMemory | None:
     """Checks that a step fits each device, or on virtual CPU devices that the state fits the host.
 
     Returns:
@@ -67,6 +58,7 @@ def require_memory(
       ConfigError: the state or the copy for verification does not fit the host; or a step does not
         fit a device, and `train.allow_oversize` is off.
     """
+    config = plan.config
     mesh = blueprint.mesh
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     available = host_memory()
@@ -90,7 +82,7 @@ def require_memory(
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None:
         return None
-    if settings.objective.has_formulas:
+    if plan.objective.has_formulas:
         from jaxtp.train.memory import memory_per_device
 
         step = memory_per_device(
@@ -99,7 +91,7 @@ def require_memory(
     else:
         from jaxtp.train.user_step import trace_step
 
-        step, _ = trace_step(settings, blueprint, batch)
+        step, _ = trace_step(plan.step_settings, blueprint, plan.shapes)
     memory = StepMemory(step, limit, config.launch.allocator)
     if not memory.fits and not config.train.allow_oversize:
         raise ConfigError(

@@ -25,8 +25,7 @@ from tensorboardX.record_writer import RecordWriter
 from jaxtp.config.files import open_directly, write_atomically
 from jaxtp.config.python_object import describe_value
 from jaxtp.config.reading import MAX_JSON, read_bytes
-from jaxtp.config.schema import ConfigError, to_plain
-from jaxtp.train.config import TrainConfig
+from jaxtp.config.schema import ConfigError
 from jaxtp.train.run_folder import writing
 
 MEAN_LOSS = "mean_loss"  # Key of `MeanLoss.sums` in a checkpoint's info
@@ -164,8 +163,8 @@ class MeanLoss:
 class _TensorBoard:
     # Event files in `tensorboard/`. Events from step `logs_from` on replace a killed run's.
 
-    def __init__(self, config: TrainConfig, logs_from: int):
-        folder = config.run.dir / TENSORBOARD
+    def __init__(self, run: Path, settings: Mapping[str, Any], logs_from: int):
+        folder = run / TENSORBOARD
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         # tensorboardX's own writer has a thread that dies on a full disk; its queue then blocks
@@ -193,16 +192,16 @@ class _TensorBoard:
 class _WeightsAndBiases:
     # A W&B run, which resumes with this run; `WANDB_MODE=offline` keeps it in the run's folder.
 
-    def __init__(self, config: TrainConfig, logs_from: int):
+    def __init__(self, run: Path, settings: Mapping[str, Any], logs_from: int):
         wandb = importlib.import_module("wandb")
         try:
             self._run = wandb.init(
-                project=config.metrics.project,
-                name=config.run.dir.name,
-                id=run_id(config.run.dir / _TRACKER_IDS),
+                project=settings["metrics"]["project"],
+                name=run.name,
+                id=run_id(run / _TRACKER_IDS),
                 resume="allow",
-                dir=config.run.dir,
-                config=to_plain(config),
+                dir=run,
+                config=settings,
             )
         except wandb.Error as error:
             raise ConfigError(
@@ -230,12 +229,12 @@ class Tracker(Protocol):
         """Logs the finite metrics of a step, which a killed run may have logged before."""
 
 
-TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
 }
-"""Trackers by name: a `TrackerName`, a package, and an extra of jaxtp. The second argument is the
-first step that is logged."""
+"""Trackers by name: a `TrackerName`, a package, and an extra of jaxtp. The arguments are the folder
+and all settings of the run, as plain values, and the first step that is logged."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -254,15 +253,23 @@ class Trackers:
     Non-finite metrics are null in the file. A tracker that fails is closed.
 
     Args:
+      run: the run's folder.
+      settings: all settings of the run, as plain values.
       resumed_at: step of the checkpoint, or 0.
 
     Raises:
       RunFolderError: a file in the run's folder cannot be written.
     """
 
-    def __init__(self, config: TrainConfig, resumed_at: int, warn: Callable[[str], None]):
+    def __init__(
+        self,
+        run: Path,
+        settings: Mapping[str, Any],
+        resumed_at: int,
+        warn: Callable[[str], None],
+    ):
         self._warn = warn
-        self._path = config.run.dir / METRICS
+        self._path = run / METRICS
         self._file: IO[str] | None = None
         self._trackers: dict[str, Tracker] = {}
         if jax.process_index() != 0:
@@ -276,9 +283,9 @@ class Trackers:
             write_atomically(self._path, "".join(line + "\n" for line in earlier).encode())
             self._file = open_directly(self._path, "a")
         try:
-            for name in config.metrics.trackers:
-                with writing(config.run.dir / name):
-                    self._trackers[name] = TRACKERS[name](config, logs_from)
+            for name in settings["metrics"]["trackers"]:
+                with writing(run / name):
+                    self._trackers[name] = TRACKERS[name](run, settings, logs_from)
         except BaseException:
             self.close()
             raise

@@ -51,8 +51,11 @@ from jaxtp.train.validation import (
     attention_cases,
     check,
     check_decoder,
+    check_kernels,
+    chosen_kernels,
     general_problems,
     refuse,
+    share_of,
     violations_on,
 )
 
@@ -126,12 +129,18 @@ class ModelSource:
         """
         sizes = config.mesh.sizes
         check_sizes(sizes)
-        if -1 not in sizes.values():
-            check(config, sizes)
-            request_virtual_devices(math.prod(sizes.values()))
-            refuse(violations_on(config, sizes, most_devices()))
+        if -1 in sizes.values():
+            mesh = build_mesh(sizes)
+            check_decoder(config, mesh)
+            return mesh
+        check(config, sizes)
+        needed = math.prod(sizes.values())
+        request_virtual_devices(needed)
+        available = most_devices()
+        if available is not None and available < needed:
+            refuse(violations_on(config, sizes, available))
         mesh = build_mesh(sizes)
-        check_decoder(config, mesh)
+        check_kernels(config, sizes, architecture_of(mesh.devices.flat[0]))
         return mesh
 
     def example(self, objective: Objective, config: TrainConfig) -> dict[str, Example] | None:
@@ -166,13 +175,16 @@ class ModelSource:
         model = config.model
         mesh = blueprint.mesh
         sizes = mesh_sizes(mesh)
+        share = share_of(config, sizes)
+        architecture = architecture_of(mesh.devices.flat[0])
+        kernels = chosen_kernels(config, sizes, architecture)
         return {
             "model": describe_decoder(blueprint, config.origin.build),
-            "context": describe_context(config, sizes),
+            "context": describe_context(model, share),
             "experts": describe_experts(model, sizes[TP]),
-            "kernels": describe_kernels(config, sizes, architecture_of(mesh.devices.flat[0])),
+            "kernels": describe_kernels(model, kernels, architecture),
             "matmul": describe_matmul(model),
-            "overlap": describe_overlap(config, sizes),
+            "overlap": describe_overlap(model, share),
             "padding": describe_padding(model, sizes),
         }
 

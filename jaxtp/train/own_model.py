@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,6 @@ from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
 from jaxtp.config.python_object import describe_value, load_object
 from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, expand
-from jaxtp.hf.runs import (
-    RecordedFlaxModel,
-    load_adapted,
-    load_merged,
-    own_or_decoder,
-)
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, MeshLike, as_current, as_mesh, current_mesh, make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
@@ -37,6 +31,9 @@ from jaxtp.plans.run_styles import role_of
 from jaxtp.train.loss import Objective, call
 from jaxtp.train.state import plan_state
 from jaxtp.train.task import Shapes
+
+if TYPE_CHECKING:
+    from jaxtp.hf.runs import RecordedFlaxModel
 
 _MAX_SHOWN = 4  # Maximum number of variables in a message
 
@@ -85,6 +82,9 @@ def load_run(
       PlanError: the plan does not fit the model or the mesh.
       HFError: the base model is unreadable.
     """
+    # A run of such a model imports this file, and needs nothing of Hugging Face.
+    from jaxtp.hf.runs import RecordedFlaxModel, load_adapted, load_merged, own_or_decoder
+
     # Makes the mesh before anything else starts JAX's backend.
     if mesh is not None:
         with as_current(as_mesh(mesh, "load_run")):
@@ -137,16 +137,12 @@ def _load_flax(
     if plan is None:
         _require_whole_sequences(mesh)
 
-    def create(rngs: nnx.Rngs) -> nnx.Module:
+    def plain(rngs: nnx.Rngs) -> nnx.Module:
         model = make(rngs)
         set_precision(model, recorded.config.precision)
-        by_build = plan is None and any(role_of(info.module) for info in find_modules(model))
-        if by_build or not is_split:
-            return model
-        model = parallelize(model, plan or {}, mesh=mesh)
-        mark_arrays_as_data(model)
         return model
 
+    create = split_by(plan, plain, Precision(), mesh) if is_split else plain
     # Plans the model like the state of a run, so that it has the run's random keys.
     blueprint = plan_state(recorded.config, optax.identity(), mesh, create)
     abstract = blueprint.abstract["model"]
@@ -162,13 +158,19 @@ def _load_flax(
     return blueprint.model_of(weights)
 
 
-def split_by(plan: Plan, build: Builder, precision: Precision, mesh: Mesh) -> Builder:
-    """Returns a function that builds a model, and splits it over the mesh by a plan."""
+def split_by(plan: Plan | None, build: Builder, precision: Precision, mesh: Mesh) -> Builder:
+    """Returns a function that builds a model, and splits it over the mesh by a plan.
+
+    Without a plan, a model with specs stays as `build` returns it, and any other is replicated over
+    tp.
+    """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
         model = build(rngs)
         set_precision(model, precision)
-        model = parallelize(model, plan, mesh=mesh)
+        if plan is None and any(role_of(info.module) for info in find_modules(model)):
+            return model
+        model = parallelize(model, plan or {}, mesh=mesh)
         mark_arrays_as_data(model)
         return model
 

@@ -67,7 +67,13 @@ def load_parts(config: TrainConfig, task: Task = Task()) -> tuple[TrainConfig, P
         parts[part] = getattr(task, part)
         reference = value_of(config, setting)
         if reference is not None and parts[part] is None and part != "model":
-            parts[part] = load_object(reference, f"--{setting}".replace("_", "-"))
+            flag = f"--{setting}".replace("_", "-")
+            if reference.startswith("<"):
+                raise ConfigError(
+                    f"{setting}={reference}: a program gave this {part} to its Trainer, and it has "
+                    f"no name there; name it in a file, and set {flag} FILE.py:NAME"
+                )
+            parts[part] = load_object(reference, flag)
     loss = _with_arguments(parts["loss"], config.train)
     callbacks = (
         *task.callbacks,

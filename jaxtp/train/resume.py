@@ -4,24 +4,25 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.checkpoint.storage import Info, is_of_run
-from jaxtp.config import schema as configuration
 from jaxtp.config.affects import affects
 from jaxtp.config.python_object import current_reference
-from jaxtp.config.schema import validate
+from jaxtp.config.schema import differences, merged, to_plain, validate
 from jaxtp.data.corpus import LIBRARY
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE
 from jaxtp.models.config import upgrade_settings
 from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.run_folder import RunFolderError
-from jaxtp.train.state import Blueprint
+
+if TYPE_CHECKING:
+    from jaxtp.train.setup import RunPlan
 
 _TRAINED_ORDER = {
     ROWS: "documents in each row",
@@ -44,26 +45,23 @@ class Restored:
 
 
 def restore(
-    config: TrainConfig,
-    data: Mapping[str, Any],
-    blueprint: Blueprint,
-    checkpoints: Checkpoints,
-    warn: Callable[[str], None],
+    plan: "RunPlan", checkpoints: Checkpoints, warn: Callable[[str], None]
 ) -> Restored | None:
     """Reads the newest undamaged checkpoint; None without checkpoints.
 
     Args:
-      data: the description of the data, as in checkpoints.
       warn: reports each damaged checkpoint.
 
     Raises:
       RunFolderError: the checkpoint belongs to another run.
       CheckpointError: all checkpoints are damaged, or the newest undamaged one is unreadable.
     """
+    config = plan.config
+    blueprint = plan.blueprint
     changed: list[str] = []
 
     def accept(info: Info) -> None:
-        changed[:] = check_resumable(config, data, info)
+        changed[:] = check_resumable(to_plain(config), plan.data.description, info)
 
     abstract = blueprint.stored(blueprint.abstract)
     newest = restore_newest(checkpoints, abstract, blueprint.mesh, accept, warn)
@@ -74,23 +72,27 @@ def restore(
     skipped: Any = state["skipped"]
     state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
     optimizer: Any = state["optimizer"]
-    rate = learning_rate_change(config, info["config"], int(optimizer["step"][...]))
+    rate = learning_rate_change(
+        config.optimizer, config.train.steps, info["config"], int(optimizer["step"][...])
+    )
     return Restored(step, state, info, rate + changed)
 
 
-def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates: int) -> list[str]:
+def learning_rate_change(
+    optimizer: OptimizerConfig, steps: int, stored: Mapping[str, Any], updates: int
+) -> list[str]:
     """Returns a line if changed settings change the next step's learning rate.
 
     Args:
       stored: the checkpoint's configuration.
       updates: the number of steps so far, with those that were skipped.
     """
-    values = configuration.merged(configuration.to_plain(OptimizerConfig()), stored["optimizer"])
+    values = merged(to_plain(OptimizerConfig()), stored["optimizer"])
     was = validate(OptimizerConfig, values, source="the checkpoint")
     before = learning_rate(was, stored["train"]["steps"])
-    now = learning_rate(config.optimizer, config.train.steps)
+    now = learning_rate(optimizer, steps)
     equal = math.isclose(before(updates), now(updates), rel_tol=1e-3, abs_tol=1e-12)
-    if config.optimizer.build is not None or not updates or equal:
+    if optimizer.build is not None or not updates or equal:
         return []
     return [
         f"learning rate: {float(before(updates - 1)):.4g} at the last step, "
@@ -99,24 +101,29 @@ def learning_rate_change(config: TrainConfig, stored: Mapping[str, Any], updates
     ]
 
 
-def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) -> list[str]:
+def check_resumable(settings: Mapping[str, Any], data: Mapping[str, Any], info: Info) -> list[str]:
     """Compares a checkpoint with the run that resumes it.
 
     Returns lines on changed settings; those that change the numbers come first.
 
+    Args:
+      settings: all settings of the run, as plain values.
+      data: the description of the data, as in checkpoints.
+
     Raises:
       RunFolderError: the model, the data or the order of the samples differs.
     """
+    folder = settings["run"]["dir"]
     if not is_of_run(info):
         raise RunFolderError(
-            f"{config.run.dir} has checkpoints of another loop; set --run.dir to another folder"
+            f"{folder} has checkpoints of another loop; set --run.dir to another folder"
         )
-    defaults = configuration.to_plain(type(config)())
-    now = configuration.to_plain(config)
+    defaults = to_plain(TrainConfig())
+    now = {**settings, "train": dict(settings["train"])}
     written = {**info["config"], "model": upgrade_settings(info["config"]["model"])}
     # Adds defaults for settings that are newer than the checkpoint, and drops settings of the model
     # that no longer exist.
-    stored: dict[str, Any] = configuration.merged(
+    stored: dict[str, Any] = merged(
         {section: defaults.get(section) for section in written}, written
     )
     model = stored["model"]
@@ -126,10 +133,10 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) ->
             loop["loss"] = current_reference(loop["loss"])
     # The data may have moved, and its order is compared below.
     ignored = {"source": None, ORDER: None}
-    fatal = configuration.differences(info["corpus"] | ignored, {**data, **ignored}, "data: ")
+    fatal = differences(info["corpus"] | ignored, {**data, **ignored}, "data: ")
     changed = []
     harmless = []
-    for line in configuration.differences(stored, now):
+    for line in differences(stored, now):
         mark = affects(TrainConfig, line.partition(":")[0])
         if mark.fixed:
             fatal.append(line)
@@ -141,12 +148,12 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Info) ->
             harmless.append(f"changed since, without effect on the numbers: {line}")
     if fatal:
         raise RunFolderError(
-            f"{config.run.dir} holds a checkpoint of another run (stored -> requested):\n  "
+            f"{folder} holds a checkpoint of another run (stored -> requested):\n  "
             + "\n  ".join([*fatal, *_other_library(info["corpus"], data)])
             + "\nResume it with the stored values, or start afresh with another --run.dir, from "
             "these weights with --run.init-from if the model is the same. Nothing was changed."
         )
-    return _compare_order(config, data.get(ORDER, {}), info) + changed + harmless
+    return _compare_order(folder, data.get(ORDER, {}), info) + changed + harmless
 
 
 def _other_library(stored: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
@@ -162,7 +169,7 @@ def _other_library(stored: Mapping[str, object], now: Mapping[str, object]) -> l
     ]
 
 
-def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Info) -> list[str]:
+def _compare_order(folder: str, now: Mapping[str, Any], info: Info) -> list[str]:
     # Returns lines on allowed differences. Refuses another order of training samples, which would
     # repeat some samples and skip others.
     stored = info["corpus"].get(ORDER)
@@ -181,7 +188,7 @@ def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Info) -> l
             fatal.append(f"\n  {name}: {change}; {_holder(part, stored, jaxtp)} has the stored one")
     if fatal:
         raise RunFolderError(
-            f"{config.run.dir} holds a checkpoint of a run that reads the same data in another "
+            f"{folder} holds a checkpoint of a run that reads the same data in another "
             "order (stored -> now):"
             + "".join(fatal)
             + "\nHere it would read some samples twice and others never. Start a new run with "

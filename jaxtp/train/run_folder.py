@@ -7,18 +7,14 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtp.config import schema as configuration
 from jaxtp.config.entry import FILES, UserError
 from jaxtp.config.files import open_directly, write_atomically
 from jaxtp.mesh import Sizes
-from jaxtp.models.config import ModelConfig
-from jaxtp.train.config import TrainConfig
 
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -121,28 +117,28 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_config(config: TrainConfig) -> None:
-    """Writes config.yaml, as flags and `Trainer` take it."""
+def write_config(folder: Path, text: str) -> None:
+    """Writes config.yaml."""
     if jax.process_index() == 0:
-        path = config.run.dir / CONFIG
+        path = folder / CONFIG
         with writing(path):
-            recorded = config
-            if config.origin.build is not None and config.model.decoder is not None:
-                # The code of the user's Decoder makes its settings.
-                recorded = replace(config, model=ModelConfig())
-            write_atomically(path, configuration.to_yaml(recorded).encode())
+            write_atomically(path, text.encode())
 
 
 def checkpoint_info(
-    config: TrainConfig, data: Mapping[str, Any], next_sample: int, mesh: Sizes
+    settings: Mapping[str, Any], data: Mapping[str, Any], next_sample: int, mesh: Sizes
 ) -> dict[str, Any]:
-    """Returns the info that a checkpoint stores next to its arrays."""
+    """Returns the info that a checkpoint stores next to its arrays.
+
+    Args:
+      settings: all settings of the run, as plain values.
+    """
     from jaxtp.guards.known_versions import versions
 
     return {
         "next_sample": next_sample,
         "corpus": dict(data),
-        "config": configuration.to_plain(config),
+        "config": dict(settings),
         "mesh": dict(mesh),
         "processes": jax.process_count(),
         "versions": versions(),

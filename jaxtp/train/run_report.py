@@ -6,6 +6,7 @@ import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import jax
 from flax import nnx
@@ -14,9 +15,9 @@ import jaxtp
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config.console import Display, size_text
 from jaxtp.data.samples import Data
+from jaxtp.layers.context import LocalShape
 from jaxtp.layers.kernels import grouped
-from jaxtp.layers.kernels.select import pick_scan
-from jaxtp.layers.transport import is_split
+from jaxtp.layers.kernels.select import KernelName, pick_scan
 from jaxtp.mesh import (
     BATCH,
     CP,
@@ -29,11 +30,14 @@ from jaxtp.mesh import (
 )
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.config import BLOCKS, ModelConfig, matmul_layers, padded_sizes
-from jaxtp.train.config import LoopConfig, TrainConfig
-from jaxtp.train.run_data import ROWS, RunData
+from jaxtp.train.config import DataConfig, LoopConfig
+from jaxtp.train.run_data import ROWS
 from jaxtp.train.sharded_optimizer import replicated_bytes
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, total_bytes
-from jaxtp.train.validation import attention_blocks, chosen_kernels, share_of
+from jaxtp.train.validation import attention_blocks
+
+if TYPE_CHECKING:
+    from jaxtp.train.setup import RunPlan
 
 _MAX_KINDS_OF_HEADS = 4  # Maximum number of kinds of heads that the summary lists
 
@@ -76,21 +80,15 @@ class Report(Display):
         self.line(f"step {record['step']}/{total}  {losses}  {rate:,.0f} {unit}/s{left}")
 
 
-def summary(
-    config: TrainConfig,
-    data: RunData,
-    blueprint: Blueprint,
-    model: Mapping[str, object],
-    notes: Mapping[str, object],
-    progress: tuple[int, int],
-) -> str:
-    """Describes the run: versions, mesh, sizes and bytes.
+def summary(plan: "RunPlan", progress: tuple[int, int]) -> str:
+    """Describes a run: versions, mesh, sizes and bytes.
 
     Args:
-      model: lines on the model (`ModelSource.describe`).
-      notes: further lines by name (at most 8 characters); None leaves a line out.
       progress: numbers of finished steps, and of sequences read.
     """
+    config = plan.config
+    blueprint = plan.blueprint
+    model = plan.parts.model.describe(blueprint, config)
     mesh = blueprint.mesh
     device = mesh.devices.flat[0]
     sizes = mesh_sizes(mesh)
@@ -113,10 +111,10 @@ def summary(
         **model,
         "loss": describe_loss(config.train),
         "optim": _named(config.optimizer.build),
-        **_data_rows(config, data, sizes, progress),
+        **_data_rows(plan, sizes, progress),
         "folder": config.run.dir,
         "peak": peak,
-        **notes,
+        **plan.notes,
     }
     return "".join(f"{name:<8}{text}\n" for name, text in rows.items() if text)
 
@@ -190,44 +188,53 @@ def describe_padding(model: ModelConfig, sizes: Sizes) -> str | None:
     return step_costs.describe_padding(model, sizes)
 
 
-def _data_rows(
-    config: TrainConfig, data: RunData, sizes: Sizes, progress: tuple[int, int]
-) -> Mapping[str, object]:
+def _data_rows(plan: "RunPlan", sizes: Sizes, progress: tuple[int, int]) -> Mapping[str, object]:
+    data = plan.data
+    settings = plan.config.data
+    batch = settings.global_batch_size
+    steps = plan.config.train.steps
+    accumulation = plan.config.train.accumulation
+    per_device = batch // (batch_parts(sizes) * accumulation)
+    split = f"{describe_mesh(sizes, BATCH)} x accumulation {accumulation} x {per_device} per device"
     if data.tokens is None:
-        batch = config.data.global_batch_size
-        steps = config.train.steps
         columns = data.train.shapes.items()
         arrays = ", ".join(f"{name} {a.dtype}{list(a.shape[1:])}" for name, a in columns)
         length = f"{steps:,} of {batch:,} = {steps * batch:,} rows"
         if data.num_rows:
             length += f", {steps * batch / data.num_rows:.2g} epochs of {data.num_rows:,}"
         return {
-            "data": f"{config.data.batches}: rows of {arrays}",
-            "batch": _describe_batch(config, sizes, ROWS),
+            "data": f"{settings.batches}: rows of {arrays}",
+            "batch": f"{batch} {ROWS} = {split}",
             "steps": length,
-            "eval": data.describe_validation(config.data.validation_batches),
+            "eval": data.describe_validation(settings.validation_batches),
         }
     corpus = data.tokens.corpus
     scores = data.tokens.scores
     loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
-    rows = f"sequences of {config.data.sequence_length} {corpus.unit}"
+    length = describe_steps(settings, steps, data.tokens, *progress)
+    warmup = plan.config.optimizer.warmup_steps
+    if warmup > steps:
+        length += (
+            f"; the warm-up of {warmup} steps (optimizer.warmup_steps) is cut to these {steps}"
+        )
     return {
         "data": f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
         f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}",
         "rows": _describe_rows(data.tokens),
         "scores": scores and scores.describe(),
-        "batch": _describe_batch(config, sizes, rows),
-        "steps": describe_steps(config, data.tokens, *progress),
+        "batch": f"{batch} sequences of {settings.sequence_length} {corpus.unit} = {split}",
+        "steps": length,
         "eval": corpus.not_evaluated(),
     }
 
 
-def describe_kernels(config: TrainConfig, mesh: Sizes, platform: str) -> str:
-    """Describes the kernels of attention, Gated DeltaNet and experts."""
-    kernels = chosen_kernels(config, mesh, platform)
-    attention = " and ".join(f"{name} attention ({why})" for name, why in kernels.items())
-    delta = describe_delta(config.model, platform)
-    experts = describe_grouped(config.model, platform)
+def describe_kernels(
+    model: ModelConfig, attention_kernels: Mapping[KernelName, str], platform: str
+) -> str:
+    """Describes the kernels of attention (`chosen_kernels`), Gated DeltaNet and experts."""
+    attention = " and ".join(f"{name} attention ({why})" for name, why in attention_kernels.items())
+    delta = describe_delta(model, platform)
+    experts = describe_grouped(model, platform)
     return "; ".join(filter(None, [attention, *delta, *experts]))
 
 
@@ -290,21 +297,20 @@ def describe_matmul(model: ModelConfig) -> str | None:
     return ", ".join([text, "the head", *exceptions])
 
 
-def describe_context(config: TrainConfig, mesh: Sizes) -> str | None:
+def describe_context(model: ModelConfig, share: LocalShape) -> str | None:
     """Describes how cp splits attention and Gated DeltaNet; None if cp is 1."""
-    if mesh[CP] == 1:
+    if share.sizes[CP] == 1:
         return None
-    share = share_of(config, mesh)
     methods: dict[str, bool] = {}
-    attending = attention_blocks(config.model)
+    attending = attention_blocks(model)
     for block in attending:
-        attention = block.context_attention(mesh[TP])
+        attention = block.context_attention(share.tp)
         method, why = attention.method(share)
         window = attention.window
         where = "" if window is None else f" within a window of {window:,}"
         methods[f"{method}{where} ({why})"] = attention.uneven(share)
     chunks = "a chunk on each device"
-    if config.model.zigzag(share):
+    if model.zigzag(share):
         chunks = "two chunks of each on a device, for even work"
     elif any(methods.values()):
         chunks += (
@@ -314,25 +320,24 @@ def describe_context(config: TrainConfig, mesh: Sizes) -> str | None:
     layers = []
     if methods:
         layers.append(f"attention by {' and '.join(methods)}")
-    if len(attending) < len(config.model.block_kinds()):
+    if len(attending) < len(model.block_kinds()):
         layers.append("Gated DeltaNet by its chunks' maps of states")
-    return f"sequences over cp {mesh[CP]}, {chunks}; {', '.join(layers)}"
+    return f"sequences over cp {share.sizes[CP]}, {chunks}; {', '.join(layers)}"
 
 
-def describe_overlap(config: TrainConfig, mesh: Sizes) -> str | None:
+def describe_overlap(model: ModelConfig, share: LocalShape) -> str | None:
     """Describes the overlap of communication and products; None if off."""
-    model = config.model
-    length = config.data.sequence_length
-    tp = mesh[TP]
+    mesh = share.sizes
+    tp = share.tp
     if model.overlap == "none":
         return None
-    if tp > 1 and is_split(model.sequence_parallel, length, mesh):
+    if tp > 1 and share.is_split(model.sequence_parallel):
         but = "" if model.precision.matmul == "compute" else ", but not in float8"
         return f"rings of tp {tp}: a part of a sequence moves while another part is multiplied{but}"
     why = "there is no tp"
     if tp > 1:
         parts = describe_mesh(mesh, [axis for axis in SEQUENCE if mesh[axis] > 1])
-        why = f"{parts} does not divide sequences of {length}, which tp leaves whole"
+        why = f"{parts} does not divide sequences of {share.length}, which tp leaves whole"
     return f"model.overlap=ring does nothing here: {why}"
 
 
@@ -361,38 +366,22 @@ def _describe_rows(data: Data) -> str:
     return text
 
 
-def describe_steps(config: TrainConfig, data: Data, finished: int, read: int) -> str:
+def describe_steps(settings: DataConfig, steps: int, data: Data, finished: int, read: int) -> str:
     """Describes the number of steps of a run that has finished some, and read `read` rows."""
-    batch = config.data.global_batch_size
-    steps = config.train.steps
+    batch = settings.global_batch_size
     left = max(steps - finished, 0)
     samples = read + left * batch
-    tokens = batch * config.data.sequence_length
-    total = f"{samples * config.data.sequence_length:,} {data.corpus.unit}"
+    tokens = batch * settings.sequence_length
+    total = f"{samples * settings.sequence_length:,} {data.corpus.unit}"
     length = f"{steps:,} of {tokens:,} = {total}"
     # The steps so far may have had another batch size.
     if samples != steps * batch:
         length = f"{steps:,}: {finished:,} done, {left:,} left, of {tokens:,} each; {total} in all"
     for source, epochs in zip(data.corpus.sources, data.epochs(samples), strict=True):
         length += f", {epochs:{',.0f' if epochs >= 10 else '.2g'}} epochs"
-        if config.data.mixture:
+        if settings.mixture:
             length += f" of {source.name}"
-    warmup = config.optimizer.warmup_steps
-    if warmup > steps:
-        length += (
-            f"; the warm-up of {warmup} steps (optimizer.warmup_steps) is cut to these {steps}"
-        )
     return length
-
-
-def _describe_batch(config: TrainConfig, sizes: Sizes, rows: str) -> str:
-    accumulation = config.train.accumulation
-    batch = config.data.global_batch_size
-    per_device = batch // (batch_parts(sizes) * accumulation)
-    return (
-        f"{batch} {rows} = {describe_mesh(sizes, BATCH)} x accumulation {accumulation} x "
-        f"{per_device} per device"
-    )
 
 
 def _describe_replicated(blueprint: Blueprint) -> str:

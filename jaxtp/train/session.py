@@ -173,7 +173,8 @@ class Session:
         no_mesh = jax.set_mesh(None)
         with no_mesh, ExitStack() as context, ExitStack() as resources, self._reporting():
             run = make_run(decided, resources, context, self._task)
-            loop = TrainingLoop(run, self._call_back(run.parts.callbacks), resources)
+            loop = TrainingLoop(run, self._call_back(run.parts.callbacks))
+            resources.enter_context(loop.resources)
             self._resources = resources.pop_all()
         self.loop = loop
         _open.add(self)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import Info
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
-from jaxtp.config.schema import ConfigError, replace_nested, to_plain
+from jaxtp.config.schema import ConfigError, replace_nested, to_plain, to_yaml
 from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
 from jaxtp.data.loader import split
@@ -27,6 +27,7 @@ from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.guards.hook import VERIFIED
 from jaxtp.mesh import mesh_sizes, platform_of
+from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -34,7 +35,7 @@ from jaxtp.train.defaults import Decided, as_configured, with_steps
 from jaxtp.train.loss import ONE_DEVICE, Objective, Traits
 from jaxtp.train.memory_check import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
-from jaxtp.train.model_source import ModelSource, model_source
+from jaxtp.train.model_source import model_source
 from jaxtp.train.parts import Parts, build_optimizer, load_parts, step_settings
 from jaxtp.train.run_data import RunData, check_scored_model, open_data, reading_rows
 from jaxtp.train.run_report import Report, summary
@@ -72,6 +73,15 @@ class Plan:
     def objective(self) -> Objective:
         """The loss with the settings of the run."""
         return self.step_settings.objective
+
+    @property
+    def yaml(self) -> str:
+        """The settings, as flags and `Trainer` take them."""
+        config = self.config
+        if config.origin.build is not None and config.model.decoder is not None:
+            # The code of the user's Decoder makes its settings.
+            config = replace(config, model=ModelConfig())
+        return to_yaml(config)
 
     def state_on(self, mesh: Mesh) -> tuple[Blueprint, list[str]]:
         """Plans the state on a mesh, which may be abstract; also returns lines on the model's plan.
@@ -166,10 +176,8 @@ def make_run(
     with raise_everywhere():
         run_plan = plan_run(decided, task)
     config = run_plan.config
-    data = run_plan.data
     blueprint = run_plan.blueprint
-    model = run_plan.parts.model
-    lines = [*run_plan.lines, *_startup_checks(config, blueprint, data, model)]
+    lines = [*run_plan.lines, *_startup_checks(run_plan)]
 
     context.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
@@ -179,8 +187,7 @@ def make_run(
     interrupt = context.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *map("default {}".format, decided.notes)):
         report.line(line)
-    described = model.describe(blueprint, config)
-    report.line(summary(config, data, blueprint, described, run_plan.notes, decided.before))
+    report.line(summary(run_plan, decided.before))
 
     keeping = config.checkpoint
     checkpoints = exit_stack.enter_context(
@@ -196,12 +203,12 @@ def make_run(
         from jaxtp.train.resume import restore
 
         report.line("reading the newest checkpoint")
-        restored = restore(config, data.description, blueprint, checkpoints, report.line)
+        restored = restore(run_plan, checkpoints, report.line)
     if restored is None:
         report.line(f"making the initial state: {parameter_count(blueprint):,} parameters")
     initial = decided.init.create_state(config.run, blueprint, restored)
     if restored is None:
-        check_scored_model(data.tokens, initial, blueprint.mesh)
+        check_scored_model(run_plan.data.tokens, initial, blueprint.mesh)
     if initial.description:
         report.line(initial.description)
     step = 0
@@ -216,7 +223,7 @@ def make_run(
         report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
     with raise_everywhere():
         if step < config.train.steps:
-            run_folder.write_config(config)
+            run_folder.write_config(config.run.dir, run_plan.yaml)
 
     settings = run_plan.step_settings
     with_checksums = config.train.verify_every > 0
@@ -271,7 +278,7 @@ def plan_run(decided: Decided, task: Task = Task()) -> RunPlan:
         lines = [traits.warning, *lines]
     settings = steps.step_settings
     notes = {
-        "memory": require_memory(config, blueprint, settings, steps.shapes),
+        "memory": require_memory(steps, blueprint),
         "length": source.length_warning(config),
     }
     if config.train.verify_every:
@@ -370,16 +377,16 @@ def _check_validation(config: TrainConfig, parts: Parts, data: RunData) -> None:
         raise BatchError(f"validation batches ({validation.name}): {error}") from error
 
 
-def _startup_checks(
-    config: TrainConfig, blueprint: Blueprint, data: RunData, model: ModelSource
-) -> list[str]:
+def _startup_checks(plan: RunPlan) -> list[str]:
     # Examines devices and processes, and prepares the folder; returns lines for the summary.
+    config = plan.config
+
     def folder() -> Path:
         with raise_everywhere():
             run_folder.prepare(config.run.dir)
         return config.run.dir
 
-    mesh = blueprint.mesh
+    mesh = plan.blueprint.mesh
     on_accelerator = platform_of(mesh.devices.flat[0]) != "cpu"
     if not on_accelerator and not is_multiprocess():
         folder()
@@ -387,13 +394,13 @@ def _startup_checks(
     from jaxtp.guards.doctor import examine
     from jaxtp.guards.finding import conclude
 
-    settings = {"configuration": to_plain(config), "data": dict(data.description)}
+    settings = {"configuration": to_plain(config), "data": dict(plan.data.description)}
     stages = examine(
         mesh,
         settings,
         folder,
         dtypes=(config.model.precision.compute,),
-        attention=model.attention_cases(config, mesh),
+        attention=plan.parts.model.attention_cases(config, mesh),
         tp_across_hosts=config.mesh.tp_across_hosts,
         computes=on_accelerator and config.launch.self_check,
     )

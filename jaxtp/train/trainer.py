@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtp.config.entry import NumericsError, UserError
-from jaxtp.config.python_object import reference_to, user_code
+from jaxtp.config.python_object import describe_value, reference_to, user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.guards.hook import Hook, Loop
 from jaxtp.mesh import MeshLike
@@ -106,6 +106,11 @@ class Trainer:
             )
         arguments = {"mesh": mesh, "run.dir": folder, "train.steps": steps}
         values = {name: value for name, value in arguments.items() if value is not None}
+        if not isinstance(settings, TrainConfig | Mapping | None):
+            raise ConfigError(
+                'settings are a dict by dotted name, such as {"checkpoint.every": 100}, or a '
+                f"TrainConfig, not {describe_value(settings)}"
+            )
         if not isinstance(settings, TrainConfig):
             settings = {**(settings or {}), **values}
         elif values:

@@ -22,7 +22,7 @@ from jaxtp.models.config import ModelConfig, OriginConfig, violations
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import MeshConfig, TrainConfig
 from jaxtp.train.run_report import describe_overlap
-from jaxtp.train.validation import check, violations_on
+from jaxtp.train.validation import check, share_of, violations_on
 
 CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
 ONE = mesh_shape()
@@ -59,7 +59,8 @@ def test_a_summary_says_whether_rings_do_anything():
         ("ring", 3, f"{nothing}tp 3 does not divide sequences of 128, which tp leaves whole"),
     ):
         config = replace_nested(TrainConfig(), {"model.overlap": overlap})
-        assert describe_overlap(config, mesh_shape(tp=tp)) == said
+        share = share_of(config, mesh_shape(tp=tp))
+        assert describe_overlap(config.model, share) == said
 
 
 def test_scientific_notation_without_a_point_is_a_number(tmp_path):

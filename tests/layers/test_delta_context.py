@@ -36,6 +36,7 @@ from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
 from jaxtp.tools.check.shrink import methods_of
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.run_report import describe_context
+from jaxtp.train.validation import share_of
 
 B = 2
 HEADS = 2
@@ -189,7 +190,8 @@ def test_only_attention_has_methods_and_an_order_over_cp():
     methods = []
     for model in (CONFIG, variant(CONFIG, {"pattern": [{"delta_value_heads": 0}, {}]})):
         run = TrainConfig(model=model, data=data)
-        said.append(describe_context(variant(run, {"mesh": {"context": "gather"}}), mesh))
+        gathering = variant(run, {"mesh": {"context": "gather"}})
+        said.append(describe_context(model, share_of(gathering, mesh)))
         methods.append({*methods_of(run, mesh)})
     assert all("Gated DeltaNet by its chunks' maps of states" in text for text in said)
     assert ["attention by gather" in text for text in said] == [False, True]

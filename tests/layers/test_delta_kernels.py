@@ -22,7 +22,7 @@ from jaxtp.layers.kernels import delta_kernels, delta_rule
 from jaxtp.mesh import mesh_shape
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.run_report import describe_delta, describe_kernels
-from jaxtp.train.validation import run_uses
+from jaxtp.train.validation import chosen_kernels, run_uses
 
 NAMES = ("w", "u", "k_decayed", "decay", "state")
 SIZES = {  # rows, heads, chunks, tokens of a chunk, width of keys, width of values
@@ -104,9 +104,10 @@ def test_the_summary_of_a_run_says_what_computes_the_states_and_why():
         model = jaxtp.ModelConfig(num_layers=2, **{**HEADS, "delta_key_dim": width})
         (said,) = describe_delta(model, platform)
         assert not [word for word in words if word not in said], said
-        assert describe_kernels(TrainConfig(model=model), mesh_shape(), platform) == said
+        assert describe_kernels(model, {}, platform) == said
         hybrid = TrainConfig(model=replace(model, pattern=({}, {"delta_value_heads": 0})))
-        attention, *others = describe_kernels(hybrid, mesh_shape(), platform).split("; ")
+        kernels = chosen_kernels(hybrid, mesh_shape(), platform)
+        attention, *others = describe_kernels(hybrid.model, kernels, platform).split("; ")
         assert " attention (" in attention
         assert others[-1] == said
 

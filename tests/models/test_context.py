@@ -172,14 +172,15 @@ def test_an_unknown_method_is_refused_by_the_model_itself():
 
 
 def test_the_summary_says_who_has_the_most_to_do():
+    def described(run, **sizes):
+        return describe_context(run.model, share_of(run, mesh_shape(**sizes)))
+
     by_gathers = {"mesh": {"context": "gather"}}
-    uneven = describe_context(
-        variant(RUN, {"data": {"sequence_length": 20}, **by_gathers}), mesh_shape(cp=4)
-    )
+    uneven = described(variant(RUN, {"data": {"sequence_length": 20}, **by_gathers}), cp=4)
     assert "WARNING: uneven work: the last device does the most" in uneven
-    assert "WARNING" not in describe_context(RUN, mesh_shape(cp=4, tp=2))
+    assert "WARNING" not in described(RUN, cp=4, tp=2)
     windows = {"model": {"pattern": [{"sliding_window": 3}, {}]}}
-    text = describe_context(variant(RUN, windows | by_gathers), mesh_shape(cp=4))
+    text = described(variant(RUN, windows | by_gathers), cp=4)
     assert "two chunks of each on a device" in text
     assert "window of 3" in text
 

@@ -295,7 +295,7 @@ def test_a_run_of_adapters_goes_on_in_the_dtypes_that_it_has(monkeypatch, ask, r
         del lora["dtype"]
         lora["from"] = lora.pop("from_peft")
         plain["train"]["loss"] = "jaxtp:DPO"
-    assert check_resumable(config, {}, BEFORE | {"config": plain}) == []
+    assert check_resumable(to_plain(config), {}, BEFORE | {"config": plain}) == []
 
 
 def test_a_run_that_begins_with_a_run_needs_another_folder_and_the_same_tokens(tmp_path):

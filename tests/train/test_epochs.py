@@ -8,7 +8,7 @@ import yaml
 from runs import SMALL, TEXT, records
 from support import assert_refused
 
-from jaxtp.config.schema import ConfigError, from_yaml, replace_nested
+from jaxtp.config.schema import ConfigError, from_yaml
 from jaxtp.tools.estimate.__main__ import main as estimate
 from jaxtp.train.__main__ import COMMAND, main
 from jaxtp.train.config import TrainConfig
@@ -82,9 +82,8 @@ def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
     assert f"train.steps = {10 + left}: {what}" in notes
     ended, _ = resolved(*flags, str(160 / rows))
     done = f"10: 10 done, 0 left, of 256 each; 5,120 bytes in all, {160 / rows:.2g} epochs"
-    assert describe_steps(ended, data, 10, 160) == done
-    fresh = replace_nested(ended, {"train.steps": 10**6})
-    said = describe_steps(fresh, data, 0, 0)
+    assert describe_steps(ended.data, 10, data, 10, 160) == done
+    said = describe_steps(ended.data, 10**6, data, 0, 0)
     assert said.startswith("1,000,000 of 256 = 256,000,000 bytes, ")
     assert f", {8 * 10**6 / rows:,.0f} epochs" in said
 

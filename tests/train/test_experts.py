@@ -199,7 +199,7 @@ def test_a_run_goes_on_and_generates_where_its_kernel_is_not():
         check_kernels(config, ONE_DEVICE.sizes, "cpu")
     assert inference_config(config.model, "float32").grouped == "auto"
     stored = {"config": to_plain(config), "corpus": {}, "mesh": {}, "next_sample": 0}
-    (changed,) = check_resumable(RUN, {}, stored)
+    (changed,) = check_resumable(to_plain(RUN), {}, stored)
     assert "without effect on the numbers: model.grouped: pallas -> auto" in changed
 
 

@@ -179,9 +179,9 @@ def test_an_estimate_has_two_bytes_less_for_each_parameter():
 
 def test_another_dtype_is_refused_on_resuming_and_with_adafactor():
     info = {"config": to_plain(RUN), "corpus": {}, "mesh": {}, "next_sample": 0}
-    assert not check_resumable(RUN, {}, info)
+    assert not check_resumable(to_plain(RUN), {}, info)
     with pytest.raises(RunFolderError, match=r"optimizer\.first_moment: bfloat16 -> param"):
-        check_resumable(WIDE, {}, info)
+        check_resumable(to_plain(WIDE), {}, info)
     config = replace(RUN, optimizer=replace(RUN.optimizer, name="adafactor"))
     (problem,) = violations_on(config, mesh_shape())
     assert "optimizer.first_moment=bfloat16 has no effect without optimizer.name" in problem

@@ -206,6 +206,12 @@ def test_dropout_that_a_loss_leaves_out_is_refused(tmp_path):
         jaxtp.Trainer(settings=settings | {"train.loss": f"{__file__}:dry"}).__enter__()
 
 
+def test_a_part_without_a_name_says_so_when_a_command_reads_it():
+    config = replace_nested(TrainConfig(), {"model.build": "net.py:Net", "model.plan": "<dict>"})
+    with pytest.raises(ConfigError, match=r"model.plan=<dict>: .* set --model.plan FILE.py:NAME"):
+        load_parts(config)
+
+
 def test_an_example_batch_replaces_data_that_are_not_here():
     config = small_run("BringsPairs")
     plan = plan_step(config)

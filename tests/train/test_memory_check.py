@@ -12,6 +12,8 @@ from jaxtp.train import session as session_module
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LaunchConfig, LoopConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
+from jaxtp.train.parts import Parts
+from jaxtp.train.setup import Plan
 from jaxtp.train.state import plan_state
 
 
@@ -53,7 +55,8 @@ def test_the_memory_line_knows_the_allocator(monkeypatch):
         config = TrainConfig(
             launch=LaunchConfig(allocator=allocator), train=LoopConfig(allow_oversize=True)
         )
-        line = str(memory_check.require_memory(config, plan))
+        run = Plan(config=config, parts=Parts(), shapes={})
+        line = str(memory_check.require_memory(run, plan))
         assert line.startswith(
             f"{step.total / 1e6:,.1f} MB ({step.state / 1e6:,.1f} MB of state, exact"
         )

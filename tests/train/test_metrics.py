@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxtp
 from jaxtp.analysis.step_costs import active_parameters, described
-from jaxtp.config.schema import from_yaml
+from jaxtp.config.schema import from_yaml, to_plain
 from jaxtp.guards.hook import NextStep
 from jaxtp.guards.profiler import Profiler
 from jaxtp.guards.stragglers import memory_record
@@ -151,7 +151,7 @@ def test_profiles_and_the_first_step_of_a_run_that_logs_every_fifth(tmp_path, co
 
 def trackers_of(folder, *names, resumed_at=0, warn=pytest.fail):
     config = TrainConfig(run=RunConfig(dir=folder), metrics=MetricsConfig(trackers=names))
-    return Trackers(config, resumed_at, warn)
+    return Trackers(folder, to_plain(config), resumed_at, warn)
 
 
 def write_losses(trackers, losses):

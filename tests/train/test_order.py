@@ -56,17 +56,17 @@ def changed(patch, part):
 
 
 def stored_by(description):
-    return checkpoint_info(CONFIG, copy.deepcopy(description), 8, MESH)
+    return checkpoint_info(configuration.to_plain(CONFIG), copy.deepcopy(description), 8, MESH)
 
 
 def lines_of(now, stored):
     """What a run says that goes on."""
-    return check_resumable(CONFIG, now, stored)
+    return check_resumable(configuration.to_plain(CONFIG), now, stored)
 
 
 def refusal(now, stored, config=CONFIG):
     with pytest.raises(RunFolderError) as refused:
-        check_resumable(config, now, stored)
+        check_resumable(configuration.to_plain(config), now, stored)
     return str(refused.value)
 
 
@@ -75,12 +75,10 @@ def test_the_learning_rate_that_other_steps_make_is_said():
     before = configuration.replace_nested(TrainConfig(), {"train.steps": 60})
     stored = configuration.to_plain(before)
     then, now = (learning_rate(before.optimizer, steps) for steps in (60, 600))
-    (line,) = learning_rate_change(
-        configuration.replace_nested(before, {"train.steps": 600}), stored, 59
-    )
+    (line,) = learning_rate_change(before.optimizer, 600, stored, 59)
     assert f"{float(then(58)):.4g} at the last step, {float(now(59)):.4g} at the next" in line
     assert f"without the changes it would be {float(then(59)):.4g}" in line
-    assert learning_rate_change(before, stored, 59) == []
+    assert learning_rate_change(before.optimizer, 60, stored, 59) == []
 
 
 def test_the_hashes_in_the_checkpoints_of_runs_under_way_stay():

@@ -20,7 +20,7 @@ from tables import assert_errors, raised_by, read_table
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.schema import ConfigError
-from jaxtp.mesh import mesh_shape, mesh_sizes
+from jaxtp.mesh import MeshError, mesh_shape, mesh_sizes
 from jaxtp.train import session
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.loss import call
@@ -297,6 +297,13 @@ def test_an_interrupted_or_failed_cell_leaves_the_trainer_usable(place, tmp_path
     assert ("resumed from the checkpoint at step 1" in capsys.readouterr().out) == (
         place == "callback"
     )
+
+
+def test_an_argument_of_the_wrong_kind_is_named():
+    with pytest.raises(ConfigError, match=r"settings are a dict .* not 3"):
+        jaxtp.Trainer(settings=3)
+    with pytest.raises(MeshError, match=r"^mesh tq=2: 'tq' is not an axis"):
+        jaxtp.Trainer(mesh="tq=2")
 
 
 def test_ctrl_c_in_a_cell_saves_and_the_next_cell_goes_on(tmp_path, capsys):

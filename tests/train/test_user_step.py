@@ -15,7 +15,7 @@ from jaxtp.checkpoint.__main__ import main as inspect_checkpoint
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import abstract_mesh, mesh_of, mesh_shape
 from jaxtp.models.config import OriginConfig
-from jaxtp.train import evaluation, first_step, log, loop, memory_check, performance, setup
+from jaxtp.train import evaluation, log, loop, memory_check, performance, setup
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.parts import load_parts
 from jaxtp.train.setup import Plan
@@ -149,7 +149,7 @@ def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(
 
 def test_a_run_logs_mfu_where_the_peak_is_known(tmp_path, monkeypatch):
     """A CPU has none; this one pretends."""
-    for module in (setup, loop, first_step, evaluation, log):
+    for module in (setup, loop, evaluation, log):
         monkeypatch.setattr(module, "platform_of", lambda device: "pretended")
     monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
     settings = SETTINGS | {"launch.self_check": False}

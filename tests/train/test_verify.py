@@ -32,7 +32,8 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train import step as steps
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.parts import step_settings
+from jaxtp.train.parts import Parts, step_settings
+from jaxtp.train.setup import Plan
 from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import compiler_options
 
@@ -311,9 +312,11 @@ def test_a_host_without_the_memory_is_refused(monkeypatch):
     assert size == sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(plan.sharded))
     # and the state itself has no place
     monkeypatch.setattr(memory_check, "host_memory", lambda: size)
-    memory_check.require_memory(TrainConfig(), plan)
+    run = Plan(config=TrainConfig(), parts=Parts(), shapes={})
+    memory_check.require_memory(run, plan)
+    run.config = TrainConfig(train=LoopConfig(verify_every=3))
     with pytest.raises(ConfigError, match=r"train.verify_every=3 .*--train.verify-every 0"):
-        memory_check.require_memory(TrainConfig(train=LoopConfig(verify_every=3)), plan)
+        memory_check.require_memory(run, plan)
 
 
 @pytest.mark.journey

@@ -22,7 +22,7 @@ from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_yaml
+from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_plain, to_yaml
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf import saving
@@ -197,7 +197,8 @@ def _save(
     folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, imported: dict[str, str]
 ) -> None:
     checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS)
-    info = run_folder.checkpoint_info(config, {IMPORTED: imported["from"]}, 0, mesh_sizes(mesh))
+    settings = to_plain(config)
+    info = run_folder.checkpoint_info(settings, {IMPORTED: imported["from"]}, 0, mesh_sizes(mesh))
     state: nnx.State = nnx.State({"model": nnx.state(model)})
     checkpoints.save(0, state, mesh, {**info, IMPORTED: imported})
     checkpoints.close()

@@ -31,6 +31,7 @@ from jaxtp.train.run_report import (
     describe_loss,
     describe_matmul,
 )
+from jaxtp.train.validation import chosen_kernels, share_of
 
 MAX_ROWS = 10
 EXACT_MEMORY = ("parameters", "optimizer", "batch")
@@ -51,6 +52,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
     default_length = ""
     if data.sequence_length == DataConfig().sequence_length:
         default_length = " (the default; --data.sequence-length N changes it)"
+    kernels = chosen_kernels(config, mesh_shape(), hardware.architecture)
     source = "jaxtp/analysis/hardware.py" if hardware.name in TABLE else hardware.source
     rows = {
         "devices": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of "
@@ -61,7 +63,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         f"{sizes.num_layers} layers, d_model {sizes.d_model}, {sizes.precision.compute} compute, "
         f"{config.optimizer.name}",
         **_loss(config, model),
-        "kernels": describe_kernels(config, mesh_shape(), hardware.architecture),
+        "kernels": describe_kernels(sizes, kernels, hardware.architecture),
         "matmul": describe_matmul(sizes),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = "
         f"{tokens:,}{default_length}",
@@ -228,7 +230,7 @@ def _warnings(best: Setting) -> Iterator[str]:
     padding = describe_padding(best.config.model, best.sizes)
     if padding is not None:
         yield f"padded {padding}"
-    context = describe_context(best.config, best.sizes)
+    context = describe_context(best.config.model, share_of(best.config, best.sizes))
     if context is not None:
         yield context
 
