@@ -108,9 +108,11 @@ def settings_of(schema: Any) -> Mapping[str, Setting]:
     }
 
 
-def leaf_settings(schema: object) -> list[Setting]:
-    """Returns the settings of a schema, without its sections."""
-    return [setting for setting in settings_of(schema).values() if not setting.is_section]
+@cache
+def leaf_settings(schema: Any) -> Mapping[str, Setting]:
+    """Returns the settings of a dataclass by dotted name, without its sections."""
+    settings = settings_of(schema).items()
+    return {name: setting for name, setting in settings if not setting.is_section}
 
 
 def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
@@ -187,7 +189,8 @@ def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
 
 def settings(schema: type, accept: Callable[[Affects], bool]) -> list[str]:
     """Returns the dotted names of the settings whose `Affects`, by default `STEP`, are accepted."""
-    return [setting.name for setting in leaf_settings(schema) if accept(setting.effects or STEP)]
+    leaves = leaf_settings(schema).items()
+    return [name for name, setting in leaves if accept(setting.effects or STEP)]
 
 
 def in_short_help(schema: type) -> Iterator[str]:
