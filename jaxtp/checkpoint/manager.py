@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +35,7 @@ from jaxtp.checkpoint.checksum import (
     describe_not_finite,
 )
 from jaxtp.checkpoint.io_errors import (
+    MISSING,
     CheckpointError,
     DamagedError,
     UnwritableError,
@@ -195,7 +197,8 @@ class Checkpoints:
             multiprocessing_options=self._barriers.processes,
             async_options=self._barriers.options,
         )
-        self._manager = read_on_all(lambda: self._open(options))
+        open_manager = partial(self._open, options)
+        self._manager = read_on_all(partial(retry_io, folder, open_manager))
         if is_multiprocess():
             require_shared(folder, self._visible_steps)
         if keep_best:
@@ -207,18 +210,14 @@ class Checkpoints:
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add("state", ocp.args.PyTreeSave, BoundedHandler())
         handlers.add("info", ocp.args.JsonSave, DeferredInfoHandler())
-
-        def open_folder() -> ocp.CheckpointManager:
+        try:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
             require_openable(self.folder)
             return ocp.CheckpointManager(
                 self.folder.resolve(), options=options, handler_registry=handlers
             )
-
-        try:
-            return retry_io(self.folder, open_folder)
-        except OSError as error:
+        except MISSING as error:
             raise CheckpointError(f"{self.folder}: {error.strerror}") from None
 
     def _visible_steps(self) -> tuple[bool, list[int]]:
@@ -236,7 +235,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of finished checkpoints on disk, oldest first."""
-        return retry_io(self.folder, lambda: steps_in(self.folder))
+        return retry_io(self.folder, partial(steps_in, self.folder))
 
     def save(
         self,

@@ -77,16 +77,12 @@ class Setting:
     default: object
     effects: Affects | None  # The setting's `Affects`, or its section's
     argument: Argument = Argument()
+    is_section: bool = False  # Whether it has settings of its own
 
     @property
     def name(self) -> str:
         """`mesh.tp`."""
         return ".".join(self.keys)
-
-    @property
-    def is_section(self) -> bool:
-        """Whether it has settings of its own."""
-        return dataclasses.is_dataclass(self.kind)
 
     @property
     def is_list(self) -> bool:
@@ -108,9 +104,10 @@ def settings_of(schema: Any) -> Mapping[str, Setting]:
     }
 
 
-def leaf_settings(schema: object) -> list[Setting]:
-    """Returns the settings of a schema, without its sections."""
-    return [setting for setting in settings_of(schema).values() if not setting.is_section]
+def leaf_settings(schema: object) -> Mapping[str, Setting]:
+    """Returns the settings of a dataclass by dotted name, without its sections."""
+    settings = settings_of(schema).items()
+    return {name: setting for name, setting in settings if not setting.is_section}
 
 
 def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
@@ -142,6 +139,7 @@ def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
             default=default,
             effects=next((mark for mark in marks if isinstance(mark, Affects)), section.effects),
             argument=argument,
+            is_section=dataclasses.is_dataclass(kinds[field.name]),
         )
         yield setting
         if not setting.is_section:
@@ -187,7 +185,8 @@ def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
 
 def settings(schema: type, accept: Callable[[Affects], bool]) -> list[str]:
     """Returns the dotted names of the settings whose `Affects`, by default `STEP`, are accepted."""
-    return [setting.name for setting in leaf_settings(schema) if accept(setting.effects or STEP)]
+    leaves = leaf_settings(schema).items()
+    return [name for name, setting in leaves if accept(setting.effects or STEP)]
 
 
 def in_short_help(schema: type) -> Iterator[str]:

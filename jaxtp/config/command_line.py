@@ -17,8 +17,8 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain, pairwise
+from functools import cache, cached_property, partial
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -114,9 +114,10 @@ class Command(Generic[T]):
             is out of range.
           SystemExit: after help or `--print-config`, with code 0.
         """
-        if position := _asks_for_help(argv):
-            self._print_help(*argv[position - 1 : position + 1])
-            raise SystemExit(0)
+        for position, word in enumerate(takewhile("--".__ne__, argv)):
+            if word in _HELP_WORDS:
+                self._print_help(*argv[position : position + 2])
+                raise SystemExit(0)
         values = self._parse(argv)
         printing = values.pop(_PRINT, False)
         is_code_allowed = bool(values.pop(_ALLOW, False))
@@ -165,8 +166,8 @@ class Command(Generic[T]):
         unused = tuple(f"{name}." for name in self.ignored)
         settings = [
             setting
-            for setting in leaf_settings(self.schema)
-            if not f"{setting.name}.".startswith(unused)
+            for name, setting in leaf_settings(self.schema).items()
+            if not f"{name}.".startswith(unused)
         ]
         common = []
         if not any(setting.is_required for setting in settings):
@@ -252,7 +253,7 @@ class Command(Generic[T]):
         return values
 
     def _add_positional(self, values: dict[Setting, Any], arguments: list[str]) -> None:
-        for setting in leaf_settings(self.schema):
+        for setting in leaf_settings(self.schema).values():
             if POSITIONAL in setting.marks and arguments:
                 if setting.is_list:
                     values[setting] = tuple(arguments)
@@ -271,11 +272,16 @@ class Command(Generic[T]):
                 hint = f"to read the file, use {_CONFIG.flag} {truncate(shlex.quote(first), 300)}"
             raise ConfigError(f"{truncate(first, 300) or repr('')}: unexpected argument; {hint}")
 
+    @cached_property
+    def _by_spelling(self) -> dict[str, Setting]:
+        by_spelling: dict[str, Setting] = {}
+        for setting in self.used_settings():
+            by_spelling |= dict.fromkeys(spellings(setting), setting)
+        return by_spelling
+
     def _find(self, flag: str) -> Setting:
         name = _key(flag)
-        by_name: dict[str, Setting] = {}
-        for setting in self.used_settings():
-            by_name |= dict.fromkeys(spellings(setting), setting)
+        by_name = self._by_spelling
         section, _, key = name.rpartition(".")
         mapping = by_name.get(section)
         if mapping is not None and get_origin(mapping.kind) is dict:
@@ -293,7 +299,7 @@ class Command(Generic[T]):
         return by_name[name]
 
     def _suggestion(self, name: str, names: Sequence[str]) -> str:
-        if any(name in spellings(setting) for setting in leaf_settings(self.schema)):
+        if any(name in spellings(setting) for setting in leaf_settings(self.schema).values()):
             return f"{self.program} does not use it; leave it out (a --config file may contain it)"
         setting = find_setting(self.schema, name)
         if setting is not None and POSITIONAL in setting.marks:
@@ -319,16 +325,6 @@ def _take_values(setting: Setting, words: deque[str]) -> list[str]:
     while words and words[0] != "--" and not _is_flag(words[0]) and (takes_many or not texts):
         texts.append(words.popleft())
     return texts
-
-
-def _asks_for_help(argv: Sequence[str]) -> int:
-    """Returns the position, from 1, of the first word before `--` that asks for help, or 0."""
-    for position, word in enumerate(argv, start=1):
-        if word in _HELP_WORDS:
-            return position
-        if word == "--":
-            break
-    return 0
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:

@@ -205,8 +205,7 @@ def validate(
       source: origin of the values, for messages.
       describe: formats keys and a value as the source writes them.
     """
-    names = [setting.name for setting in leaf_settings(schema)]
-    problems = list(_unknown_keys(schema, values, names))
+    problems = list(_unknown_keys(schema, values, list(leaf_settings(schema))))
     try:
         config: T = _adapter(schema).validate_python(
             _by_field(schema, values), by_alias=True, by_name=True

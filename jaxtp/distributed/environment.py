@@ -50,13 +50,6 @@ class _OtherLauncher:
     is_per_host: bool = False
     """Whether `count` is the number of processes on this host; more may run on other hosts."""
 
-    def started_several(self, variables: Mapping[str, str]) -> bool:
-        """Returns whether this process is one of several that the launcher started."""
-        process = variables.get(self.process, "")
-        if self.is_per_host and _is_above(process, 0):
-            return True
-        return process.isdecimal() and _is_above(variables.get(self.count, ""), 1)
-
 
 def _is_above(text: str, limit: int) -> bool:
     # A longer text is not a count of processes, and Python refuses to convert thousands of digits.
@@ -121,7 +114,10 @@ def require_joinable(variables: Mapping[str, str] = os.environ) -> None:
     if is_launched(variables):
         return
     for launcher in _OTHER_LAUNCHERS:
-        if launcher.started_several(variables):
+        process = variables.get(launcher.process, "")
+        count = variables.get(launcher.count, "")
+        is_later = launcher.is_per_host and _is_above(process, 0)
+        if is_later or (process.isdecimal() and _is_above(count, 1)):
             raise LaunchError(_describe_launcher(launcher, variables))
 
 

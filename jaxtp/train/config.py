@@ -38,7 +38,7 @@ from jaxtp.config.schema import (
     as_base,
 )
 from jaxtp.data.samples import LongDocuments, Packing
-from jaxtp.distributed.allocator import Allocator
+from jaxtp.distributed.devices import Allocator
 from jaxtp.layers.context import Context
 from jaxtp.mesh import AXES, Sizes, describe_mesh
 from jaxtp.models.config import BlockChanges, Changes, ModelConfig, OriginConfig

@@ -32,8 +32,7 @@ from jaxtp.config.schema import (
 )
 from jaxtp.data.manifest import DatasetError, read_manifest
 from jaxtp.distributed.agreement import is_multiprocess
-from jaxtp.distributed.allocator import choose_allocator
-from jaxtp.distributed.devices import bytes_limit, request_virtual_devices
+from jaxtp.distributed.devices import bytes_limit, choose_allocator, request_virtual_devices
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.mesh import (
     AXES,

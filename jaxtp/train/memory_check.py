@@ -5,8 +5,14 @@ from typing import TYPE_CHECKING
 
 from jaxtp.config.console import size_text
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.allocator import Allocator, advice, memory_fraction, most_bytes
-from jaxtp.distributed.devices import bytes_limit, host_memory
+from jaxtp.distributed.devices import (
+    Allocator,
+    advice,
+    bytes_limit,
+    host_memory,
+    memory_fraction,
+    most_bytes,
+)
 from jaxtp.layers.kernels.select import architecture_of
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train.state import Blueprint, bytes_per_device, total_bytes

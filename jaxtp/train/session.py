@@ -9,8 +9,7 @@ from functools import partial
 import jax
 
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, report_failure, watch
-from jaxtp.distributed.allocator import describe_out_of_memory
-from jaxtp.distributed.devices import request_virtual_devices
+from jaxtp.distributed.devices import describe_out_of_memory, request_virtual_devices
 from jaxtp.distributed.environment import is_launched
 from jaxtp.guards.hook import Hook
 from jaxtp.mesh import fixed_devices

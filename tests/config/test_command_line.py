@@ -61,7 +61,7 @@ def printed(command, *flags, capsys):
 
 
 def names_of(schema):
-    return {name for setting in leaf_settings(schema) for name in spellings(setting)}
+    return {name for setting in leaf_settings(schema).values() for name in spellings(setting)}
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from jaxlib import xla_client
 
 from jaxtp.distributed import environment
-from jaxtp.distributed.allocator import (
+from jaxtp.distributed.devices import (
     FRACTION,
     SMALLER_STEP,
     advice,

@@ -15,7 +15,7 @@ from runs import free_address, run_program
 from tables import assert_errors, raised_by, read_table
 
 from jaxtp.distributed import joining
-from jaxtp.distributed.devices import build_mesh
+from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.distributed.environment import LaunchError, bypass_proxy, num_processes, require_joinable
 from jaxtp.distributed.joining import gpus_of_process, join_processes
 from jaxtp.train import __main__ as train
@@ -79,12 +79,13 @@ def test_single_and_joined_processes_are_accepted():
         require_joinable(environment)
 
 
-def test_run_mesh_is_refused_under_unsupported_launcher(monkeypatch):
+def test_devices_are_refused_under_unsupported_launcher(monkeypatch):
     for name, value in RECORDED["mpich"].items():
         monkeypatch.setenv(name, value)
     sizes = {"dp": 1, "fsdp": 1, "cp": 1, "tp": len(jax.devices())}
-    with pytest.raises(LaunchError, match="PMI_SIZE=2"):
-        build_mesh(sizes)
+    for start in (partial(build_mesh, sizes), partial(request_virtual_devices, 1), most_devices):
+        with pytest.raises(LaunchError, match="PMI_SIZE=2"):
+            start()
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # by the user's program
     monkeypatch.setattr("jaxtp.distributed.devices.host_names", lambda: ["here"])
     assert build_mesh(sizes).size == len(jax.devices())

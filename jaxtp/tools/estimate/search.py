@@ -20,7 +20,7 @@ from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.hints import divisors
 from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, replace_nested
-from jaxtp.distributed.allocator import MEMORY_FRACTION, Allocator
+from jaxtp.distributed.devices import MEMORY_FRACTION, Allocator
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import (
     AXES,
