@@ -235,7 +235,8 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
         where.devices, per_process, True, hardware.name, where.room, hardware.architecture
     )
     config, notes = Decider(place)(options, explicit)
-    return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
+    unused = (RUN_DIR, "mesh") if options.meshes else RUN_DIR
+    return config, [f"default {note}" for note in notes if not note.startswith(unused)]
 
 
 def _refuse_for_own_parts(options: EstimateConfig) -> None:

@@ -175,6 +175,14 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
     assert config.model.precision.compute == "bfloat16"
 
 
+def test_meshes_of_the_user_replace_the_default_mesh(estimated, capsys):
+    for flags in ((), ("--mesh=fsdp=4,tp=2",)):
+        estimated(*TINY, "--hardware=h100x8", *flags)
+        out = capsys.readouterr().out
+        assert ("default mesh" in out) == (not flags)
+        assert "default model.precision.compute" in out
+
+
 def test_the_written_file_says_what_is_missing_and_how_several_hosts_start_it(estimated, tmp_path):
     file = tmp_path / "best.yaml"
     given = ["--data.path=data/x", "--run.dir=runs/x", "--model.precision.compute=float32"]
