@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -86,6 +86,11 @@ class Workload(LocalShape):
     frozen: bool = False  # only adapters are trained
     accumulation: int = 1  # micro-batches in a step, whose gradients are added up
     once: bool = False  # logits and scores that are not kept count as computed once
+
+    @property
+    def shards(self) -> int:
+        """Devices that fsdp and cp divide the storage of weights among."""
+        return parts(self.sizes, STORAGE)
 
     @property
     def num_gradients(self) -> int:
@@ -171,25 +176,26 @@ class Weight:
         """Returns the elements per device if fsdp were 1."""
         return self.padded(sizes[TP]) / (sizes[TP] if self.tp else 1)
 
+    def whole(self, work: Workload) -> float:
+        """Returns the elements of the loaded weight."""
+        return self.over_tp(work.sizes) * self.split.shared_by(work.tp)
+
     def loaded_bytes(self, work: Workload) -> float:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
-        shards = parts(work.sizes, STORAGE)
-        compute = itemsize(self.precision.compute)
+        in_8_bits = self.matmul == "float8"
         # The gathered kernel may be in 8 bits beside the dequantised weight.
-        element_bytes = int(self.matmul == "float8" or (self.float8 and shards > 1))
-        if self.matmul != "float8":
-            element_bytes += compute
-        if self.reduced_bytes(work):
-            element_bytes += compute
-        loaded = self.over_tp(work.sizes) * self.split.shared_by(work.tp) * element_bytes
-        return loaded if self.gathered else loaded / shards
+        element_bytes = int(in_8_bits or (self.float8 and work.shards > 1))
+        element_bytes += itemsize(self.precision.compute) * (
+            (not in_8_bits) + bool(self.reduced_bytes(work))
+        )
+        loaded = self.whole(work) * element_bytes
+        return loaded if self.gathered else loaded / work.shards
 
     def reduced_bytes(self, work: Workload) -> float:
         """Returns the bytes of the gradient during its reduction."""
-        if self.is_frozen(work) or not self.gathered or parts(work.sizes, STORAGE) == 1:
+        if self.is_frozen(work) or not self.gathered or work.shards == 1:
             return 0.0
-        elements = self.over_tp(work.sizes) * self.split.shared_by(work.tp)
-        return elements * itemsize(self.precision.reduce)
+        return self.whole(work) * itemsize(self.precision.reduce)
 
     def stored(self, sizes: Sizes) -> float:
         """Returns the elements a device stores."""
@@ -225,7 +231,7 @@ class Weight:
         group = self.split.shared_by(work.tp)
         groups: list[tuple[Axes, int, float]] = [((TP,), group, self.stored(work.sizes))]
         if self.fsdp and self.gathered:
-            groups.append((STORAGE, parts(work.sizes, STORAGE), self.over_tp(work.sizes)))
+            groups.append((STORAGE, work.shards, self.over_tp(work.sizes)))
         for axes, devices, elements in groups:
             gathered = elements * group * gathered_itemsize
             reduced = elements * group * itemsize(self.precision.reduce)
@@ -673,11 +679,12 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
     saves_result = kernel.can_save_result and work.remat == "save_dots"
     recomputed = work.recomputes and not saves_result
     scores = _device_scores(layer, kernel, method, work)
+    num_scores = math.prod(scores[:3])
     yield from _score_products(
         layer, kernel, scores, work, value_dim=value_dim, recomputed=recomputed
     )
     if kernel.streams_scores:
-        yield Bytes("scores", scores.size * FLOAT32 * SCORE_PASSES)
+        yield Bytes("scores", num_scores * FLOAT32 * SCORE_PASSES)
     stored_kv, group, _ = config.heads.stored(work.tp)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield Bytes("elementwise", work.tokens * 2 * rotated * compute, ATTEND)
@@ -688,7 +695,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask
     # selects, which XLA takes out of the loop over the blocks. Two in the compute dtype: the
     # softmax, in the layouts of two products.
-    stored_scores = scores.size * kernel.stores_scores
+    stored_scores = num_scores * kernel.stores_scores
     yield Bytes("workspace", stored_scores * 2 * (FLOAT32 + compute))
     if not work.recomputes:
         # Scores before and after the softmax, and queries and keys before their rotation, in
@@ -702,23 +709,13 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
         yield Bytes("saved", results * compute + work.tokens * heads * FLOAT32)
 
 
-class _Scores(NamedTuple):
-    """The attention scores of a device, as blocks `[m, n]`."""
-
-    num_blocks: int  # over rows and heads
-    m: int  # queries of a block
-    n: int  # keys of a block
-    counted: float  # fraction that the mask keeps
-
-    @property
-    def size(self) -> int:
-        """Elements of all blocks."""
-        return self.num_blocks * self.m * self.n
-
-
 def _device_scores(
     layer: CausalSelfAttention, kernel: Kernel, method: Method, work: Workload
-) -> _Scores:
+) -> tuple[int, int, int, float]:
+    """Returns a device's scores as blocks over rows and heads.
+
+    Their number, queries and keys of each, and the fraction of its scores that the mask keeps.
+    """
     heads, _ = layer.config.heads.on_device(work.tp)
     window = layer.config.sliding_window
     # The queries of the device with the most work
@@ -730,13 +727,13 @@ def _device_scores(
         chunks = (range(work.length),)
     number, m, n = kernel.products(chunks, window)
     counted = num_scores(chunks, window) / (number * m * n)
-    return _Scores(work.rows * heads * number, m, n, counted)
+    return work.rows * heads * number, m, n, counted
 
 
 def _score_products(
     layer: CausalSelfAttention,
     kernel: Kernel,
-    scores: _Scores,
+    scores: tuple[int, int, int, float],
     work: Workload,
     *,
     value_dim: int,
@@ -846,8 +843,7 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
     yield whole_in_float32(layer.router)
     if config.router_bias:
         yield whole_in_float32(layer.router_bias, again=work.recomputes)
-    shards = parts(work.sizes, STORAGE)
-    placement = layer.placement(work.tokens, work.tp, shards, trained=not work.frozen)
+    placement = layer.placement(work.tokens, work.tp, work.shards, trained=not work.frozen)
     yield from _stacked_weights(layer, work, gathered=placement.shards == 1)
     if config.dense_mlp:
         yield whole(layer.input_scale, precision=layer.precision)
@@ -882,7 +878,7 @@ def _stacked_weights(
 ) -> Iterator[Weight]:
     config = layer.config
     # The split of the layer's arrays is another mesh's.
-    stacked = StackedDims.of(layer.d_model, config, work.tp, parts(work.sizes, STORAGE))
+    stacked = StackedDims.of(layer.d_model, config, work.tp, work.shards)
 
     def weight(
         variable: Variable, dims: str, precision: Precision = layer.precision, **facts: Any
@@ -977,16 +973,15 @@ def _expert_work(
     yield Bytes(
         "elementwise", compute * ((columns + 1) * placement.part_rows * placement.width + rows)
     )
-    shards = parts(work.sizes, STORAGE)
-    if placement.shards == 1 and shards > 1:
+    if placement.shards == 1 and work.shards > 1:
         # The loop over layers copies gradients; gathering by features reorders kernels too.
         copies = 2
-        if config.stored_by_expert(work.tp, shards):
+        if config.stored_by_expert(work.tp, work.shards):
             copies = int(not work.frozen)
         kernels = (columns + 1) * placement.experts * d_model * placement.width
         yield Bytes("elementwise", compute * copies * kernels)
 
-    gathered = 2 * (shards - 1) * work.tokens * d_model
+    gathered = 2 * (work.shards - 1) * work.tokens * d_model
     yield Bytes(
         "workspace", compute * (placement.part_rows * (3 * hidden_width + 2 * d_model) + gathered)
     )
@@ -1059,7 +1054,7 @@ def embedding_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges:
     token = layer.features * compute_itemsize(layer)
     if exchanges:
         rows = work.between(layer.sequence_parallel) * token
-        ids = parts(work.sizes, STORAGE) * work.tokens * INT32
+        ids = work.shards * work.tokens * INT32
         count = 1 + (not work.frozen)
         yield collective_cost(ALL_GATHER, STORAGE, EMBEDDING, work, ids)
         yield collective_cost(ALL_TO_ALL, STORAGE, EMBEDDING, work, rows, count)

@@ -66,14 +66,12 @@ from jaxtp.mesh import (
     BATCH,
     CP,
     SEQUENCE,
-    STORAGE,
     TOKENS,
     TP,
     Sizes,
     abstract_mesh,
     batch_parts,
     mesh_shape,
-    parts,
 )
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
@@ -358,7 +356,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Costs:
     gradient = FLOAT32 * table * (not work.frozen)
     # XLA transposes a gathered table before the first chunk, and adds up the chunks' gradients of
     # the table.
-    first = compute * table * (parts(work.sizes, STORAGE) > 1) + FLOAT32 * logits
+    first = compute * table * (work.shards > 1) + FLOAT32 * logits
     yield Bytes("workspace", compute * (table + logits) + max(first, gradient * (chunks > 1)))
     yield Bytes("gradient", gradient)
 

@@ -16,6 +16,7 @@ import jaxtp
 from jaxtp.config import entry
 from jaxtp.config.affects import Argument, in_short_help
 from jaxtp.config.command_line import Command
+from jaxtp.config.console import Display
 from jaxtp.config.entry import UserError
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError, OptionalFile, replace_nested, to_plain
@@ -121,9 +122,12 @@ def _check(argv: Sequence[str]) -> int:
     print(f"cases   {len(cases)} in {in_dtypes}; three updates; errors relative to one device\n")
     print(HEADER, flush=True)
     results: list[Verdict] = []
-    for verdict in verdicts(small.config, cases, subject):
-        print("\n".join(verdict.lines()), flush=True)
-        results.append(verdict)
+    with Display("case {done}/{total}") as display:
+        display.begin(0, len(cases) * len(dtypes(small.config)))
+        for verdict in verdicts(small.config, cases, subject):
+            display.line("\n".join(verdict.lines()))
+            results.append(verdict)
+            display.move(len(results), "")
     compared = [verdict for verdict in results if not verdict.left_out]
     left_out = [verdict for verdict in results if verdict.left_out and verdict.case.devices > 1]
     if left_out and (config.meshes or all(verdict.case.devices == 1 for verdict in compared)):

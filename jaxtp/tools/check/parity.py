@@ -9,6 +9,7 @@ where scores are equal up to rounding.
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -240,11 +241,11 @@ def program(
     step = make_train_step(settings, blueprint, with_choices=True, with_grads=True)
     batches = list(subject.on_mesh(config, mesh))
     experts = _experts(replayed, mesh) or [{}] * len(batches)
+    updates = partial(_updates, config, case, blueprint, batches, experts)
     with jax.set_mesh(mesh):
         traced = step.trace(blueprint.sharded, batches[0], **experts[0])
         if not audited:
-            compiled = traced.lower().compile(compiler_options=COMPILER_OPTIONS)
-            return _Updates(config, case, blueprint, batches, experts, compiled)
+            return partial(updates, traced.lower().compile(compiler_options=COMPILER_OPTIONS), ())
     modelled = subject.parts.optimizer is None and optimizers.is_modelled(config.optimizer)
     result = audit(
         traced,
@@ -254,8 +255,7 @@ def program(
         global_view=() if modelled else (OPTIMIZER_SCOPE,),
         compiler_options=COMPILER_OPTIONS,
     )
-    problems = tuple(result.problems())
-    return _Updates(config, case, blueprint, batches, experts, result.compiled, problems)
+    return partial(updates, result.compiled, tuple(result.problems()))
 
 
 def _experts(replayed: Numbers | None, mesh: Mesh) -> list[dict[str, object]]:
@@ -270,53 +270,47 @@ def _experts(replayed: Numbers | None, mesh: Mesh) -> list[dict[str, object]]:
     return experts
 
 
-@dataclass(frozen=True)
-class _Updates:
+def _updates(
+    config: TrainConfig,
+    case: Case,
+    blueprint: Blueprint,
+    batches: Sequence[Batch],
+    experts: Sequence[Mapping[str, object]],  # argument of the step, by update
+    step: jax.stages.Compiled,
+    problems: tuple[str, ...],  # from the audit
+    *states: Arrays,
+) -> Numbers:
     """Runs a compiled step for each batch, from one state or from a state for each."""
-
-    config: TrainConfig
-    case: Case
-    blueprint: Blueprint
-    batches: Sequence[Batch]
-    experts: Sequence[Mapping[str, object]]  # argument of the step, by update
-    step: jax.stages.Compiled
-    problems: tuple[str, ...] = ()  # from the audit
-
-    def __call__(self, *states: Arrays) -> Numbers:
-        mesh = self.blueprint.mesh
-        keeps_states = self.config.model.precision.matmul != "compute"
-        losses: list[float] = []
-        norms: list[float] = []
-        choices: list[Choices] = []
-        gradients: Arrays = {}
-        later_states: list[Arrays] = []
-        for update, batch in enumerate(self.batches):
-            if update < len(states):
-                state = place(states[update], self.blueprint.abstract, mesh)
-            state, output = self.step(state, batch, **self.experts[update])
-            metrics = fetch(output)
-            losses.append(metrics["loss"])
-            norms.append(metrics["grad_norm"])
-            choices.append(self._natural(jax.tree.map(np.asarray, output.choices or [])))
-            gradients = gradients or on_host(output.grads, mesh)
-            if keeps_states or update + 1 == len(self.batches):
-                later_states.append(on_host(state, mesh))
-        return Numbers(
-            losses=np.array(losses),
-            grad_norms=np.array(norms),
-            gradients=gradients,
-            state=later_states.pop(),
-            problems=self.problems,
-            choices=tuple(choices),
-            states=tuple(later_states),
-        )
-
-    def _natural(self, choices: Choices) -> Choices:
-        sizes = self.case.sizes
-        if not choices or not self.config.model.zigzag(share_of(self.config, sizes)):
-            return choices
-        natural: Choices = jax.tree.map(lambda x: to_natural(x, sizes[CP], 2), choices)
-        return natural
+    mesh = blueprint.mesh
+    keeps_states = config.model.precision.matmul != "compute"
+    losses: list[float] = []
+    norms: list[float] = []
+    choices: list[Choices] = []
+    gradients: Arrays = {}
+    later_states: list[Arrays] = []
+    for update, batch in enumerate(batches):
+        if update < len(states):
+            state = place(states[update], blueprint.abstract, mesh)
+        state, output = step(state, batch, **experts[update])
+        metrics = fetch(output)
+        losses.append(metrics["loss"])
+        norms.append(metrics["grad_norm"])
+        chosen = jax.tree.map(np.asarray, output.choices or [])
+        if chosen and config.model.zigzag(share_of(config, case.sizes)):
+            chosen = jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), chosen)
+        choices.append(chosen)
+        gradients = gradients or on_host(output.grads, mesh)
+        if keeps_states or update + 1 == len(batches):
+            later_states.append(on_host(state, mesh))
+    return Numbers(
+        losses=np.array(losses),
+        grad_norms=np.array(norms),
+        gradients=gradients,
+        state=later_states.pop(),
+        problems=problems,
+        choices=tuple(choices),
+        states=tuple(later_states),
+    )
 
 
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:

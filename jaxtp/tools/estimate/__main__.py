@@ -58,7 +58,7 @@ from jaxtp.tools.estimate.summary import (
     setting_record,
     speed_range,
 )
-from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
+from jaxtp.train.config import IGNORED_BY_COST, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, Decider, DeviceInfo, default_settings
 from jaxtp.train.parts import load_parts
 from jaxtp.train.setup import plan_step
@@ -142,7 +142,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _estimate(argv: Sequence[str]) -> int:
-    options, notes, epochs = _load(argv)
+    # With --write all settings of the run matter.
+    writes = any(word.partition("=")[0] == "--write" for word in argv)
+    command = replace(COMMAND, ignored=()) if writes else COMMAND
+    options, notes = command.load(argv, _fit)
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     require_writable("--json", options.json)
     _check_overwrite(options)
@@ -171,31 +174,13 @@ def _estimate(argv: Sequence[str]) -> int:
         print(f"\n--write {options.write}: not written, because nothing fits")
     elif options.write is not None:
         with writing("--write", options.write):
-            options.write.write_text(
-                as_configuration(best, replace_nested(options, {"train.epochs": epochs}))
-            )
+            options.write.write_text(as_configuration(best, options))
         needs_model = options.model.lora.rank and options.origin.from_hf is None
         needed_flags = " --model.from-hf DIR" if needs_model else ""
         print(f"\n{options.write}: for jaxtp train --config {options.write}{needed_flags}")
     if failure is not None:
         return entry.fail(PROGRAM, failure)
     return int(not fits)
-
-
-def _load(argv: Sequence[str]) -> tuple[EstimateConfig, list[str], float | None]:
-    # Also returns the epochs of the settings, which `_fit` replaces by steps.
-    epochs: float | None = None
-
-    def fitted(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
-        nonlocal epochs
-        epochs = options.train.epochs
-        return _fit(options, explicit)
-
-    # With --write all settings of the run matter.
-    writes = any(word.partition("=")[0] == "--write" for word in argv)
-    command = replace(COMMAND, ignored=()) if writes else COMMAND
-    options, notes = command.load(argv, fitted)
-    return options, notes, epochs
 
 
 def _search(
@@ -235,7 +220,8 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
         where.devices, per_process, True, hardware.name, where.room, hardware.architecture
     )
     config, notes = Decider(place)(options, explicit)
-    return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
+    unused = (RUN_DIR, "mesh") if options.meshes else RUN_DIR
+    return config, [f"default {note}" for note in notes if not note.startswith(unused)]
 
 
 def _refuse_for_own_parts(options: EstimateConfig) -> None:
@@ -284,10 +270,6 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
     config = best.config
     if spans_hosts(best.sizes, where.hardware.domain):
         config = replace_nested(config, {"mesh.tp_across_hosts": True})
-    if options.train.epochs is not None:  # the run counts its steps itself
-        config = replace_nested(
-            config, {"train.epochs": options.train.epochs, "train.steps": LoopConfig().steps}
-        )
     default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
     variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "
     lines = [

@@ -6,7 +6,7 @@ if __name__ == "__main__":
     start("jaxtp explain")
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,9 +21,10 @@ from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError, OptionalFile
 from jaxtp.distributed.devices import request_virtual_devices
-from jaxtp.mesh import abstract_mesh, describe_mesh
+from jaxtp.mesh import AXES, abstract_mesh, describe_mesh
 from jaxtp.tools.explain.explanation import explain
 from jaxtp.train.config import TrainConfig, training_of
+from jaxtp.train.defaults import RUN_DIR, Decider, DeviceInfo
 from jaxtp.train.setup import plan_step
 from jaxtp.train.user_step import micro_batch
 from jaxtp.train.validation import batch_problems, refuse
@@ -66,10 +67,20 @@ COMMAND = Command(
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command and returns its exit code."""
-    return entry.attempt(PROGRAM, lambda: _explain(COMMAND.load(argv)[0]))
+    return entry.attempt(PROGRAM, lambda: _explain(*COMMAND.load(argv, _as_in_a_run)))
 
 
-def _explain(options: ExplainConfig) -> None:
+def _as_in_a_run(options: ExplainConfig, explicit: Set[str]) -> tuple[ExplainConfig, list[str]]:
+    # A Hugging Face model has the dtypes and the length of its run; the mesh stays.
+    count = math.prod(options.mesh.sizes.values())
+    if options.origin.from_hf is None or count < 1:
+        return options, []
+    devices = DeviceInfo(count=count, per_process=count, bfloat16=True, kind="devices")
+    decided, notes = Decider(devices)(options, explicit | {f"mesh.{axis}" for axis in AXES})
+    return decided, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
+
+
+def _explain(options: ExplainConfig, notes: Sequence[str]) -> None:
     config = training_of(options)
     sizes = options.mesh.sizes
     if -1 in sizes.values():
@@ -95,7 +106,7 @@ def _explain(options: ExplainConfig) -> None:
             call=lambda model, rows: loss(model, rows, key)[0],
             compiled=options.compile,
         )
-    print(*lines, explanation, sep="\n")
+    print(*notes, *lines, explanation, sep="\n")
     if count > 1:
         print(f"\nnote: numbers are for one of the {count} micro-batches of a step")
     write_json("--json", options.json, {"model": config.origin.build, **explanation.record()})

@@ -16,6 +16,7 @@ from support import assert_refused, journeys
 
 import jaxtp
 from jaxtp.collectives import axis_size
+from jaxtp.config import console
 from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.layers import context, linear, transport
 from jaxtp.mesh import AXES, batch_parts, mesh_shape
@@ -136,6 +137,14 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     assert "blocks.0.attention.out" in out
     assert "row_parallel_linear" in out
     assert "a reduction (leave_parallel, all_reduce) is missing" in out
+
+
+@pytest.mark.wide
+def test_a_terminal_shows_how_many_cases_are_done(monkeypatch, capsys):
+    monkeypatch.setattr(console, "is_terminal", lambda stream: True)
+    assert main([*OVER_TP, *WHOLE]) == 0
+    out = capsys.readouterr().out
+    assert out.index("case 0/1") < out.index("ok    tp 2") < out.index("case 1/1")
 
 
 @pytest.mark.wide

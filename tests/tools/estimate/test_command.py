@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from hf_reference import FOLDER
 from support import assert_refused, swept
 from tables import read_json
 
@@ -173,6 +174,15 @@ def test_the_best_setting_is_written_for_training(estimated, tmp_path, monkeypat
     assert config.data.global_batch_size == 8 * best["accumulation"] * best["micro_batch_size"]
     assert config.data.sequence_length == 64
     assert config.model.precision.compute == "bfloat16"
+
+
+@pytest.mark.wide
+def test_meshes_of_the_user_replace_the_default_mesh(estimated, capsys):
+    for flags in ((), ("--mesh=fsdp=4,tp=2",)):
+        estimated(f"--model.from-hf={FOLDER / 'qwen3'}", "--hardware=h100x8", *flags)
+        out = capsys.readouterr().out
+        assert ("default mesh" in out) == (not flags)
+        assert "default model.precision.compute" in out
 
 
 def test_the_written_file_says_what_is_missing_and_how_several_hosts_start_it(estimated, tmp_path):

@@ -2,6 +2,7 @@
 run.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,21 @@ def test_a_configuration_is_explained_on_a_micro_batch(tmp_path):
     assert part["modules"] == whole["modules"]
     assert whole["flops_per_device"] == 2 * part["flops_per_device"] > 0
     assert "blocks.attention.qk_norms.0" in {row["module"] for row in whole["modules"]}
+
+
+@pytest.mark.wide
+def test_frozen_weights_have_the_dtype_of_their_files(tmp_path, capsys):
+    """config.json states it where there are no weights."""
+    config = json.loads((FOLDER / "qwen3/config.json").read_text())
+    write_json(tmp_path / "config.json", config | {"dtype": "bfloat16"})
+    words = ["--model.from-hf", str(tmp_path), "--mesh=tp=2", "--data.sequence-length=16"]
+    assert explain([*words, "--model.lora.rank=2", f"--json={tmp_path}/out.json"]) == 0
+    modules = {row["module"]: row for row in read_json(tmp_path / "out.json")["modules"]}
+    dtypes = {}
+    for name in ("blocks.attention.out", "blocks.attention.out.loras.0"):
+        dtypes[name.rpartition("out")[2]] = modules[name]["parameters"][0]["dtype"]
+    assert dtypes == {"": "bfloat16", ".loras.0": "float32"}
+    assert "default model.precision.param = bfloat16" in capsys.readouterr().out
 
 
 @pytest.mark.wide
