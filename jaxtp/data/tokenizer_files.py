@@ -18,6 +18,8 @@ MAX_POSITIONS = "max_position_embeddings"  # The context length in config.json
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 TEMPLATE_DAY = "chat_template_day"
 """Key in a dataset's tokenizer_config.json: the day that its chat template wrote."""
+TEMPLATE_ARGUMENTS = "chat_template_arguments"
+"""Key in a dataset's tokenizer_config.json: the arguments with which it was rendered."""
 MAX_TEMPLATE = 2**20  # Maximum bytes of a template; real templates have up to some 20,000
 
 
@@ -102,6 +104,17 @@ def template_day(folder: Path) -> str | None:
         raise TokenizerError(
             f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_DAY} = {truncate(day)}: not a day"
         ) from None
+
+
+def template_arguments(folder: Path) -> dict[str, Any]:
+    """Returns the arguments of the chat template of a dataset; raises `TokenizerError`."""
+    arguments = read(folder / TOKENIZER_CONFIG).get(TEMPLATE_ARGUMENTS) or {}
+    if not isinstance(arguments, dict):
+        raise TokenizerError(
+            f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_ARGUMENTS} = {truncate(arguments)}: should be "
+            "an object"
+        )
+    return arguments
 
 
 def chat_template(folder: Path) -> str | None:
