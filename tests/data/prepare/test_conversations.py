@@ -421,6 +421,14 @@ def test_arguments_of_calls_are_written_once_as_objects_or_texts():
     assert "is a string that is no JSON" in refused(calling("{city"))
 
 
+def test_tables_give_calls_no_keys_of_other_rows():
+    write("c.parquet", [calling({"city": "Rom"}), calling({"day": 3})])
+    write("all.jinja", WRITES_ALL)
+    found = prompts_and_answers(made("c.parquet --template all.jinja --messages messages"))
+    assert spelled(found[0][1]) == '[get {"city": "Rom"}]<|stop|>\n'
+    assert spelled(found[2][1]) == '[get {"day": 3}]<|stop|>\n'
+
+
 def test_tools_reach_the_template_as_a_list_or_as_json():
     expected = f"<|turn|>tools\n{json.dumps(TOOLS)}<|stop|>\n"
     bare = [tool["function"] for tool in TOOLS]
