@@ -118,7 +118,7 @@ def template_arguments(folder: Path) -> dict[str, Any]:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Returns the template in chat_template.jinja or tokenizer_config.json.
+    """Returns the template in chat_template.jinja, tokenizer_config.json or chat_template.json.
 
     Of a list of templates it returns the one named "default".
     """
@@ -126,6 +126,9 @@ def chat_template(folder: Path) -> str | None:
         with reading(folder / TEMPLATE):
             return read_template(inside(folder, TEMPLATE))
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
+    if template is None:
+        # Files of multimodal models from 2024
+        template = read(folder / "chat_template.json").get("chat_template")
     for entry in template if isinstance(template, list) else ():
         if isinstance(entry, dict) and entry.get("name") == "default":
             template = entry.get("template")

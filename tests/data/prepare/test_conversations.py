@@ -258,6 +258,8 @@ def test_a_tokenizer_without_a_template_needs_one():
     write("t/tokenizer_config.json", json.dumps(CHAT_NAMES))
     error = refusal("a.jsonl --messages messages --tokenizer t")
     assert "t has no chat template; give one by --template FILE" in error
+    write("t/chat_template.json", json.dumps({"chat_template": CHAT_TEMPLATE}))
+    assert len(messages_of("a.jsonl")) == 4
     assert "bytes come with no chat template" in refusal("a.jsonl --messages messages --overwrite")
 
 
