@@ -16,13 +16,17 @@ from importlib.util import find_spec
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from jaxtp.config.entry import UserError
+from jaxtp.config.reading import truncate
 from jaxtp.data import worker_process
 from jaxtp.data.documents import Tokens
 from jaxtp.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
+    as_tokenizer_error,
     encode_isolated,
     load_library,
 )
@@ -61,7 +65,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, template: str, name: str, special_tokens: Mapping[str, str], day: str | None = None
+        self, template: str, name: str, special_tokens: Mapping[str, Any], day: str | None = None
     ):
         if find_spec("jinja2") is None:
             raise ChatError("a chat template needs the library jinja2: pip install 'jaxtp[chat]'")
@@ -69,15 +73,45 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._name = name
         self.day = day
-        self._request(None)
+        self._request([])
 
-    def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
-        """Returns the text, with the next answer's header if `answer`."""
-        return self._request(
-            {"messages": messages, "add_generation_prompt": answer, **self.special_tokens}
-        )
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        answer: bool = True,
+        arguments: Mapping[str, object] | None = None,
+    ) -> str:
+        """Returns the text, with the next answer's header if `answer`.
 
-    def _request(self, variables: dict[str, object] | None) -> str:
+        Args:
+          arguments: other variables of the template, such as its tools.
+        """
+        (text,) = self._request([self._variables(messages, answer, arguments or {})])
+        return text
+
+    def render_turn(
+        self, messages: Sequence[Message], arguments: Mapping[str, object]
+    ) -> tuple[str, str]:
+        """Returns the prompt of the last message, and the text that ends with this message."""
+        before = self._variables(messages[:-1], True, arguments)
+        prompt, whole = self._request([before, self._variables(messages, False, arguments)])
+        return prompt, whole
+
+    def _variables(
+        self, messages: Sequence[Message], answer: bool, arguments: Mapping[str, object]
+    ) -> dict[str, object]:
+        return {
+            # Templates test whether they are none, and some fail where they are not defined.
+            "tools": None,
+            "documents": None,
+            **self.special_tokens,
+            **arguments,
+            "messages": messages,
+            "add_generation_prompt": answer,
+        }
+
+    def _request(self, variables: Sequence[Mapping[str, object]]) -> list[str]:
         request = {
             "template": self.text,
             "variables": variables,
@@ -87,9 +121,9 @@ class ChatTemplate:
             "seconds": SECONDS,
         }
         try:
-            problem, text = json.loads(WORKER.request(pickle.dumps(request)))
+            problem, texts = json.loads(WORKER.request(pickle.dumps(request)))
         except WorkerDiedError as died:
-            when = "when it is loaded" if variables is None else "on this conversation"
+            when = "on this conversation" if variables else "when it is loaded"
             limits = {
                 -signal.SIGPROF: f"{SECONDS:g} s of computing",
                 worker_process.OUT_OF_MEMORY: f"{MEMORY // 2**20:,} MiB of memory",
@@ -101,7 +135,7 @@ class ChatTemplate:
                 )
         if problem:
             raise ChatError(f"{self._name}{problem}")
-        return str(text)
+        return list(texts)
 
 
 def writes_day(template: str) -> bool:
@@ -124,9 +158,9 @@ class ChatTokenizer:
             self.special = tokenizer.special
             marked = {token: marks(token) for token in self.special}
             self._content = json.dumps(_renamed(tokenizer.file(), marked)).encode()
-            library = load_library(self._content, self._name)
+            self._library = load_library(self._content, self._name)
             for token, id in self.special.items():
-                if library.token_to_id(marked[token]) != id:
+                if self._library.token_to_id(marked[token]) != id:
                     raise TokenizerError(
                         f"{self._name}: special token {token!r} is indistinguishable from text "
                         "that spells it"
@@ -149,7 +183,8 @@ class ChatTokenizer:
             return [self.escape(part, keep=keep) for part in value]
         if isinstance(value, Mapping):
             return {
-                key: self.escape(part, keep=keep) for key, part in value.items() if part is not None
+                self.escape(key, keep=keep): self.escape(part, keep=keep)
+                for key, part in value.items()
             }
         return value
 
@@ -166,16 +201,66 @@ class ChatTokenizer:
         return self._tokens[number] if 0 <= number < len(self._tokens) else ""
 
     def encode(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
-        """Returns the ids of both parts of each pair of marked texts.
+        """Returns the ids of the prompt and of the answer of each pair of marked texts.
 
-        A token that spans both belongs to the first.
+        The ids of a prompt are those of the prompt alone, as at inference. The ids of an answer
+        are those that it has after its prompt; where a token would span both, those that it has in
+        the middle of a text. Raises `TokenizerError`.
         """
         if not self._content:
             ids = ByteTokenizer().encode_batch(list(chain.from_iterable(pairs)))
             return list(zip(ids[::2], ids[1::2], strict=True))
+        # A text is split at special tokens, so what follows the last one of a prompt suffices to
+        # encode the answer after it.
+        tails = [prompt[max(prompt.rfind(_BEFORE), 0) :] for prompt, _ in pairs]
+        prompts = self._encode([(prompt, "") for prompt, _ in pairs])
+        answers = self._encode(
+            [(tail, answer) for tail, (_, answer) in zip(tails, pairs, strict=True)]
+        )
+        encoded = []
+        for tail, (_, text), (prompt, _), (before, answer) in zip(
+            tails, pairs, prompts, answers, strict=True
+        ):
+            if not np.array_equal(prompt[len(prompt) - len(before) :], before):
+                answer = self._encode_in_text(tail, text)
+            encoded.append((prompt, answer))
+        return encoded
+
+    def _encode(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
+        """Returns the ids of both parts; a token that spans them belongs to the first."""
         texts = [first + second for first, second in pairs]
-        lengths = [len(first) for first, _ in pairs]
-        return encode_isolated(self._content, self._name, texts, lengths)
+        is_whole = not any(second for _, second in pairs)
+        before = None if is_whole else [len(first) for first, _ in pairs]
+        return encode_isolated(self._content, self._name, texts, before)
+
+    def _encode_in_text(self, prompt: str, answer: str) -> Tokens:
+        """Returns the ids of an answer that follows a prompt with whose end it shares a token.
+
+        By itself it would begin a text: tokenizers from SentencePiece write a space before it. So
+        it is encoded after a text that shares no token with it.
+        """
+        texts = ("\n", *map(marks, self._tokens[:1]), "a", "1", ".")
+        (start, whole, *alone), _ = zip(
+            *self._encode([(text, "") for text in (prompt, prompt + answer, *texts)]), strict=True
+        )
+        after = self._encode([(text, answer) for text in texts])
+        spelling = self._decode(whole)
+        for ids, (before, ids_of_answer) in zip(alone, after, strict=True):
+            is_split = np.array_equal(before, ids)
+            if is_split and self._decode(np.append(start, ids_of_answer)) == spelling:
+                return ids_of_answer
+        raise TokenizerError(
+            f"{self._name}: an answer cannot be told from the end of its prompt, "
+            f"{without_marks(prompt)[-40:]!r}: {truncate(without_marks(answer), 40)}"
+        )
+
+    def _decode(self, ids: Tokens) -> str:
+        # After a letter, because spaces at the start of a text may be left out.
+        letter = self._library.encode("a", add_special_tokens=False).ids
+        try:
+            return str(self._library.decode(letter + ids.tolist(), skip_special_tokens=False))
+        except BaseException as error:
+            raise as_tokenizer_error(error, f"{self._name}: cannot decode") from None
 
 
 def _require_characters(text: str) -> None:

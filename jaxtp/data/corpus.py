@@ -5,10 +5,9 @@ import os
 import platform
 import re
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -43,13 +42,14 @@ class CorpusError(UserError):
 
 @dataclass(frozen=True)
 class Source:
-    """One part of a mixture."""
+    """The data of a path: one part of a mixture."""
 
     name: str
     weight: float
     train: Documents
     validation: Documents | None
     """The documents to evaluate on, if there are any."""
+    tokenizer: TokenizerInfo = BYTE_TOKENIZER
 
 
 @dataclass(frozen=True)
@@ -138,39 +138,32 @@ def load_corpus(
       validation: other data to evaluate on: its validation split, or all of it if that is empty.
     """
     if mixture:
-        parts = {name: _open(expand(Path(name))) for name in mixture}
+        sources = []
+        for name, weight in mixture.items():
+            source = _open(expand(Path(name)))
+            sources.append(replace(source, name=name, weight=weight))
         description = " + ".join(f"{weight:g} x {name}" for name, weight in mixture.items())
     else:
-        part = _open(path) if path else standard_library()
-        description = part.description
-        parts = {description: part}
-    weights = mixture or {description: 1.0}
-    other = None
-    everything = dict(parts)
+        sources = [_open(path) if path else standard_library()]
+        description = sources[0].name
+    opened = list(sources)
     if validation:
-        other = everything[str(validation)] = _open(validation)
-    _require_one_tokenizer(everything)
-    _require_one_kind(everything)
-    sources = tuple(_source(name, weights[name], part, other) for name, part in parts.items())
-    return Corpus(sources, next(iter(parts.values())).tokenizer, description)
+        other = _open(validation)
+        opened.append(other)
+        # A dataset for evaluation may have no validation split.
+        held_out = other.validation or other.train
+        sources = [replace(source, validation=held_out) for source in sources]
+    _require_one_tokenizer(opened)
+    _require_one_kind(opened)
+    for source in sources:
+        if not source.train.num_tokens:
+            raise CorpusError(
+                f"{source.name} has no documents to train on; prepare it with a smaller --held-out"
+            )
+    return Corpus(tuple(sources), sources[0].tokenizer, description)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The data of a path."""
-
-    train: Documents | None
-    validation: Documents | None
-    tokenizer: TokenizerInfo
-    description: str
-
-    @property
-    def has_pairs(self) -> bool:
-        """Like `Documents.has_pairs`."""
-        return any(documents.has_pairs for documents in filter(None, (self.train, self.validation)))
-
-
-def standard_library(root: Path | None = None) -> Part:
+def standard_library(root: Path | None = None) -> Source:
     """Returns a standard library's source files; by default the interpreter's.
 
     Leaves out tests, site-packages and `encodings`, which are tables. Holds out about 1 in 20
@@ -192,13 +185,11 @@ def standard_library(root: Path | None = None) -> Part:
             f"{root}: no Python sources to train on; name a text file of your own with "
             "--data.path FILE"
         )
-    source = f"{LIBRARY} {platform.python_version()}, {len(paths)} files"
-    return Part(
-        _in_memory(train, str(root)), _in_memory(validation, str(root)), BYTE_TOKENIZER, source
-    )
+    name = f"{LIBRARY} {platform.python_version()}, {len(paths)} files"
+    return Source(name, 1.0, _in_memory(train, str(root)), _in_memory(validation, str(root)))
 
 
-def text_file(path: Path) -> Part:
+def text_file(path: Path) -> Source:
     """Returns a file as one document, whose last twentieth is held out."""
     if _PREPARED_FIRST.fullmatch(path.suffix) and path.exists():
         raise CorpusError(
@@ -215,54 +206,49 @@ def text_file(path: Path) -> Part:
     if len(content) < _HELD_OUT_ONE_IN:
         raise CorpusError(f"data.path={path} has {len(content)} bytes: too few to train on")
     split = len(content) - len(content) // _HELD_OUT_ONE_IN
-    train = _in_memory([content[:split]], str(path))
-    validation = _in_memory([content[split:]], str(path))
-    return Part(train, validation, BYTE_TOKENIZER, str(path))
+    name = str(path)
+    return Source(
+        name, 1.0, _in_memory([content[:split]], name), _in_memory([content[split:]], name)
+    )
 
 
-def _open(path: Path) -> Part:
+def _open(path: Path) -> Source:
     if not path.is_dir():
         return text_file(path)
     from jaxtp.data.store import open_dataset
 
     dataset = open_dataset(path)
-    splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
-    return Part(splits.get(TRAIN), splits.get(VALIDATION), dataset.tokenizer, str(path))
+    train = dataset.splits[TRAIN]
+    validation: Documents | None = dataset.splits[VALIDATION]
+    if not dataset.splits[VALIDATION].num_tokens:
+        validation = None
+    return Source(str(path), 1.0, train, validation, dataset.tokenizer)
 
 
-def _source(name: str, weight: float, part: Part, other: Part | None) -> Source:
-    # A dataset for evaluation may have no validation split.
-    validation = other.validation or other.train if other else part.validation
-    if part.train is None:
-        raise CorpusError(
-            f"{part.description} has no documents to train on; prepare it with a smaller --held-out"
-        )
-    return Source(name, weight, part.train, validation)
-
-
-def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
-    (name, part), *other_parts = parts.items()
-    tokenizer = part.tokenizer
-    identity = attrgetter("name", "vocab_size")
-    for other, other_part in other_parts:
-        other_tokenizer = other_part.tokenizer
-        names = f"{name} and {other}"
-        if identity(other_tokenizer) != identity(tokenizer):
+def _require_one_tokenizer(sources: Sequence[Source]) -> None:
+    first, *other_sources = sources
+    tokenizer = first.tokenizer
+    for other in other_sources:
+        names = f"{first.name} and {other.name}"
+        if (other.tokenizer.name, other.tokenizer.vocab_size) != (
+            tokenizer.name,
+            tokenizer.vocab_size,
+        ):
             raise CorpusError(
                 f"{names} were not made by the same tokenizer: prepare one of them again, with "
                 "--tokenizer FOLDER/tokenizer.json of the other"
             )
-        if other_tokenizer != tokenizer:
+        if other.tokenizer != tokenizer:
             raise CorpusError(
                 f"the documents of {names} begin or end with different tokens (before them "
-                f"{list(tokenizer.prefix)} and {list(other_tokenizer.prefix)}, after them "
-                f"{tokenizer.eos_id} and {other_tokenizer.eos_id}): prepare one of them again, "
+                f"{list(tokenizer.prefix)} and {list(other.tokenizer.prefix)}, after them "
+                f"{tokenizer.eos_id} and {other.tokenizer.eos_id}): prepare one of them again, "
                 "with the same --bos and --eos"
             )
 
 
-def _require_one_kind(parts: Mapping[str, Part]) -> None:
-    names = {part.has_pairs: name for name, part in parts.items()}
+def _require_one_kind(sources: Sequence[Source]) -> None:
+    names = {source.train.has_pairs: source.name for source in sources}
     if len(names) == 2:
         raise CorpusError(
             f"{names[True]} has pairs of a chosen and a rejected answer, but {names[False]} does "

@@ -18,6 +18,8 @@ MAX_POSITIONS = "max_position_embeddings"  # The context length in config.json
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 TEMPLATE_DAY = "chat_template_day"
 """Key in a dataset's tokenizer_config.json: the day that its chat template wrote."""
+TEMPLATE_ARGUMENTS = "chat_template_arguments"
+"""Key in a dataset's tokenizer_config.json: the arguments with which it was rendered."""
 MAX_TEMPLATE = 2**20  # Maximum bytes of a template; real templates have up to some 20,000
 
 
@@ -104,8 +106,19 @@ def template_day(folder: Path) -> str | None:
         ) from None
 
 
+def template_arguments(folder: Path) -> dict[str, Any]:
+    """Returns the arguments of the chat template of a dataset; raises `TokenizerError`."""
+    arguments = read(folder / TOKENIZER_CONFIG).get(TEMPLATE_ARGUMENTS) or {}
+    if not isinstance(arguments, dict):
+        raise TokenizerError(
+            f"{folder / TOKENIZER_CONFIG}: {TEMPLATE_ARGUMENTS} = {truncate(arguments)}: should be "
+            "an object"
+        )
+    return arguments
+
+
 def chat_template(folder: Path) -> str | None:
-    """Returns the template in chat_template.jinja or tokenizer_config.json.
+    """Returns the template in chat_template.jinja, tokenizer_config.json or chat_template.json.
 
     Of a list of templates it returns the one named "default".
     """
@@ -113,6 +126,9 @@ def chat_template(folder: Path) -> str | None:
         with reading(folder / TEMPLATE):
             return read_template(inside(folder, TEMPLATE))
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
+    if template is None:
+        # Files of multimodal models from 2024
+        template = read(folder / "chat_template.json").get("chat_template")
     for entry in template if isinstance(template, list) else ():
         if isinstance(entry, dict) and entry.get("name") == "default":
             template = entry.get("template")

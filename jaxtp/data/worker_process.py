@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import date, datetime, time
 from functools import lru_cache, partial
@@ -59,14 +59,27 @@ def main() -> None:
 
 
 def render(
-    template: str, variables: Mapping[str, Any] | None, day: str | None, characters: int
+    template: str, variables: Sequence[Mapping[str, Any]], day: str | None, characters: int
 ) -> bytes:
-    """Returns a problem and the text of up to `characters`, as JSON."""
-    problem, text = _rendered(template, variables, day)
-    if len(text) > characters:
-        problem = f" fails on this conversation: its text has more than {characters:,} characters"
-        text = ""
-    return json.dumps([problem, text], ensure_ascii=False).encode(errors="replace")
+    """Returns a problem, and a text of up to `characters` for each set of variables, as JSON."""
+    problem = ""
+    texts: list[str] = []
+    try:
+        write = _template(template, day)
+    except Exception as error:
+        problem = f": not a chat template: {_shown(error)}"
+        variables = ()
+    for named in variables:
+        problem, text = _rendered(write, named)
+        if len(text) > characters:
+            problem = (
+                f" fails on this conversation: its text has more than {characters:,} characters"
+            )
+        if problem:
+            texts = []
+            break
+        texts.append(text)
+    return json.dumps([problem, texts], ensure_ascii=False).encode(errors="replace")
 
 
 def encode(*, before: list[int] | None, **request: Any) -> bytes:
@@ -99,21 +112,14 @@ def encode(*, before: list[int] | None, **request: Any) -> bytes:
     return line if problem else line + ids.tobytes()
 
 
-def _rendered(
-    template: str, variables: Mapping[str, Any] | None, day: str | None
-) -> tuple[str, str]:
+def _rendered(write: Callable[..., str], variables: Mapping[str, Any]) -> tuple[str, str]:
     """Returns a problem (empty if there is none) and the text.
 
-    In a message, the problem follows the template's name. If `day` is given, the template reads
-    noon of this day as the present time, so that it always writes the same text.
+    In a message, the problem follows the template's name.
     """
     random.seed(0)  # Jinja has a filter `random`
     try:
-        write = _template(template, day)
-    except Exception as error:
-        return f": not a chat template: {_shown(error)}", ""
-    try:
-        text = "" if variables is None else write(**variables)
+        text = write(**variables)
         text.encode()  # a template may write a lone surrogate
         return "", text
     except Exception as error:
@@ -128,11 +134,33 @@ def _strftime_now(day: str | None, form: str) -> str:
 
 @lru_cache(maxsize=8)
 def _template(template: str, day: str | None) -> Callable[..., str]:
-    from jinja2.ext import loopcontrols
+    """Returns the function that renders a template, with the extensions of transformers.
+
+    If `day` is given, the template reads noon of this day as the present time, so that it always
+    writes the same text.
+    """
+    from jinja2 import nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    class Generation(Extension):
+        """The block `{% generation %}`, which marks what a model writes: its content alone."""
+
+        tags = {"generation"}  # noqa: RUF012 (as in Jinja)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            content = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # As in transformers, the block is a call: what it sets is not set after it.
+            call = nodes.CallBlock(self.call_method("_content"), [], [], content)
+            return call.set_lineno(line)
+
+        def _content(self, caller: Callable[[], str]) -> str:
+            return caller()
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     # Jinja's own filter escapes HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)

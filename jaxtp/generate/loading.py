@@ -46,6 +46,7 @@ from jaxtp.data.tokenizer_files import (
     context,
     end_ids,
     special_tokens,
+    template_arguments,
     template_day,
 )
 from jaxtp.distributed.devices import build_mesh, request_virtual_devices
@@ -176,7 +177,7 @@ class ModelSource:
     """Tokens that the model expects before a text."""
     template: str | None = None
     """Chat template, in Jinja."""
-    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
     """Texts of the special tokens that the template may use, such as bos_token."""
     context: int | None = None
     """Maximum number of tokens of prompt and text together; None if unknown."""
@@ -357,7 +358,7 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
         source = replace(
             source,
             template=chat_template(folder),
-            special_tokens=special_tokens(folder),
+            special_tokens={**template_arguments(folder), **special_tokens(folder)},
             template_day=template_day(folder),
         )
     return source

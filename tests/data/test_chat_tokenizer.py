@@ -48,14 +48,23 @@ def marked(name, contents):
     st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=20)
-def test_where_no_message_spells_a_token_it_is_what_the_library_makes_of_the_text(
-    name, contents, cut
-):
+def test_a_prompt_has_the_ids_that_it_has_alone_and_no_text_is_lost(name, contents, cut):
     text = marked(name, contents)
-    ((first, second),) = OURS[name].encode([(text[:cut], text[cut:])])
-    assert [*first, *second] == LIBRARY[name].encode(
-        without_marks(text), add_special_tokens=False
-    ).ids
+    while text[cut - 1 : cut + 1] and text[:cut].count("\ufdd0") > text[:cut].count("\ufdd1"):
+        cut += 1  # a special token is in one part
+    ((prompt, answer),) = OURS[name].encode([(text[:cut], text[cut:])])
+
+    def ids_of(text):
+        return LIBRARY[name].encode(without_marks(text), add_special_tokens=False).ids
+
+    def spelled(ids):
+        return LIBRARY[name].decode([*ids_of("a"), *ids], skip_special_tokens=False)
+
+    whole = ids_of(text)
+    assert prompt.tolist() == ids_of(text[:cut])
+    assert spelled([*prompt, *answer]) == spelled(whole)
+    if whole[: len(prompt)] == prompt.tolist():
+        assert [*prompt, *answer] == whole
 
 
 @given(st.sampled_from(sorted(CONTENTS)), st.lists(TEXT, min_size=1, max_size=3))
@@ -92,10 +101,11 @@ def test_noncharacters_of_a_template_are_left_out():
         assert set(tokens.mark(rendered)) <= set("ab0123456789"), template
 
 
-def test_absent_parts_are_left_out_and_others_are_kept():
+def test_texts_and_keys_are_escaped_and_other_values_are_kept():
     tokens = OURS["byte level"]
     part = tokens.escape("<|turn|>")
-    assert tokens.escape({"a": None, "b": [True, {"c": "<|turn|>"}]}) == {"b": [True, {"c": part}]}
+    given = {"a": None, "b": [True, {"<|turn|>": "<|turn|>"}]}
+    assert tokens.escape(given) == {"a": None, "b": [True, {part: part}]}
     assert (len(part), tokens.mark(part)) == (3, "<|turn|>")
 
 

@@ -58,7 +58,7 @@ def test_tests_site_packages_and_encodings_are_left_out():
     }
     part = standard_library(write_all("lib", kept | left_out | {"README.txt": "SECRET"}))
     assert sorted(contents(part.train, part.validation)) == sorted(kept.values())
-    assert part.description.endswith(f"{len(kept)} files")
+    assert part.name.endswith(f"{len(kept)} files")
 
 
 def test_the_split_follows_the_path_not_the_content():

@@ -11,13 +11,16 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from jaxtp.config.files import write_atomically
+from jaxtp.config.reading import truncate
 from jaxtp.data.chat_template import (
     ASSISTANT,
     ChatError,
@@ -28,11 +31,22 @@ from jaxtp.data.chat_template import (
     writes_day,
 )
 from jaxtp.data.documents import Tokens
+from jaxtp.data.prepare.messages import (
+    MARKS,
+    as_objects,
+    as_texts,
+    calls_of,
+    checked,
+    conversation_of,
+    is_learned,
+    no_answer,
+)
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Row, Turn, shorten, too_large
+from jaxtp.data.prepare.readers import BadInputError, Row, Turn, too_large
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import (
     TEMPLATE,
+    TEMPLATE_ARGUMENTS,
     TEMPLATE_DAY,
     TOKENIZER_CONFIG,
     chat_template,
@@ -40,15 +54,15 @@ from jaxtp.data.tokenizer_files import (
     special_tokens,
 )
 
-_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant"), ASSISTANT),
-    **dict.fromkeys(("observation", "tool"), "tool"),
-    "system": "system",
-}
-"""ShareGPT's values of `from`."""
-_MEDIUM = re.compile("image|audio|video")
-_MEDIA = re.compile(f"<({_MEDIUM.pattern})>")
+NO_ANSWER = "not learned"
+EMPTY_ANSWER = "empty answer"
+"""Kinds of answers that are left out, as `dataset.json` counts them."""
+_TAG = r"(?:<\|channel>thought\n|<channel\|>|[<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]])"
+_THOUGHT = re.compile(_TAG, re.IGNORECASE)
+_OPENED = re.compile(rf"{_TAG}(?:{_TAG}|\s)*\Z", re.IGNORECASE)
+"""A tag of reasoning, and such tags at the end of a prompt, as Qwen, DeepSeek, Mistral, Cohere and
+Gemma write them."""
+_LONGEST_OPENED = 200
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
 
@@ -68,27 +82,57 @@ class Conversations:
         self.checksum = hashlib.sha256(json.dumps([text, tokens]).encode()).hexdigest()
         """A hash of the template and the special tokens, to detect changes."""
         self.template = ChatTemplate(text, name, _ends(tokenizer) | tokens, config.date)
+        self.left_out = Counter[str]()
+        """The answers that were left out, by reason."""
+        self.notes = set[str]()
+        """Sentences about the prompts, for the summary of the command."""
         self._tokens = ChatTokenizer(tokenizer)
         if isinstance(tokenizer, HuggingFaceTokenizer):
             prefix = tokenizer.info.prefix
-            ((first, last), *_) = self.encode(self.turns(_PROBE))
+            ((first, last), *_) = self.encode(self.turns(_PROBE, config.template_arguments))
             if not np.array_equal(first[: len(prefix)], prefix):
                 tokenizer.info = replace(tokenizer.info, prefix=())
             ends = [token for token in last.tolist() if token in self._tokens.special.values()]
             if ends and config.eos is None and not config.no_eos:
                 tokenizer.info = replace(tokenizer.info, eos_id=ends[-1])
+            self.notes.clear()
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the `turns` of a row's conversation."""
-        return self.turns(_messages(row, self._fields))
+        return self.turns(*conversation_of(row, self._fields, self._config.template_arguments))
 
-    def turns(self, messages: object) -> tuple[Turn, ...]:
+    def turns(
+        self, messages: object, arguments: Mapping[str, object] | None = None
+    ) -> tuple[Turn, ...]:
         """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
-        escaped = self._escaped(checked(messages, self._config.media_as_text))
-        answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
+        conversation = self._checked(messages)
+        answers = [
+            index for index, message in enumerate(conversation) if message["role"] == ASSISTANT
+        ]
         if not answers:
-            raise _no_answer([message["role"] for message in escaped])
-        return self._limited(self._turn(escaped, index) for index in answers)
+            raise no_answer([message["role"] for message in conversation])
+        if self._config.answers == "last":
+            answers = answers[-1:]
+        learned = []
+        left_out = []
+        for index in answers:
+            if not is_learned(conversation[index], index + 1):
+                left_out.append(NO_ANSWER)
+            elif is_empty(conversation[index]):
+                left_out.append(EMPTY_ANSWER)
+            else:
+                learned.append(index)
+        if not learned:
+            self.left_out.update(left_out[1:])
+            raise BadInputError(
+                left_out[0], f"no answer is to be learned: {left_out[0]}", is_harmless=True
+            )
+        turns = self._turns(conversation, learned, arguments or {})
+        self.left_out.update(left_out)
+        return turns
+
+    def _checked(self, messages: object) -> list[Message]:
+        return checked(messages, self.template.text, self._config.media_as_text)
 
     def encode(self, turns: Sequence[Turn]) -> list[tuple[Tokens, Tokens]]:
         """Returns prompt ids and answer ids of each turn."""
@@ -105,7 +149,9 @@ class Conversations:
 
     def save(self, folder: Path) -> None:
         """Writes the template, its special tokens and its day, for `jaxtp generate --chat`."""
-        described = dict(self.template.special_tokens)
+        described: dict[str, object] = dict(self.template.special_tokens)
+        if self._config.template_arguments:
+            described[TEMPLATE_ARGUMENTS] = self._config.template_arguments
         if self.template.day is not None:
             described[TEMPLATE_DAY] = self.template.day
         write_atomically(folder / TEMPLATE, self.template.text.encode())
@@ -113,9 +159,40 @@ class Conversations:
             folder / TOKENIZER_CONFIG, (json.dumps(described, indent=1) + "\n").encode()
         )
 
+    def _turns(
+        self, messages: list[Message], answers: Sequence[int], arguments: Mapping[str, object]
+    ) -> tuple[Turn, ...]:
+        """Returns the answers at some positions.
+
+        Templates write the arguments of tool calls as JSON; most of them get objects, others get
+        the JSON. The first of both that a template writes once is right.
+        """
+        escaped_arguments = self._tokens.escape(arguments, keep=self._config.special_tokens)
+        try:
+            escaped = self._escaped(as_objects(messages))
+            return self._limited(self._turn(escaped[: i + 1], escaped_arguments) for i in answers)
+        except ChatError as error:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            problem = error
+        try:
+            escaped = self._escaped(as_texts(messages))
+            return self._limited(self._turn(escaped[: i + 1], escaped_arguments) for i in answers)
+        except ChatError:
+            raise problem from None
+
     def _escaped(self, messages: list[Message]) -> list[Message]:
         keep = self._config.special_tokens
-        return [self._tokens.escape(message, keep=keep) for message in messages]
+        escaped = []
+        for message in messages:
+            # As in transformers, a key of a message that is null is absent.
+            present = {
+                key: value
+                for key, value in message.items()
+                if value is not None and key not in MARKS
+            }
+            escaped.append(self._tokens.escape(present, keep=keep))
+        return escaped
 
     def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
         limited = []
@@ -128,18 +205,41 @@ class Conversations:
                 raise too_large(max_bytes, "its answers with their prompts: ")
         return tuple(limited)
 
-    def _turn(self, messages: list[Message], index: int) -> Turn:
-        before = self.template.render(messages[:index])
-        whole = self.template.render(messages[: index + 1], answer=False)
-        if not whole.startswith(before):
-            raise ChatError(
-                f"message {index + 1}: the template starts this answer differently from its "
-                f"generation prompt, {without_marks(self._tokens.mark(before))[-40:]!r}; give "
-                "another template by --template FILE"
-            )
-        return Turn(
-            self._tokens.mark(before), self._tokens.mark(whole[len(before) :]), is_rendered=True
+    def _turn(self, messages: list[Message], arguments: Mapping[str, object]) -> Turn:
+        """Returns the last message as an answer; raises `ChatError` where a part is missing."""
+        prompt, whole = self.template.render_turn(messages, arguments)
+        if not whole.startswith(prompt):
+            prompt = self._shared_prompt(prompt, whole, len(messages))
+        answer = whole[len(prompt) :]
+        require_written(messages, prompt, answer, arguments, self._used)
+        return Turn(self._tokens.mark(prompt), self._tokens.mark(answer), is_rendered=True)
+
+    def _shared_prompt(self, prompt: str, whole: str, number: int) -> str:
+        """Returns a prompt without the tags of reasoning at its end, which the answer lacks."""
+        start = max(len(prompt) - _LONGEST_OPENED, 0)
+        opened = _OPENED.search(prompt, start)
+        if opened is not None:
+            before = prompt[: opened.start()]
+            for shared in (before, before.rstrip()):
+                if whole.startswith(shared):
+                    self.notes.add(
+                        f"prompts end before {opened[0].strip()!r}, with which the template opens "
+                        "the reasoning, where an answer has none"
+                    )
+                    return shared
+        raise ChatError(
+            f"message {number}: the template starts this answer differently from its "
+            f"generation prompt, {without_marks(self._tokens.mark(prompt))[-40:]!r}; give "
+            "another template by --template FILE"
         )
+
+    def _used(self, messages: list[Message], index: int, arguments: Mapping[str, object]) -> bool:
+        """Returns whether a text added to a message changes the prompt."""
+        changed = list(messages)
+        changed[index] = {**messages[index], "content": f"{messages[index]['content']} Qx7"}
+        prompt, _ = self.template.render_turn(messages, arguments)
+        other, _ = self.template.render_turn(changed, arguments)
+        return prompt != other
 
 
 def _template_of(config: PrepareConfig) -> tuple[str, str]:
@@ -167,127 +267,90 @@ def _ends(tokenizer: Tokenizer) -> dict[str, str]:
     return tokens
 
 
-def _messages(row: Row, fields: Fields) -> object:
-    texts = [name for name in fields.optional if name != "history"]
-    for name in (*texts, *(fields.names if fields.prompt else ())):
-        value = row.get(name)
-        if not isinstance(value, str) and (value is not None or name in fields.names):
-            raise ChatError(f"{name!r} is not a string, but {shorten(value)}")
-    messages = row[fields.text]
-    if fields.prompt is not None:
-        question = "\n\n".join(str(text) for text in (row[fields.prompt], row.get("input")) if text)
-        history = row.get("history") or []
-        if not isinstance(history, list) or not all(
-            isinstance(turn, list) and len(turn) == 2 for turn in history
-        ):
-            raise ChatError(f"'history' is not a list of pairs of texts, but {shorten(history)}")
-        turns = [*history, [question, messages]]
-        conversation: list[Message] = []
-        for question, answer in turns:
-            conversation.append({"role": "user", "content": question})
-            conversation.append({"role": ASSISTANT, "content": answer})
-        messages = conversation
-    if isinstance(messages, list):
-        return with_system(messages, row.get("system"))
-    return messages
+def is_empty(message: Message) -> bool:
+    """Returns whether an answer has neither text, nor reasoning, nor tool calls."""
+    texts = (message["content"], message.get("reasoning_content") or "")
+    return not any(text.strip() for text in texts) and not message.get("tool_calls")
 
 
-def with_system(messages: list[Message], system: object) -> list[Message]:
-    """Puts a row's system message, if it has one, before the others."""
-    if not system:
-        return messages
-    if any(
-        isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
-        for message in messages
-    ):
-        raise ChatError("there are two system messages, one of them in the field 'system'")
-    return [{"role": "system", "content": system}, *messages]
+def require_written(
+    messages: list[Message],
+    prompt: str,
+    answer: str,
+    arguments: Mapping[str, Any],
+    is_used: Callable[[list[Message], int, Mapping[str, object]], bool],
+) -> None:
+    """Raises `ChatError` if a template leaves out a part of a conversation.
 
-
-def checked(messages: object, media_as_text: bool) -> list[Message]:
-    """Converts ShareGPT's keys and lists of parts to messages with role and content."""
-    if messages == []:
-        raise ChatError("the list of messages is empty")
-    if not isinstance(messages, list):
-        raise ChatError(f"not a list of messages, but {shorten(messages)}")
-    merged: list[Message] = []
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
+    Args:
+      messages: ends with the answer.
+      is_used: returns whether a message that is not in the prompt as it is changes the prompt.
+    """
+    *before, last = messages
+    number = len(messages)
+    for name in ("content", "reasoning_content"):
+        # A template may write the reasoning in a text between tags of its own.
+        for part in _THOUGHT.split(last.get(name) or ""):
+            if not _is_written(part, answer):
+                raise ChatError(
+                    f"message {number}: the template does not write all of its {name!r}: "
+                    f"{truncate(part.strip(), 40)}"
+                )
+    for name, values in calls_of(last):
+        if not _is_written(name, answer) or not _are_written(values, answer):
             raise ChatError(
-                f"message {number} is not an object with role and content, but {shorten(message)}"
+                f"message {number}: the template does not write the call of {truncate(name, 40)} "
+                "with its arguments as JSON"
             )
-        if message.get("role") is None and {"from", "value"} <= message.keys():
-            role = message["from"]
-            if not isinstance(role, str) or role not in _ROLES:
+    for tool in arguments.get("tools") or ():
+        function = tool["function"]
+        for part in (function["name"], function.get("description")):
+            if isinstance(part, str) and not _is_written(part, prompt):
                 raise ChatError(
-                    f"message {number} is from {shorten(role)}, and not from {', '.join(_ROLES)}"
+                    f"the template does not write the tool {truncate(function['name'], 40)}; take "
+                    "'tools' out of the row, or give another template by --template FILE"
                 )
-            message = {"role": _ROLES[role], "content": message["value"]}
-        if message.get("tool_calls") and message.get("content") is None:
-            message = {**message, "content": ""}
-        for key in ("role", "content"):
-            if key not in message:
-                raise _no_key(key, number, message)
-        message = {**message, "content": _joined(message["content"])}
-        for key in ("role", "content"):
-            if not isinstance(message[key], str):
-                fix = "; give it a text, or remove the message" if message[key] is None else ""
-                raise ChatError(
-                    f"message {number}: {key!r} is not a string, but {shorten(message[key])}{fix}"
-                )
-        media = _MEDIA.search(message["content"])
-        if media and not media_as_text:
-            raise BadInputError(
-                MEDIA,
-                f"message {number} has {media[0]}, and only text is read; --media-as-text keeps "
-                "that word as text",
+    for index, message in enumerate(before):
+        if (
+            message["role"] != ASSISTANT
+            and not _is_written(message["content"], prompt)
+            and not is_used(messages, index, arguments)
+        ):
+            raise ChatError(
+                f"message {index + 1}: the template does not write it, whose role is "
+                f"{message['role']!r}"
             )
-        merged.append(message)
-    return merged
 
 
-def _no_key(key: str, number: int, message: Message) -> ChatError:
-    """Returns the error of a message without its role or its content."""
-    other_keys = [name for name in list(message)[:4] if name not in ("role", "content")]
-    if len(other_keys) == 1:
-        fix = f"rename its key {other_keys[0]!r} to {key!r}"
-    elif other_keys:
-        fix = f"rename one of its keys to {key!r}: {', '.join(map(repr, other_keys))}"
-    elif message:
-        fix = f"it has only {next(iter(message))!r}; give it a {key}, or remove the message"
+def _is_written(part: str, text: str) -> bool:
+    stripped = part.strip()
+    return stripped in text or json.dumps(stripped, ensure_ascii=False)[1:-1] in text
+
+
+def _are_written(values: Mapping[str, object], text: str) -> bool:
+    """Returns whether the arguments of a call are in a text, and neither as Python writes them nor
+    as JSON in a string of JSON."""
+    if not values or json.dumps(values, ensure_ascii=False) in text:
+        return True
+    quoted = [json.dumps(key, ensure_ascii=False) for key in values]
+    if str(values) in text or any(json.dumps(key)[1:-1] in text for key in quoted):
+        return False
+    return all(_is_value(value, text) for value in _leaves(values))
+
+
+def _leaves(value: object) -> Iterator[object]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield key
+            yield from _leaves(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part)
     else:
-        fix = "it is empty; remove it"
-    return ChatError(f"message {number} has no {key!r}: {fix}")
+        yield value
 
 
-def _no_answer(roles: Sequence[str]) -> ChatError:
-    """Returns the error of a conversation without a message of the assistant."""
-    names = ", ".join(map(repr, dict.fromkeys(roles)))
-    fix = ""
-    for role in roles:
-        if _ROLES.get(role.lower()) == ASSISTANT:
-            fix = f"; write {ASSISTANT!r} instead of {role!r}"
-            break
-    return ChatError(
-        f"no message has the role {ASSISTANT!r}, so there is no answer to learn; it has "
-        f"{names}{fix}"
-    )
-
-
-def _joined(content: object) -> object:
-    # Joins parts such as {"type": "text", "text": ...} and {"type": "image_url", ...}.
-    if not isinstance(content, list):
-        return content
-    texts: list[str] = []
-    for part in content:
-        if not isinstance(part, dict):
-            return content
-        text = part.get("text")
-        kind = part.get("type")
-        medium = _MEDIUM.search(kind) if isinstance(kind, str) else None
-        if medium:
-            text = f"<{medium[0]}>"
-        if not isinstance(text, str):
-            return content
-        texts.append(text)
-    return "".join(texts)
+def _is_value(value: object, text: str) -> bool:
+    if isinstance(value, str):
+        return _is_written(value, text)
+    return str(value) in text or json.dumps(value) in text

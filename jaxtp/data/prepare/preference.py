@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
-from jaxtp.data.prepare.conversations import Conversations, checked, with_system
+from jaxtp.data.prepare.conversations import EMPTY_ANSWER, Conversations, is_empty
+from jaxtp.data.prepare.messages import arguments_of, with_system
 from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED
 from jaxtp.data.prepare.readers import NO_CONVERSATION, BadInputError, Row, Turn, text_of
 
 _NO_PAIR = "no pair"
-_EMPTY_ANSWER = "empty answer"
 _EQUAL_ANSWERS = "equal answers"
 """Kinds of problems, as `dataset.json` counts them."""
 _ANSWER = "\n\nAssistant:"
@@ -29,32 +29,33 @@ class PairsOfConversations(Conversations):
         """Returns the chosen and the rejected answer; raises `BadInputError`."""
         with _naming(self._config.prompt_name):
             prompt = self._prompt(row)
+            arguments = arguments_of(row, self._config.template_arguments)
         prompts = []
-        turns = []
+        turns: list[Turn] = []
         for name in (CHOSEN, REJECTED):
             with _naming(name):
                 whole = with_system(
                     self._whole(row, name, prompt), row.get("system") and text_of(row, "system")
                 )
-                *before, answer = self._escaped(whole)
-                prompts.append(before)
-                turns.append(self._turn([*before, answer], len(before)))
-            if not answer["content"].strip() and not answer.get("tool_calls"):
-                raise _empty(name)
+                prompts.append(whole[:-1])
+                if is_empty(whole[-1]):
+                    raise _empty(name)
+                turns += self._turns(whole, [len(whole) - 1], arguments)
         if prompts[0] != prompts[1]:
             raise BadInputError(
                 _NO_PAIR,
                 f"{CHOSEN!r} and {REJECTED!r} differ in message {_num_shared(*prompts) + 1}, "
                 "before the answer; only their last messages may differ",
             )
-        return self._limited(_different(*turns))
+        chosen, rejected = turns
+        return self._limited(_different(chosen, rejected))
 
     def _prompt(self, row: Row) -> list[Message]:
         prompt = row.get(self._config.prompt_name)
         if prompt is None:
             return []
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return checked(messages, self._config.media_as_text)
+        return self._checked(messages)
 
     def _whole(self, row: Row, name: str, prompt: list[Message]) -> list[Message]:
         """Returns the conversation that ends with an answer; raises `ChatError`."""
@@ -63,7 +64,7 @@ class PairsOfConversations(Conversations):
             value = {"role": ASSISTANT, "content": value}
         if isinstance(value, dict):
             value = [value]
-        messages = checked(value, self._config.media_as_text)
+        messages = self._checked(value)
         if messages[0]["role"] == ASSISTANT:
             messages = [*prompt, *messages]
         elif not _has(messages, prompt):
@@ -135,7 +136,7 @@ def _has(messages: Sequence[Message], prompt: Sequence[Message]) -> bool:
 
 
 def _empty(name: str) -> BadInputError:
-    return BadInputError(_EMPTY_ANSWER, f"{name!r}: the answer is empty")
+    return BadInputError(EMPTY_ANSWER, f"{name!r}: the answer is empty")
 
 
 def _no_prompt(name: str) -> BadInputError:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -16,6 +17,7 @@ from jaxtp.config.schema import (
     UserPath,
     to_plain,
 )
+from jaxtp.data.prepare.messages import RESERVED, TEMPLATE_FIELDS
 from jaxtp.data.prepare.readers import Fields
 
 Count = Annotated[int, Field(ge=1, lt=2**40)]
@@ -109,6 +111,13 @@ class PrepareConfig:
     """Chat template for --messages, in Jinja; by default the template next to the tokenizer
     (chat_template.jinja, or in tokenizer_config.json)."""
 
+    template_arguments: dict[str, object] = dataclass_field(default_factory=dict)
+    """Arguments of the chat template, such as --template-arguments.enable-thinking false. Those of
+    a row, in its field chat_template_kwargs, have priority. jaxtp generate --chat has the same."""
+
+    answers: Literal["all", "last"] = "all"
+    """Answers of a conversation that become documents: all of them, or the last one."""
+
     date: Day | None = None
     """Day that a chat template writes, if it writes the date (strftime_now); by default the day on
     which the preparation starts. The dataset records it."""
@@ -170,15 +179,16 @@ class PrepareConfig:
     def fields(self) -> Fields:
         """The columns that make a document."""
         if self.preference:
-            system = () if self.messages is None else ("system",)
+            system = () if self.messages is None else ("system", *TEMPLATE_FIELDS)
             if self.prompt_field is None:
                 return Fields(CHOSEN, optional=(PROMPT_FIELD, *system), required=(REJECTED,))
             return Fields(CHOSEN, optional=system, required=(self.prompt_field, REJECTED))
         if self.messages == "instruction":
-            return Fields("output", "instruction", ("input", "system", "history"))
+            texts = ("input", "system", "history")
+            return Fields("output", "instruction", (*texts, *TEMPLATE_FIELDS))
         if self.messages is not None:
             optional = ("system",) if self.messages == "conversations" else ()
-            return Fields(self.messages, optional=optional)
+            return Fields(self.messages, optional=(*optional, *TEMPLATE_FIELDS))
         if self.completion_field is not None:
             return Fields(self.completion_field, self.prompt_field)
         return Fields(self.field)
@@ -239,6 +249,12 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         )
     if config.template is not None and config.messages is None and not config.preference:
         yield "--template is for conversations; give --messages FIELD too"
+    is_template_used = config.messages is not None or config.preference
+    if config.template_arguments and not is_template_used:
+        yield "--template-arguments is for conversations; give --messages FIELD too"
+    for name in RESERVED:
+        if name in config.template_arguments:
+            yield f"--template-arguments.{name}: a row has {name}, and no argument names them"
     if config.messages is not None and config.bos != "auto":
         yield "--bos is for documents; the chat template determines how a conversation starts"
     if config.messages is None or config.preference:

@@ -429,6 +429,8 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
         raise BadInputError(EMPTY_DOCUMENT, f"{fields.text!r} is empty", is_harmless=True)
     if fields.turns is not None:
         try:
+            if source.format in (PARQUET, DATASETS):
+                row = {name: _without_nulls(value) for name, value in row.items()}
             return fields.turns(row)
         except ChatError as error:
             where = f"{fields.text!r}: " if fields.is_list else ""
@@ -437,6 +439,19 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
             raise _not_json(error) from None
     prompt = None if fields.prompt is None else text_of(row, fields.prompt)
     return (Turn(prompt, text_of(row, fields.text)),)
+
+
+def _without_nulls(value: object, depth: int = 0) -> object:
+    """Leaves out nulls below the keys of messages: tables have them for the keys of other rows."""
+    if isinstance(value, list):
+        return [_without_nulls(part, depth) for part in value]
+    if isinstance(value, dict):
+        return {
+            key: _without_nulls(part, depth + 1)
+            for key, part in value.items()
+            if part is not None or not depth
+        }
+    return value
 
 
 def _row(source: Source, item: object, fields: Fields) -> Row:

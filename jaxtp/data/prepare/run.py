@@ -68,6 +68,8 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 conversations.template.day = state.day
             if state.tokenizer is None:  # nothing depends on the threshold yet
                 state.threshold = threshold(sources, fields, config)
+            if conversations is not None:
+                conversations.left_out.clear()
             write_tokenizer(job, state)
             _Preparation(job, state, stack).finish()
     except OSError as error:  # from writing; readers handle read errors
@@ -165,6 +167,10 @@ class _Preparation:
             self._state.skip(problem.kind)
             self._show(problem)
         self._state.skip(DUPLICATE, len(batch.entries) - len(entries))
+        if self._job.conversations is not None:
+            for kind, count in self._job.conversations.left_out.items():
+                self._state.skip(kind, count)
+            self._job.conversations.left_out.clear()
         self._state.position = batch.position
         self._report(batch.bytes_read)
 
@@ -265,6 +271,8 @@ class _Preparation:
                 f"{'date':<12}the chat template writes the day {self._state.day}; --date "
                 "names another"
             )
+        for note in sorted(self._job.conversations.notes if self._job.conversations else ()):
+            yield f"{'note':<12}{note}"
         written = open_dataset(self._job.out)
         for name in SPLITS:
             split = manifest.splits[name]

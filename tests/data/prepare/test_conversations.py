@@ -29,7 +29,7 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
-from jaxtp.data.tokenizer_files import TokenizerError, template_day
+from jaxtp.data.tokenizer_files import TokenizerError, template_arguments, template_day
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.loading import open_source
 from jaxtp.train.__main__ import main as train
@@ -258,6 +258,8 @@ def test_a_tokenizer_without_a_template_needs_one():
     write("t/tokenizer_config.json", json.dumps(CHAT_NAMES))
     error = refusal("a.jsonl --messages messages --tokenizer t")
     assert "t has no chat template; give one by --template FILE" in error
+    write("t/chat_template.json", json.dumps({"chat_template": CHAT_TEMPLATE}))
+    assert len(messages_of("a.jsonl")) == 4
     assert "bytes come with no chat template" in refusal("a.jsonl --messages messages --overwrite")
 
 
@@ -370,3 +372,138 @@ def test_a_conversation_whose_documents_take_too_much_memory_is_refused():
         "--max-document-bytes" in error
     )
     assert made(f"{command} --on-error skip").splits["train"].num_documents == 1
+
+
+WRITES_ALL = (
+    "{%- if tools %}<|turn|>tools\n{{ tools|tojson }}<|stop|>\n{% endif %}{%- for m in messages %}"
+    "<|turn|>{{ m.role }}\n{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ "
+    "m.content }}{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments"
+    "|tojson }}]{% endfor %}<|stop|>\n{% endfor %}{%- if add_generation_prompt %}<|turn|>assistant"
+    "\n{% if thinks %}<think>\n{% endif %}{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+
+
+def texts_of(rows, flags="", template=WRITES_ALL):
+    """Prompt and answer of each document, as texts."""
+    write("c.jsonl", rows)
+    write("all.jinja", template)
+    found = prompts_and_answers(made(f"c.jsonl --template all.jinja --messages messages {flags}"))
+    return [(spelled(prompt), spelled(answer)) for prompt, answer in found]
+
+
+def refused(row, template=WRITES_ALL):
+    write("c.jsonl", [row])
+    write("all.jinja", template)
+    return refusal("c.jsonl --template all.jinja --messages messages --tokenizer t --overwrite")
+
+
+def calling(arguments, **row):
+    """A row in which the assistant calls a tool, and answers with its result."""
+    found = conversation("Is it warm?", None, "20", "Yes.")
+    call = {"type": "function", "function": {"name": "get", "arguments": arguments}}
+    found["messages"][1]["tool_calls"] = [call]
+    found["messages"][2]["role"] = "tool"
+    return {**found, **row}
+
+
+def test_arguments_of_calls_are_written_once_as_objects_or_texts():
+    given = {"city": "Rom", "unit": None}
+    for arguments in (given, json.dumps(given)):
+        ((_, call), (prompt, _)) = texts_of([calling(arguments)])
+        assert call == '[get {"city": "Rom", "unit": null}]<|stop|>\n'
+        assert call in prompt
+        as_text = WRITES_ALL.replace("|tojson }}]", " }}]").replace(
+            "c.function.arguments", "'' + c.function.arguments"
+        )
+        assert texts_of([calling(arguments)], template=as_text)[0][1] == call
+    error = refused(calling(given), WRITES_ALL.replace("|tojson }}]", "['city'] }}]"))
+    assert "message 2: the template does not write the call of get" in error
+    assert "message 2: 'arguments' of the call of 'get' are not an object" in refused(calling("[]"))
+    assert "is a string that is no JSON" in refused(calling("{city"))
+
+
+def test_tables_give_calls_no_keys_of_other_rows():
+    write("c.parquet", [calling({"city": "Rom"}), calling({"day": 3})])
+    write("all.jinja", WRITES_ALL)
+    found = prompts_and_answers(made("c.parquet --template all.jinja --messages messages"))
+    assert spelled(found[0][1]) == '[get {"city": "Rom"}]<|stop|>\n'
+    assert spelled(found[2][1]) == '[get {"day": 3}]<|stop|>\n'
+
+
+def test_tools_reach_the_template_as_a_list_or_as_json():
+    expected = f"<|turn|>tools\n{json.dumps(TOOLS)}<|stop|>\n"
+    bare = [tool["function"] for tool in TOOLS]
+    for tools in (TOOLS, json.dumps(TOOLS), bare, json.dumps(bare)):
+        prompts = [prompt for prompt, _ in texts_of([calling({}, tools=tools)])]
+        assert [prompt.startswith(expected) for prompt in prompts] == [True, True]
+    assert not texts_of([calling({}, tools=[])])[0][0].startswith("<|turn|>tools")
+    row = {**conversation("a", "b"), "tools": TOOLS}
+    assert "does not write the tool get" in refused(row, CHAT_TEMPLATE)
+    assert "tool 1 has no name" in refused(calling({}, tools=[{}]))
+
+
+def test_sharegpt_calls_are_messages_of_the_assistant():
+    turns = [
+        {"from": "human", "value": "Is it warm?"},
+        {"from": "function_call", "value": '{"name": "get", "arguments": {"city": "Rom"}}'},
+        {"from": "function_call", "value": '{"name": "get", "arguments": {"city": "Pisa"}}'},
+        {"from": "observation", "value": "20"},
+        {"from": "gpt", "value": "Yes."},
+    ]
+    roles = [
+        {"role": turn["from"].replace("function", "tool"), "content": turn["value"]}
+        for turn in turns
+    ]
+    for messages in (turns, roles):
+        ((_, calls), (prompt, _)) = texts_of([{"messages": messages}])
+        assert calls == '[get {"city": "Rom"}][get {"city": "Pisa"}]<|stop|>\n'
+        assert "<|turn|>tool\n20<|stop|>" in prompt
+    assert 'has the role "moon"' in refused({"messages": [{"role": "moon", "content": "a"}]})
+
+
+def test_answers_that_are_marked_or_empty_are_left_out_and_counted():
+    row = conversation("a", "BAD", "b", "", "c", "GOOD")
+    row["messages"][1]["weight"] = 0
+    ((prompt, answer),) = texts_of([row])
+    assert (answer, "BAD" in prompt) == ("GOOD<|stop|>\n", True)
+    command = "c.jsonl --template all.jinja --messages messages --tokenizer t --held-out 0"
+    assert "left out    1 x empty answer, 1 x not learned" in output(f"{command} --overwrite")
+    row["messages"][1]["weight"] = 0.5
+    assert "message 2: 'weight' is 0.5, and not 0 or 1" in refused(row)
+    row["messages"][1]["weight"] = 1
+    assert [answer for _, answer in texts_of([row], "--answers last")] == ["GOOD<|stop|>\n"]
+
+
+def test_arguments_of_the_template_and_prompts_that_open_the_reasoning():
+    plain = conversation("a", "b")
+    thought = conversation("a", "b")
+    thought["messages"][1]["reasoning"] = "c"
+    own = {**plain, "chat_template_kwargs": {"thinks": False}}
+    prompts = [prompt for prompt, _ in texts_of([plain, own])]
+    assert [prompt.endswith("assistant\n") for prompt in prompts] == [True, True]
+    flag = "--template-arguments.thinks true"
+    write("c.jsonl", [plain])
+    out = output(
+        f"c.jsonl --template all.jinja --messages messages --tokenizer t {flag} --overwrite"
+    )
+    assert "prompts end before '<think>', with which the template opens the reasoning" in out
+    assert open_dataset(Path("d")).folder.joinpath("tokenizer_config.json").exists()
+    assert template_arguments(Path("d")) == {"thinks": True}
+    assert [answer for _, answer in texts_of([thought])] == ["(c)b<|stop|>\n"]
+    assert "does not write all of its 'reasoning_content': c" in refused(thought, CHAT_TEMPLATE)
+    assert "may not have 'tools'" in refused({**plain, "chat_template_kwargs": {"tools": []}})
+
+
+def test_what_a_model_writes_may_be_marked_by_the_template():
+    marked = CHAT_TEMPLATE.replace(
+        "{{ m.content | trim }}", "{% generation %}{{ m.content | trim }}{% endgeneration %}"
+    )
+    rows = [conversation("a", "b")]
+    assert texts_of(rows, template=marked) == texts_of(rows, template=CHAT_TEMPLATE)
+
+
+def test_an_answer_that_shares_a_token_with_its_prompt_keeps_all_its_text():
+    space = CHAT_TEMPLATE.replace("assistant\n", "assistant: ").replace("role }}\n", "role }}: ")
+    ((prompt, answer),) = texts_of([conversation("the", "the user")], template=space)
+    assert (prompt[-11:], answer) == ("assistant: ", "the user<|stop|>\n")
