@@ -24,6 +24,8 @@ FOLDER = Path(find_spec("trl").submodule_search_locations[0], "chat_templates")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "description": "Tells it.", "parameters": PARAMETERS}
+OF_PARTS = ("idefics3", "smolvlm")
+"""Templates that read a message as a list of parts, and write nothing of a string."""
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
@@ -87,6 +89,7 @@ def test_what_is_prepared_is_what_transformers_renders(file, folder):
         try:
             turns = conversations.turns(messages, {"tools": tools})
         except UserError:
+            assert name != "one" or file.stem.startswith(OF_PARTS)
             continue
         answers = [index for index, each in enumerate(messages) if each["role"] == "assistant"]
         for index, turn in zip(answers, turns, strict=True):
