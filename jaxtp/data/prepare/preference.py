@@ -44,7 +44,7 @@ class PairsOfConversations(Conversations):
         if prompts[0] != prompts[1]:
             raise BadInputError(
                 _NO_PAIR,
-                f"{CHOSEN!r} and {REJECTED!r} differ in message {_num_shared(*prompts) + 1}, "
+                f"{CHOSEN!r} and {REJECTED!r} differ in message {num_shared(*prompts) + 1}, "
                 "before the answer; only their last messages may differ",
             )
         chosen, rejected = turns
@@ -106,20 +106,21 @@ def _shared(chosen: str, rejected: str) -> int:
 
     Without HH's mark, this is after the last whole word or line that both texts share.
     """
-    prompt = chosen[: _num_shared(chosen, rejected)]
+    prompt = chosen[: num_shared(chosen, rejected)]
     mark = prompt.rfind(_ANSWER)
     if mark >= 0:
         return mark + len(_ANSWER)
     return max(prompt.rfind(" "), prompt.rfind("\n") + 1)
 
 
-def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    num_shared = 0
+def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """Returns the number of items with which both begin."""
+    count = 0
     for a, b in zip(first, second, strict=False):
         if a != b:
             break
-        num_shared += 1
-    return num_shared
+        count += 1
+    return count
 
 
 def _different(chosen: Turn, rejected: Turn) -> tuple[Turn, Turn]:

@@ -42,6 +42,7 @@ FIRST = (
     "overwrite",
     "json",
     "verify",
+    "show",
 )
 """Settings at the top of the help."""
 
@@ -165,6 +166,14 @@ class PrepareConfig:
     """Dataset to compare with its checksums, instead of making a dataset; exit code 1 if it is
     damaged."""
 
+    show: Count | None = None
+    """Shows the documents of the first N rows or files as they are trained, with marks around
+    what is learned, and writes nothing; or the first N documents or pairs of a dataset, if the
+    input is its folder."""
+
+    show_tokens: bool = False
+    """Shows each token in a line of its own, with --show."""
+
     @property
     def has_prompts(self) -> bool:
         """Whether documents start with a prompt, which has no loss."""
@@ -203,6 +212,8 @@ _MAY_CHANGE = {
     "save_seconds",
     "overwrite",
     "verify",
+    "show",
+    "show_tokens",
     "json",
     "max_document_bytes",
 }
@@ -223,14 +234,18 @@ def check(config: PrepareConfig) -> None:
 
 def _contradictions(config: PrepareConfig) -> Iterator[str]:
     if config.verify is not None:
-        if config.inputs or config.out is not None:
+        if config.inputs or config.out is not None or config.show is not None:
             yield "--verify DIR reads a dataset and does nothing else: give no inputs and no --out"
         return
     if "" in config.inputs:
         yield "an INPUT is empty, like an unset variable; give a file or a folder"
     if not config.inputs:
         yield "name at least one INPUT: a file or a folder"
-    if config.out is None:
+    if config.show_tokens and config.show is None:
+        yield "--show-tokens goes with --show N"
+    if config.show is not None and config.json is not None:
+        yield "--show writes no file; leave --json out"
+    if config.out is None and config.show is None:
         yield "name the folder of the dataset by --out DIR"
     if config.tokenizer is None and (config.eos is not None or config.special_tokens):
         yield "bytes have no special tokens; --eos and --special-tokens need --tokenizer"

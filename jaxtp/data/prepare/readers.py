@@ -127,6 +127,7 @@ class Event(NamedTuple):
     item: int  # Number of lines or rows that have been read, including this one
     bytes_read: int  # approximate bytes of the source
     problem: BadInputError | None = None
+    place: str = ""  # such as `a.jsonl, line 3`
 
 
 Row = Mapping[str, object]
@@ -188,13 +189,14 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
         for number, bytes_read, item in _READERS[source.format](source, start, fields):
             if isinstance(item, bytes) and item.isspace():
                 continue
-            try:
-                yield Event(_turns(source, item, fields), number, bytes_read)
-            except BadInputError as error:
+            place = source.path
+            if source.format != TEXT:
                 # A row of a list has no line.
-                place = unit if isinstance(item, bytes) else "row"
-                problem = error.at(f"{source.path}, {place} {number}")
-                yield Event((), number, bytes_read, problem)
+                place += f", {unit if isinstance(item, bytes) else 'row'} {number}"
+            try:
+                yield Event(_turns(source, item, fields), number, bytes_read, None, place)
+            except BadInputError as error:
+                yield Event((), number, bytes_read, error.at(place))
         if not number:
             raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
     except (BadInputError, *DECOMPRESSION_ERRORS, OSError) as error:
