@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     config, _ = COMMAND.load(argv)
-    check(config)
+    check(config, has_layout=False)
     require_writable("--json", config.json)
     if config.verify is not None:
         return _verify(config.verify, config.json)

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from io import BufferedReader
@@ -81,6 +81,7 @@ _KNOWN_BY = {
 """Fields of rows that these flags read."""
 _LOG_OF_WINDOW = 31  # The largest window of zstd, with which `zstd --long=31` packs: 2 GiB
 ZSTD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+_MAX_IGNORED = 100
 _PARQUET_ROWS = 32  # Rows in memory at a time
 
 
@@ -147,6 +148,8 @@ class Fields:
     """Converts a row of a conversation or a pair; raises `ChatError` or `BadInputError`."""
     required: tuple[str, ...] = ()  # columns that pairs have after `text`
     only_texts: bool = False  # Whether the command reads no conversations and no pairs
+    ignored: set[str] = field(default_factory=set, compare=False)
+    """The other columns that rows had so far, up to `_MAX_IGNORED`."""
 
     @property
     def names(self) -> list[str]:
@@ -161,6 +164,21 @@ class Fields:
     def names_in(self, columns: Container[str]) -> list[str]:
         """Returns the subset of columns to read."""
         return [*self.names, *(name for name in self.optional if name in columns)]
+
+    def ignore(self, columns: Iterable[str]) -> None:
+        """Notes that columns are not read."""
+        for name in columns:
+            if len(self.ignored) < _MAX_IGNORED:
+                self.ignored.add(name)
+
+
+class AnyFields(Fields):
+    """Columns of any type, which may be absent."""
+
+    @property
+    def names(self) -> list[str]:
+        """No column is required."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -374,7 +392,9 @@ def _columns(schema: "pyarrow.Schema", fields: Fields) -> list[str]:
                 raise BadInputError(
                     NOT_A_STRING, f"the column {name!r} has no strings, but values of type {kind}"
                 )
-    return fields.names_in(schema.names)
+    names = fields.names_in(schema.names)
+    fields.ignore(name for name in schema.names if name not in names)
+    return names
 
 
 def _lines(content: BufferedReader, limit: int) -> Iterator[bytes]:
@@ -424,6 +444,8 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
     record = _row(source, item, fields)
     _require_fields(record, fields)
     row = {name: record[name] for name in fields.names_in(record)}
+    if len(row) < len(record):
+        fields.ignore(record.keys() - row.keys())
     for value in row.values():
         if isinstance(value, str) and _is_longer(value, source.max_document):
             raise too_large(source.max_document)

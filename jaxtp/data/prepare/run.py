@@ -291,6 +291,13 @@ def remarks(job: Job) -> Iterator[str]:
     """Yields lines on how the inputs were read."""
     for note in sorted(job.conversations.notes if job.conversations else ()):
         yield f"{'note':<12}{note}"
+    ignored = []
+    if job.fields.ignored:
+        ignored.append(f"the fields {', '.join(map(repr, sorted(job.fields.ignored)))}")
+    for name, role in sorted(job.conversations.ignored if job.conversations else ()):
+        ignored.append(f"{name!r} of the messages of {role!r}")
+    if ignored:
+        yield f"{'ignored':<12}{'; '.join(ignored)}"
 
 
 def listed(skipped: Mapping[str, int]) -> str:
