@@ -23,7 +23,6 @@ from jax.interpreters import mlir
 from jaxtp.analysis import compiling
 from jaxtp.config.files import write_atomically
 
-
 _PLACES = re.compile(r'"[^"\n]*/(?:jaxtp|site-packages)/[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
 """Lines of the package and of libraries in the text of a program. A program stays the same if they
 move, or if the package lies elsewhere."""
