@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ from jax.interpreters import mlir
 
 from jaxtp.analysis import compiling
 from jaxtp.config.files import write_atomically
+
+_PLACES = re.compile(r'"[^"\n]*/(?:jaxtp|site-packages)/[^"\n]*":\d+:\d+(?: to (?:\d+)?:\d+)?')
+"""Lines of the package and of libraries in the text of a program. A program stays the same if they
+move, or if the package lies elsewhere."""
 
 
 def compile_fast():
@@ -52,7 +57,7 @@ def keep_partitioned_texts():
         if not folder:
             return compile_and_dump(lowered, options)
         options = dict(options or {})
-        program = lowered.as_text(debug_info=True)
+        program = _PLACES.sub("", lowered.as_text(debug_info=True))
         flags = os.environ.get("XLA_FLAGS")
         key = repr((version("jaxlib"), flags, sorted(options.items()), program))
         digest = hashlib.sha256(key.encode()).hexdigest()
