@@ -25,12 +25,17 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "assistant"), ASSISTANT),
     **dict.fromkeys((_CALL, "tool_call"), _CALL),
     **dict.fromkeys(("observation", "tool", "tool_response", "function"), "tool"),
-    "system": "system",
-    "developer": "developer",
+    **dict.fromkeys(("system", "developer"), "system"),
 }
 """The roles of messages by the names that layouts give them; a message of `function_call` holds
 calls of tools by the assistant, as JSON."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_ARGUMENTS = ("arguments", "args", "parameters")
+_OF_CALLS = {"name", "id", "call_id", "index", "type", "function", *_ARGUMENTS}
+"""Keys of a tool call, of which `_ARGUMENTS` name its arguments."""
+_TEXTS = (None, "text", "input_text", "output_text")
+_THOUGHTS = ("reasoning", "thinking")
+"""Types of the parts of a content: its text, and its reasoning."""
 _MEDIUM = re.compile("image|audio|video")
 _MEDIA = re.compile(f"<({_MEDIUM.pattern})>")
 
@@ -59,7 +64,7 @@ def arguments_of(row: Row, arguments: Mapping[str, object]) -> dict[str, object]
     for name in RESERVED:
         if name in own:
             raise ChatError(f"'chat_template_kwargs' may not have {name!r}")
-    merged = {**arguments, **{name: value for name, value in own.items() if value is not None}}
+    merged = {**arguments, **own}
     tools = _tools(row.get("tools") or row.get("functions"))
     if tools:
         merged["tools"] = tools
@@ -147,10 +152,14 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
     """Puts a row's system message, if it has one, before the others."""
     if not system:
         return messages
-    if any(
-        isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
+    given = [
+        message.get("content", message.get("value"))
         for message in messages
-    ):
+        if isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
+    ]
+    if given == [system]:
+        return messages
+    if given:
         raise ChatError("there are two system messages, one of them in the field 'system'")
     return [{"role": "system", "content": system}, *messages]
 
@@ -177,7 +186,7 @@ def checked(messages: object, template: str, media_as_text: bool) -> list[Messag
         message = _with_role(message, number, template)
         is_after_call = bool(merged) and message["role"] == _CALL
         message = _with_calls(message, number)
-        message = {**message, "content": _joined(message["content"])}
+        message = _with_reasoning(_joined(message, number), number)
         for key in ("role", "content"):
             if not isinstance(message[key], str):
                 fix = "; give it a text, or remove the message" if message[key] is None else ""
@@ -193,11 +202,24 @@ def checked(messages: object, template: str, media_as_text: bool) -> list[Messag
             )
         is_learned(message, number)
         if is_after_call and merged[-1]["role"] == ASSISTANT:
-            calls = [*(merged[-1].get("tool_calls") or ()), *message["tool_calls"]]
-            merged[-1] = {**merged[-1], "tool_calls": calls}
+            merged[-1] = _merged(merged[-1], message, number)
         else:
-            merged.append(_with_reasoning(message, number))
+            merged.append(message)
     return merged
+
+
+def _merged(first: Message, second: Message, number: int) -> Message:
+    """Returns a message of the assistant with the calls of the message after it."""
+    present = {name: part for name, part in second.items() if part is not None}
+    learned = [is_learned(message, number) for message in (first, second)]
+    reasoning = [message.get("reasoning_content") for message in (first, present)]
+    if learned[0] != learned[1] or (all(reasoning) and reasoning[0] != reasoning[1]):
+        raise ChatError(
+            f"message {number} and the one before it are one answer, but their reasoning, or "
+            f"their marks ({', '.join(MARKS)}), differ; make one message of them"
+        )
+    own = {name: part for name, part in first.items() if part not in (None, "")}
+    return {**present, **own, "tool_calls": [*(own.get("tool_calls") or ()), *second["tool_calls"]]}
 
 
 def is_learned(message: Message, number: int) -> bool:
@@ -273,11 +295,12 @@ def _with_role(message: Message, number: int, template: str) -> Message:
     role = message["role"]
     if not isinstance(role, str):
         return message
+    # A template may name roles of its own, such as `ipython` or `observation`. It reads tool calls
+    # in messages of the assistant.
+    if _ROLES.get(role) not in (_CALL, ASSISTANT) and _names_role(template, role):
+        return message
     if role in _ROLES:
         return {**message, "role": _ROLES[role]}
-    # A template may name other roles, such as `ipython`.
-    if re.search(f"['\"]{re.escape(role)}['\"]", template):
-        return message
     near = _ROLES.get(role.lower())
     fix = f"write {near!r} instead" if near else f"known roles are {', '.join(_ROLES)}"
     raise ChatError(
@@ -285,28 +308,41 @@ def _with_role(message: Message, number: int, template: str) -> Message:
     )
 
 
+def _names_role(template: str, role: str) -> bool:
+    """Returns whether a template reads a role of this name."""
+    quoted = rf"['\"]{re.escape(role)}['\"]"
+    if role in ("function", "human"):  # templates quote these words for other things, too
+        quoted = rf"role['\"]?\]?\s*(?:==\s*|in\s*[\[(][^\])]*){quoted}"
+    return re.search(quoted, template) is not None
+
+
 def _with_calls(message: Message, number: int) -> Message:
     """Returns a message with its tool calls as a list of functions with arguments."""
-    calls = message.get("tool_calls")
-    role = message["role"]
-    if role == _CALL:
-        calls = _parsed(message["content"], f"message {number}")
+    given = [message.get("tool_calls"), message.get(_CALL)]
+    if message["role"] == _CALL:
+        given.append(_parsed(message["content"], f"message {number}"))
         message = {**message, "role": ASSISTANT, "content": ""}
-        if not calls:
+        if not given[-1]:
             raise ChatError(f"message {number} has no tool call")
-    elif message.get(_CALL):
-        calls = message[_CALL]
     message = {key: value for key, value in message.items() if key != _CALL}
+    calls = [_calls(part, message["role"], number) for part in given if part]
     if not calls:
         return message
+    first, *others = ({"tool_calls": part} for part in calls)
+    if any(list(calls_of(other)) != list(calls_of(first)) for other in others):
+        raise ChatError(f"message {number} has other calls in {_CALL!r} than in 'tool_calls'")
+    return {**message, **first}
+
+
+def _calls(calls: object, role: object, number: int) -> list[dict[str, object]]:
     if isinstance(calls, dict):
         calls = [calls]
-    if message["role"] != ASSISTANT or not isinstance(calls, list):
+    if role != ASSISTANT or not isinstance(calls, list):
         raise ChatError(
             f"message {number}: tool calls are a list in a message of {ASSISTANT!r}, but "
-            f"{shorten(calls)} is in one of {message['role']!r}"
+            f"{shorten(calls)} is in one of {role!r}"
         )
-    return {**message, "tool_calls": [_call(call, number) for call in calls]}
+    return [_call(call, number) for call in calls]
 
 
 def _call(item: object, number: int) -> dict[str, object]:
@@ -315,9 +351,16 @@ def _call(item: object, number: int) -> dict[str, object]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ChatError(f"message {number}: a tool call has no name: {shorten(call)}")
     name = function["name"]
-    arguments = function.get("arguments")
-    if arguments is None or arguments == "":
-        arguments = {}
+    parts = {key: part for key, part in {**call, **function}.items() if part is not None}
+    given = [key for key in _ARGUMENTS if parts.get(key, "") != ""]
+    unknown = parts.keys() - _OF_CALLS
+    if len(given) > 1 or (unknown and not given):
+        keys = given or sorted(unknown)
+        raise ChatError(
+            f"message {number}: the call of {name!r} has {' and '.join(map(repr, keys))}; give it "
+            "its arguments in 'arguments'"
+        )
+    arguments = parts[given[0]] if given else {}
     parsed = _parsed(arguments, f"message {number}: 'arguments' of the call of {name!r}")
     if not isinstance(parsed, dict):
         raise ChatError(
@@ -325,19 +368,25 @@ def _call(item: object, number: int) -> dict[str, object]:
             f"{shorten(arguments)}"
         )
     if function is call:
-        return {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {**call, "function": {**function, "arguments": arguments}}
+        call = {key: parts[key] for key in ("id",) if key in parts}
+        return {"type": "function", **call, "function": {"name": name, "arguments": arguments}}
+    kept = {key: part for key, part in call.items() if key not in _ARGUMENTS}
+    inner = {key: part for key, part in function.items() if key not in _ARGUMENTS}
+    return {**kept, "function": {**inner, "arguments": arguments}}
 
 
 def _with_reasoning(message: Message, number: int) -> Message:
     """Gives a message's reasoning the two names that templates read, as transformers does."""
     for name in _REASONING:
         reasoning = message.get(name)
-        if reasoning is None:
+        if reasoning in (None, ""):
             continue
         if not isinstance(reasoning, str):
             raise ChatError(f"message {number}: {name!r} is not a string, but {shorten(reasoning)}")
-        present = {key: value for key, value in message.items() if value is not None}
+        empty = [key for key in message if key in _REASONING and message[key] == ""]
+        present = {
+            key: value for key, value in message.items() if value is not None and key not in empty
+        }
         return {"thinking": reasoning, **present, "reasoning_content": reasoning}
     return message
 
@@ -364,20 +413,35 @@ def no_answer(roles: Sequence[str]) -> ChatError:
     )
 
 
-def _joined(content: object) -> object:
-    # Joins parts such as {"type": "text", "text": ...} and {"type": "image_url", ...}.
+def _joined(message: Message, number: int) -> Message:
+    """Joins parts of a content, such as {"type": "text", "text": ...}, of the type of a medium, or
+    of its reasoning."""
+    content = message["content"]
     if not isinstance(content, list):
-        return content
+        return message
     texts: list[str] = []
+    thoughts: list[str] = []
     for part in content:
         if not isinstance(part, dict):
-            return content
-        text = part.get("text")
+            return message
         kind = part.get("type")
+        text = part.get("text")
         medium = _MEDIUM.search(kind) if isinstance(kind, str) else None
         if medium:
             text = f"<{medium[0]}>"
+        elif kind in _THOUGHTS:
+            text = part.get(kind) or text
+        elif kind not in _TEXTS:
+            raise ChatError(
+                f"message {number}: a part of its content has the type {shorten(kind)}, and not "
+                f"{', '.join(map(repr, (*_TEXTS[1:], *_THOUGHTS)))}"
+            )
         if not isinstance(text, str):
-            return content
-        texts.append(text)
-    return "".join(texts)
+            return message
+        (thoughts if kind in _THOUGHTS else texts).append(text)
+    joined = {**message, "content": "".join(texts)}
+    if not any(thoughts):
+        return joined
+    if any(message.get(name) for name in _REASONING):
+        raise ChatError(f"message {number} has reasoning in its content and in a key of its own")
+    return {**joined, "reasoning_content": "".join(thoughts)}

@@ -584,3 +584,78 @@ def test_an_answer_that_shares_a_token_with_its_prompt_keeps_all_its_text():
     space = CHAT_TEMPLATE.replace("assistant\n", "assistant: ").replace("role }}\n", "role }}: ")
     ((prompt, answer),) = texts_of([conversation("the", "the user")], template=space)
     assert (prompt[-11:], answer) == ("assistant: ", "the user<|stop|>\n")
+
+
+def with_call(*calls, **message):
+    """A row with a question and an answer of calls."""
+    row = conversation("Is it warm?", None)
+    row["messages"][1] |= {"tool_calls": list(calls), **message}
+    return row
+
+
+def test_arguments_of_calls_have_three_names():
+    for name in ("arguments", "args", "parameters"):
+        keys = {"name": "get", name: {"city": "Rom"}}
+        with_id = WRITES_ALL.replace("[{{ c.function", "[{{ c.id }}{{ c.function")
+        for call, id in (({"id": "x7", **keys}, "x7"), ({"function": keys}, "")):
+            ((_, answer),) = texts_of([with_call(call)], template=with_id)
+            assert answer == f'[{id}get {{"city": "Rom"}}]<|stop|>\n'
+    assert "the call of 'get' has 'input'" in refused(with_call({"name": "get", "input": {"a": 1}}))
+    twice = {"name": "get", "args": {"a": 1}, "parameters": {"a": 2}}
+    assert "has 'args' and 'parameters'" in refused(with_call(twice))
+    old = {"name": "get", "arguments": "{}"}
+    assert "has other calls in 'function_call'" in refused(
+        with_call({**old, "name": "put"}, function_call=old)
+    )
+    assert texts_of([with_call(old, function_call=old)])[0][1] == "[get {}]<|stop|>\n"
+
+
+def test_a_call_after_a_text_keeps_its_reasoning_and_marks():
+    call = {"role": "function_call", "content": '{"name": "get", "arguments": {}}'}
+    row = conversation("Is it warm?", "Let me look.")
+    question, text = row["messages"]
+
+    def rows(first, second):
+        return {"messages": [question, text | first, call | second]}
+
+    for keys in (({}, {"reasoning": "hm"}), ({"thinking": "hm"}, {"weight": 1})):
+        ((_, answer),) = texts_of([rows(*keys)])
+        assert answer == "(hm)Let me look.[get {}]<|stop|>\n"
+    for keys in (({}, {"weight": 0}), ({"thinking": "hm"}, {"thinking": "oh"})):
+        assert "message 3 and the one before it are one answer" in refused(rows(*keys))
+
+
+def test_parts_of_a_content_may_be_reasoning():
+    text = {"type": "text", "text": "4"}
+    for thought in (
+        {"type": "thinking", "thinking": "hm"},
+        {"type": "reasoning", "text": "hm"},
+    ):
+        assert texts_of([conversation("2+2", [thought, text])])[0][1] == "(hm)4<|stop|>\n"
+    error = refused(conversation("2+2", [text, {"type": "tool_use", "text": "x"}]))
+    assert 'message 2: a part of its content has the type "tool_use"' in error
+    row = conversation("2+2", "4")
+    row["messages"][1] |= {"reasoning_content": "", "thinking": "", "reasoning": "hm"}
+    assert texts_of([row])[0][1] == "(hm)4<|stop|>\n"
+
+
+def test_a_system_field_is_read_in_each_layout():
+    row = conversation("a", "b") | {"system": "S"}
+    own = conversation("a", "b")
+    own["messages"].insert(0, {"role": "developer", "content": "S"})
+    named = conversation("a", "b") | {"system": "S"}
+    named["messages"].insert(0, {"role": "system", "content": "S"})
+    prompts = [prompt for prompt, _ in texts_of([row, own, named])]
+    assert [prompt.count("<|turn|>system\nS<|stop|>") for prompt in prompts] == [1, 1, 1]
+    template = "{# 'developer' #}" + WRITES_ALL
+    assert "<|turn|>developer\nS" in texts_of([own], template=template)[0][0]
+
+
+def test_roles_that_the_template_reads_are_not_renamed():
+    row = conversation("a", "f()", "20", "b")
+    for role in ("observation", "function"):
+        row["messages"][2]["role"] = role
+        named = f"{{% if messages[0]['role'] == '{role}' %}}{{% endif %}}{WRITES_ALL}"
+        assert f"<|turn|>{role}\n20" in texts_of([row], template=named)[1][0]
+        other = f"{{% set kind = {{'function': 'x'}} %}}{WRITES_ALL}"
+        assert "<|turn|>tool\n20" in texts_of([row], template=other)[1][0]
