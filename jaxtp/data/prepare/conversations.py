@@ -12,8 +12,8 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,7 @@ from jaxtp.data.tokenizer_files import (
 
 NO_ANSWER = "not learned"
 EMPTY_ANSWER = "empty answer"
+GREETING = "answer without a prompt"
 """Kinds of answers that are left out, as `dataset.json` counts them."""
 _TAG = r"(?:<\|channel>thought\n|<channel\|>|[<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]])"
 _THOUGHT = re.compile(_TAG, re.IGNORECASE)
@@ -74,10 +75,17 @@ _OPENED = re.compile(rf"{_TAG}(?:{_TAG}|\s)*\Z", re.IGNORECASE)
 """A tag of reasoning, and such tags at the end of a prompt, as Qwen, DeepSeek, Mistral, Cohere and
 Gemma write them."""
 _LONGEST_OPENED = 200
+_WITHIN = re.compile(r"\w\w|[-.]\d|\d\.\d")
+"""Two characters that do not separate words or numbers."""
 _WRITTEN = {"role", "content", "tool_calls", "reasoning_content", "thinking", "reasoning"}
-"""Keys of messages that `require_written` compares with the text."""
+"""Keys of messages that `_turn` compares with the text."""
 _MAX_KEYS = 100
-_PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
+_WORD = "Qx7"
+_PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _WORD}]
+
+
+class NotWrittenError(ChatError):
+    """A template leaves out a part of a conversation."""
 
 
 class Conversations:
@@ -104,15 +112,22 @@ class Conversations:
         """Keys of messages that the template does not write, with the role of the messages."""
         self._keys = set[tuple[str, str]]()  # of which `ignored` is a part
         self._tokens = ChatTokenizer(tokenizer)
+        (turn,) = self.turns(_PROBE, config.template_arguments)
+        end = turn.text.rpartition(_WORD)[2]
+        ((first, _), (last, _)) = self._tokens.encode([(turn.prompt or "", ""), (end, "")])
+        self.ends = [token for token in last.tolist() if token in self._tokens.special.values()]
+        """The special tokens that the template writes after an answer."""
         if isinstance(tokenizer, HuggingFaceTokenizer):
             prefix = tokenizer.info.prefix
-            ((first, last), *_) = self.encode(self.turns(_PROBE, config.template_arguments))
             if not np.array_equal(first[: len(prefix)], prefix):
                 tokenizer.info = replace(tokenizer.info, prefix=())
-            ends = [token for token in last.tolist() if token in self._tokens.special.values()]
-            if ends and config.eos is None and not config.no_eos:
-                tokenizer.info = replace(tokenizer.info, eos_id=ends[-1])
-            self.notes.clear()
+            if self.ends and config.eos is None and not config.no_eos:
+                tokenizer.info = replace(tokenizer.info, eos_id=self.ends[-1])
+        self.notes.clear()
+        if not end.strip():
+            self.notes.add(
+                "the template writes no end after an answer, so a model would not learn to stop"
+            )
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the `turns` of a row's conversation."""
@@ -153,6 +168,8 @@ class Conversations:
                 left_out.append(NO_ANSWER)
             elif is_empty(conversation[index]):
                 left_out.append(EMPTY_ANSWER)
+            elif not index and not self._has_empty_prompt(arguments):
+                left_out.append(GREETING)
             else:
                 learned.append(index)
         if not learned:
@@ -163,6 +180,14 @@ class Conversations:
         turns = self._turns(conversation, learned, arguments)
         self.left_out.update(left_out)
         return turns
+
+    def _has_empty_prompt(self, arguments: Mapping[str, object]) -> bool:
+        """Returns whether the template writes a prompt without messages."""
+        try:
+            self.template.render([], arguments=arguments)
+        except ChatError:
+            return False
+        return True
 
     def _checked(self, messages: object) -> list[Message]:
         return checked(messages, self.template.text, self._config.media_as_text)
@@ -204,8 +229,11 @@ class Conversations:
 
         def turns(messages: list[Message]) -> tuple[Turn, ...]:
             escaped = self._escaped(messages)
+            # What is before an answer has been checked for the answer before it.
+            checked = (0, *(i + 1 for i in answers))
             documents = self._limited(
-                self._turn(escaped[: i + 1], escaped_arguments) for i in answers
+                self._turn(escaped[: i + 1], start, escaped_arguments)
+                for start, i in zip(checked, answers, strict=False)
             )
             self._find_ignored(escaped[: answers[-1] + 1], escaped_arguments)
             return documents
@@ -218,7 +246,10 @@ class Conversations:
             problem = error
         try:
             return turns(as_texts(messages))
-        except ChatError:
+        except ChatError as error:
+            # The template's own error may be about the objects.
+            if isinstance(error, NotWrittenError) and not isinstance(problem, NotWrittenError):
+                problem = error
             raise problem from None
 
     def _find_ignored(self, messages: list[Message], arguments: Mapping[str, object]) -> None:
@@ -235,9 +266,8 @@ class Conversations:
                 changed = list(messages)
                 changed[index] = {other: message[other] for other in message if other != name}
                 whole = self.template.render(messages, answer=False, arguments=arguments)
-                with suppress(ChatError):  # it needs the key
-                    if self.template.render(changed, answer=False, arguments=arguments) == whole:
-                        self.ignored.add(key)
+                if self._writes(whole, changed, False, arguments):
+                    self.ignored.add(key)
 
     def _escaped(self, messages: list[Message]) -> list[Message]:
         keep = self._config.special_tokens
@@ -263,13 +293,19 @@ class Conversations:
                 raise too_large(max_bytes, "its answers with their prompts: ")
         return tuple(limited)
 
-    def _turn(self, messages: list[Message], arguments: Mapping[str, object]) -> Turn:
-        """Returns the last message as an answer; raises `ChatError` where a part is missing."""
+    def _turn(self, messages: list[Message], start: int, arguments: Mapping[str, object]) -> Turn:
+        """Returns the last message as an answer; raises `ChatError` where a part is missing.
+
+        Args:
+          start: the number of messages that have been checked.
+        """
         prompt, whole = self.template.render_turn(messages, arguments)
+        self._require_prompt(messages[:-1], start, prompt, arguments)
         if not whole.startswith(prompt):
             prompt = self._shared_prompt(prompt, whole, len(messages))
         answer = whole[len(prompt) :]
-        require_written(messages, prompt, answer, arguments, self._used)
+        require_answer(messages[-1], len(messages), answer)
+        self._require_each_call(messages, arguments)
         return Turn(self._tokens.mark(prompt), self._tokens.mark(answer), is_rendered=True)
 
     def _shared_prompt(self, prompt: str, whole: str, number: int) -> str:
@@ -291,13 +327,58 @@ class Conversations:
             "another template by --template FILE"
         )
 
-    def _used(self, messages: list[Message], index: int, arguments: Mapping[str, object]) -> bool:
-        """Returns whether a text added to a message changes the prompt."""
-        changed = list(messages)
-        changed[index] = {**messages[index], "content": f"{messages[index]['content']} Qx7"}
-        prompt, _ = self.template.render_turn(messages, arguments)
-        other, _ = self.template.render_turn(changed, arguments)
-        return prompt != other
+    def _require_prompt(
+        self, messages: list[Message], start: int, prompt: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """Raises `ChatError` if a prompt lacks a message from `start` on, or a tool or documents.
+
+        Reasoning may be missing: many templates write only that of the last answer.
+        """
+        if not start:
+            require_tools(arguments.get("tools") or (), prompt)
+            for name in ("tools", "documents"):
+                others = {**arguments, name: None}
+                if arguments.get(name) and self._writes(prompt, messages, True, others):
+                    raise NotWrittenError(
+                        f"the template does not write {name!r}; take them out of the row, or give "
+                        "another template by --template FILE"
+                    )
+        for index, message in enumerate(messages[start:], start):
+            if not _is_written(message["content"], prompt):
+                changed = list(messages)
+                changed[index] = {**message, "content": f"{message['content']} {_WORD}"}
+                if self._writes(prompt, changed, True, arguments):
+                    raise NotWrittenError(
+                        f"message {index + 1}: the template does not write it, whose role is "
+                        f"{message['role']!r}"
+                    )
+            require_calls(message, index + 1, prompt)
+            self._require_each_call(messages[: index + 1], arguments)
+
+    def _require_each_call(self, messages: list[Message], arguments: Mapping[str, object]) -> None:
+        """Raises `ChatError` if the template writes the last message the same without a call."""
+        *before, last = messages
+        calls = last.get("tool_calls") or ()
+        if len(calls) < 2:
+            return
+        whole = self.template.render(messages, answer=False, arguments=arguments)
+        for index, call in enumerate(calls):
+            remaining = [*calls[:index], *calls[index + 1 :]]
+            changed = [*before, {**last, "tool_calls": remaining}]
+            if self._writes(whole, changed, False, arguments):
+                raise NotWrittenError(
+                    f"message {len(messages)}: the template does not write call {index + 1} of "
+                    f"{len(calls)}, of {truncate(call['function']['name'], 40)}"
+                )
+
+    def _writes(
+        self, text: str, messages: list[Message], answer: bool, arguments: Mapping[str, object]
+    ) -> bool:
+        """Returns whether the template writes a text for messages, which it may refuse."""
+        try:
+            return self.template.render(messages, answer=answer, arguments=arguments) == text
+        except ChatError:
+            return False
 
 
 def _template_of(config: PrepareConfig) -> tuple[str, str]:
@@ -340,53 +421,39 @@ def is_empty(message: Message) -> bool:
     return not any(text.strip() for text in texts) and not message.get("tool_calls")
 
 
-def require_written(
-    messages: list[Message],
-    prompt: str,
-    answer: str,
-    arguments: Mapping[str, Any],
-    is_used: Callable[[list[Message], int, Mapping[str, object]], bool],
-) -> None:
-    """Raises `ChatError` if a template leaves out a part of a conversation.
-
-    Args:
-      messages: ends with the answer.
-      is_used: returns whether a message that is not in the prompt as it is changes the prompt.
-    """
-    *before, last = messages
-    number = len(messages)
+def require_answer(message: Message, number: int, answer: str) -> None:
+    """Raises `ChatError` if an answer lacks a part of its message."""
     for name in ("content", "reasoning_content"):
         # A template may write the reasoning in a text between tags of its own.
-        for part in _THOUGHT.split(last.get(name) or ""):
+        for part in _THOUGHT.split(message.get(name) or ""):
             if not _is_written(part, answer):
-                raise ChatError(
+                raise NotWrittenError(
                     f"message {number}: the template does not write all of its {name!r}: "
                     f"{truncate(part.strip(), 40)}"
                 )
-    for name, values in calls_of(last):
-        if not _is_written(name, answer) or not _are_written(values, answer):
-            raise ChatError(
+    require_calls(message, number, answer)
+
+
+def require_calls(message: Message, number: int, text: str) -> None:
+    """Raises `ChatError` if a text lacks a call of a message, or its arguments."""
+    for name, values in calls_of(message):
+        if not _is_written(name, text) or not _are_written(values, text):
+            raise NotWrittenError(
                 f"message {number}: the template does not write the call of {truncate(name, 40)} "
                 "with its arguments as JSON"
             )
-    for tool in arguments.get("tools") or ():
+
+
+def require_tools(tools: Iterable[Mapping[str, Any]], prompt: str) -> None:
+    """Raises `ChatError` if a prompt lacks a tool."""
+    for tool in tools:
         function = tool["function"]
         for part in (function["name"], function.get("description")):
             if isinstance(part, str) and not _is_written(part, prompt):
-                raise ChatError(
+                raise NotWrittenError(
                     f"the template does not write the tool {truncate(function['name'], 40)}; take "
                     "'tools' out of the row, or give another template by --template FILE"
                 )
-    for index, message in enumerate(before):
-        if (
-            message["role"] != ASSISTANT
-            and not _is_written(message["content"], prompt)
-            and not is_used(messages, index, arguments)
-        ):
-            raise ChatError(
-                f"message {index + 1}: the template does not write it, whose role is "
-                f"{message['role']!r}"
-            )
 
 
 def _is_written(part: str, text: str) -> bool:
@@ -397,7 +464,11 @@ def _is_written(part: str, text: str) -> bool:
 def _are_written(values: Mapping[str, object], text: str) -> bool:
     """Returns whether the arguments of a call are in a text, and neither as Python writes them nor
     as JSON in a string of JSON."""
-    if not values or json.dumps(values, ensure_ascii=False) in text:
+    spellings = [
+        json.dumps(values, ensure_ascii=False, separators=separators)
+        for separators in (None, (",", ":"))
+    ]
+    if not values or any(spelling in text for spelling in spellings):
         return True
     quoted = [json.dumps(key, ensure_ascii=False) for key in values]
     if str(values) in text or any(json.dumps(key)[1:-1] in text for key in quoted):
@@ -418,6 +489,21 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _is_value(value: object, text: str) -> bool:
+    spellings = {str(value), json.dumps(value, ensure_ascii=False)}
     if isinstance(value, str):
-        return _is_written(value, text)
-    return str(value) in text or json.dumps(value) in text
+        stripped = value.strip()
+        escaped = (json.dumps(part, ensure_ascii=False)[1:-1] for part in (value, stripped))
+        spellings = {value, stripped, *escaped}
+    return any(_has_whole(spelling, text) for spelling in spellings)
+
+
+def _has_whole(part: str, text: str) -> bool:
+    """Returns whether a text has a part that is not within a longer word or number."""
+    start = text.find(part)
+    while start >= 0:
+        end = start + len(part)
+        around = (text[max(start - 1, 0) : start + 1], text[max(end - 1, 0) : end + 2])
+        if not part or not any(map(_WITHIN.match, around)):
+            return True
+        start = text.find(part, start + 1)
+    return False

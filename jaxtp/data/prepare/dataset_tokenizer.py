@@ -1,6 +1,6 @@
 """A dataset's tokenizer, with its BOS and EOS tokens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
@@ -96,12 +96,16 @@ class DocumentEncoder:
         return [prefix, *ids, self._end], num_prompt
 
 
-def describe(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yields descriptions of the tokens that start and end documents; none for bytes."""
+def describe(tokenizer: Tokenizer, ends: Container[int] | None = None) -> Iterator[str]:
+    """Yields descriptions of the tokens that start and end documents; none for bytes.
+
+    Args:
+      ends: the tokens that a template writes at the end, if there is one.
+    """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         tokens = [f"{tokenizer.spelling(token)} ({token})" for token in tokenizer.info.prefix]
         if tokens:
             yield f"begin with {' '.join(tokens)}"
         end = tokenizer.info.eos_id
-        if end is not None:
+        if end is not None and (ends is None or end in ends):
             yield f"end with {tokenizer.spelling(end)} ({end})"

@@ -255,7 +255,9 @@ class _Preparation:
         yield (
             f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}"
         )
-        ends = "; ".join(describe(self._tokenizer))
+        conversations = self._job.conversations
+        written = None if conversations is None else conversations.ends
+        ends = "; ".join(describe(self._tokenizer, written))
         if ends:
             yield f"{'documents':<12}{ends}"
         if self._state.day is not None:

@@ -517,6 +517,8 @@ def test_tools_reach_the_template_as_a_list_or_as_json():
     assert not texts_of([calling({}, tools=[])])[0][0].startswith("<|turn|>tools")
     row = {**conversation("a", "b"), "tools": TOOLS}
     assert "does not write the tool get" in refused(row, CHAT_TEMPLATE)
+    row["messages"][0]["content"] = "get"
+    assert "the template does not write 'tools'" in refused(row, CHAT_TEMPLATE)
     assert "tool 1 has no name" in refused(calling({}, tools=[{}]))
 
 
@@ -659,3 +661,92 @@ def test_roles_that_the_template_reads_are_not_renamed():
         assert f"<|turn|>{role}\n20" in texts_of([row], template=named)[1][0]
         other = f"{{% set kind = {{'function': 'x'}} %}}{WRITES_ALL}"
         assert "<|turn|>tool\n20" in texts_of([row], template=other)[1][0]
+
+
+FIRST_CALL = WRITES_ALL.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+AS_PYTHON = WRITES_ALL.replace("|tojson }}]", " }}]")
+NO_CALLS = CHAT_TEMPLATE.replace("m.content | trim", "m.content or ''")
+
+
+def test_each_of_several_calls_has_to_be_written():
+    first = {"name": "add", "arguments": {"a": 12, "b": 3}}
+    second = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    for calls, part in (((first, second), "the call of add"), ((first, first), "call 1 of 2")):
+        row = with_call(*calls)
+        assert f"message 2: the template does not write {part}" in refused(row, FIRST_CALL)
+        assert len(texts_of([row])) == 1
+    one_digit = WRITES_ALL.replace("c.function.arguments|tojson", "c.function.arguments.b")
+    row = with_call({"name": "add", "arguments": {"b": 12, "a": 1}})
+    assert "does not write the call of add" in refused(row, one_digit)
+
+
+def test_calls_of_earlier_answers_are_checked_and_written_as_json():
+    marked = calling({"city": "Rom"})
+    marked["messages"][1]["weight"] = 0
+    for row, flag in ((marked, ""), (calling({"city": "Rom"}), "--answers last")):
+        ((prompt, _),) = texts_of([row], flag, AS_PYTHON)
+        assert '[get {"city": "Rom"}]<|stop|>' in prompt
+    assert "message 2: the template does not write the call of get" in refused(marked, NO_CALLS)
+    cut = WRITES_ALL.replace("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}")
+    marked["messages"][1]["content"] = "Let me look."
+    assert "message 2: the template does not write it, whose role is 'assistant'" in refused(
+        marked, cut
+    )
+
+
+def test_the_error_of_calls_is_about_what_is_missing():
+    only_text = "{%- for m in messages %}{%- for c in m.tool_calls or [] %}{{ '' + "
+    only_text += "c.function.arguments }}{% endfor %}{% endfor %}" + WRITES_ALL
+    row = calling({"city": "Rom"}, tools=TOOLS)
+    without_tools = only_text.replace("{%- if tools %}", "{%- if no_tools %}")
+    assert "does not write the tool get" in refused(row, without_tools)
+
+
+def test_documents_that_the_template_does_not_write_are_refused():
+    row = {**conversation("a", "b"), "documents": [{"text": "c"}]}
+    assert "the template does not write 'documents'" in refused(row)
+    template = "{{ documents }}" + WRITES_ALL
+    assert "'text': 'c'" in texts_of([row], template=template)[0][0]
+
+
+def test_a_null_of_a_row_overrides_an_argument_of_all_rows():
+    rows = [conversation("a", "b") | {"chat_template_kwargs": {"thinks": None}}]
+    ((prompt, _),) = texts_of(rows, "--template-arguments.thinks true")
+    assert prompt.endswith("<|turn|>assistant\n")
+
+
+def test_a_greeting_without_a_prompt_is_left_out_where_the_template_needs_one():
+    row = {
+        "messages": [{"role": "assistant", "content": "Hi"}, *conversation("a", "b")["messages"]]
+    }
+    assert [answer[:2] for _, answer in texts_of([row])] == ["Hi", "b<"]
+    needs_one = "{% if messages[0].role == 'system' %}{% endif %}" + WRITES_ALL
+    ((prompt, answer),) = texts_of([row], template=needs_one)
+    assert ("<|turn|>assistant\nHi<|stop|>" in prompt, answer) == (True, "b<|stop|>\n")
+    command = "c.jsonl --template all.jinja --messages messages --tokenizer t --overwrite"
+    assert "left out    1 x answer without a prompt" in output(command)
+
+
+def test_a_template_without_an_end_of_answers_is_noted():
+    write("c.jsonl", [conversation("a", "b")])
+    command = "c.jsonl --template end.jinja --messages messages --tokenizer t --overwrite"
+    for end, is_noted in (("<|stop|>", False), ("\n", True), ("##", False)):
+        after = "{% endfor %}{%- if add"
+        write("end.jinja", WRITES_ALL.replace(f"<|stop|>\n{after}", f"{end}{after}"))
+        out = output(command)
+        assert ("note        the template writes no end after an answer" in out) == is_noted
+        assert ("end with <|stop|>" in out) == (end == "<|stop|>")
+
+
+def test_each_message_is_checked_once(monkeypatch):
+    rendered = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate,
+        "render",
+        lambda self, messages, **keys: rendered.append(messages) or render(self, messages, **keys),
+    )
+    texts = [text for number in range(20) for text in (f"Who {number}?", "b")]
+    upper = WRITES_ALL.replace("{{ m.content }}", "{{ m.content | replace('Who', 'Q') }}")
+    assert len(texts_of([conversation(*texts)], template=upper)) == 20
+    assert len(rendered) == 20
