@@ -112,10 +112,18 @@ class Conversations:
         """Keys of messages that the template does not write, with the role of the messages."""
         self._keys = set[tuple[str, str]]()  # of which `ignored` is a part
         self._tokens = ChatTokenizer(tokenizer)
-        (turn,) = self.turns(_PROBE, config.template_arguments)
+        try:
+            (turn,) = self.turns(_PROBE, config.template_arguments)
+        except NotWrittenError:
+            raise ChatError(
+                f"{name} does not write a message whose content is a text; give another one by "
+                "--template FILE"
+            ) from None
         end = turn.text.rpartition(_WORD)[2]
         ((first, _), (last, _)) = self._tokens.encode([(turn.prompt or "", ""), (end, "")])
-        self.ends = [token for token in last.tolist() if token in self._tokens.special.values()]
+        self.ends: list[int] = [
+            token for token in last.tolist() if token in self._tokens.special.values()
+        ]
         """The special tokens that the template writes after an answer."""
         if isinstance(tokenizer, HuggingFaceTokenizer):
             prefix = tokenizer.info.prefix
@@ -337,8 +345,8 @@ class Conversations:
         if not start:
             require_tools(arguments.get("tools") or (), prompt)
             for name in ("tools", "documents"):
-                others = {**arguments, name: None}
-                if arguments.get(name) and self._writes(prompt, messages, True, others):
+                without = {**arguments, name: None}
+                if arguments.get(name) and self._writes(prompt, messages, True, without):
                     raise NotWrittenError(
                         f"the template does not write {name!r}; take them out of the row, or give "
                         "another template by --template FILE"

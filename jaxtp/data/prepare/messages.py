@@ -152,14 +152,14 @@ def with_system(messages: list[Message], system: object) -> list[Message]:
     """Puts a row's system message, if it has one, before the others."""
     if not system:
         return messages
-    given = [
+    contents = [
         message.get("content", message.get("value"))
         for message in messages
         if isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
     ]
-    if given == [system]:
+    if contents == [system]:
         return messages
-    if given:
+    if contents:
         raise ChatError("there are two system messages, one of them in the field 'system'")
     return [{"role": "system", "content": system}, *messages]
 
@@ -318,18 +318,18 @@ def _names_role(template: str, role: str) -> bool:
 
 def _with_calls(message: Message, number: int) -> Message:
     """Returns a message with its tool calls as a list of functions with arguments."""
-    given = [message.get("tool_calls"), message.get(_CALL)]
+    parts = [message.get("tool_calls"), message.get(_CALL)]
     if message["role"] == _CALL:
-        given.append(_parsed(message["content"], f"message {number}"))
+        parts.append(_parsed(message["content"], f"message {number}"))
         message = {**message, "role": ASSISTANT, "content": ""}
-        if not given[-1]:
+        if not parts[-1]:
             raise ChatError(f"message {number} has no tool call")
     message = {key: value for key, value in message.items() if key != _CALL}
-    calls = [_calls(part, message["role"], number) for part in given if part]
+    calls = [_calls(part, message["role"], number) for part in parts if part]
     if not calls:
         return message
-    first, *others = ({"tool_calls": part} for part in calls)
-    if any(list(calls_of(other)) != list(calls_of(first)) for other in others):
+    first, *remaining = ({"tool_calls": part} for part in calls)
+    if any(list(calls_of(call)) != list(calls_of(first)) for call in remaining):
         raise ChatError(f"message {number} has other calls in {_CALL!r} than in 'tool_calls'")
     return {**message, **first}
 
@@ -352,15 +352,15 @@ def _call(item: object, number: int) -> dict[str, object]:
         raise ChatError(f"message {number}: a tool call has no name: {shorten(call)}")
     name = function["name"]
     parts = {key: part for key, part in {**call, **function}.items() if part is not None}
-    given = [key for key in _ARGUMENTS if parts.get(key, "") != ""]
+    names = [key for key in _ARGUMENTS if parts.get(key, "") != ""]
     unknown = parts.keys() - _OF_CALLS
-    if len(given) > 1 or (unknown and not given):
-        keys = given or sorted(unknown)
+    if len(names) > 1 or (unknown and not names):
+        keys = names or sorted(unknown)
         raise ChatError(
             f"message {number}: the call of {name!r} has {' and '.join(map(repr, keys))}; give it "
             "its arguments in 'arguments'"
         )
-    arguments = parts[given[0]] if given else {}
+    arguments = parts[names[0]] if names else {}
     parsed = _parsed(arguments, f"message {number}: 'arguments' of the call of {name!r}")
     if not isinstance(parsed, dict):
         raise ChatError(
@@ -370,9 +370,9 @@ def _call(item: object, number: int) -> dict[str, object]:
     if function is call:
         call = {key: parts[key] for key in ("id",) if key in parts}
         return {"type": "function", **call, "function": {"name": name, "arguments": arguments}}
-    kept = {key: part for key, part in call.items() if key not in _ARGUMENTS}
+    outer = {key: part for key, part in call.items() if key not in _ARGUMENTS}
     inner = {key: part for key, part in function.items() if key not in _ARGUMENTS}
-    return {**kept, "function": {**inner, "arguments": arguments}}
+    return {**outer, "function": {**inner, "arguments": arguments}}
 
 
 def _with_reasoning(message: Message, number: int) -> Message:

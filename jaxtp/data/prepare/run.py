@@ -256,8 +256,8 @@ class _Preparation:
             f"{'dataset':<12}{self._job.out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}"
         )
         conversations = self._job.conversations
-        written = None if conversations is None else conversations.ends
-        ends = "; ".join(describe(self._tokenizer, written))
+        tokens = None if conversations is None else conversations.ends
+        ends = "; ".join(describe(self._tokenizer, tokens))
         if ends:
             yield f"{'documents':<12}{ends}"
         if self._state.day is not None:
