@@ -53,6 +53,10 @@ class ChatError(UserError):
     """A template is unusable or refuses a conversation, or a conversation is invalid."""
 
 
+class RenderError(ChatError):
+    """A template is unusable or refuses a conversation."""
+
+
 class ChatTemplate:
     """Renders conversations.
 
@@ -134,7 +138,7 @@ class ChatTemplate:
                     f" takes more than {limits[died.code]}, the limit for a chat template, {when}"
                 )
         if problem:
-            raise ChatError(f"{self._name}{problem}")
+            raise RenderError(f"{self._name}{problem}")
         return list(texts)
 
 

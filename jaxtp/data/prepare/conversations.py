@@ -28,6 +28,7 @@ from jaxtp.data.chat_template import (
     ChatTemplate,
     ChatTokenizer,
     Message,
+    RenderError,
     without_marks,
     writes_day,
 )
@@ -256,7 +257,7 @@ class Conversations:
             return turns(as_texts(messages))
         except ChatError as error:
             # The template's own error may be about the objects.
-            if isinstance(error, NotWrittenError) and not isinstance(problem, NotWrittenError):
+            if isinstance(problem, RenderError) and isinstance(error, NotWrittenError):
                 problem = error
             raise problem from None
 

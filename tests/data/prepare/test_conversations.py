@@ -700,6 +700,9 @@ def test_the_error_of_calls_is_about_what_is_missing():
     row = calling({"city": "Rom"}, tools=TOOLS)
     without_tools = only_text.replace("{%- if tools %}", "{%- if no_tools %}")
     assert "does not write the tool get" in refused(row, without_tools)
+    part = "(messages[-1:] if messages[-1].content == 'Yes.' else messages)"
+    other = WRITES_ALL.replace("in messages", f"in {part}")
+    assert "starts this answer differently" in refused(calling({"city": "Rom"}), other)
 
 
 def test_documents_that_the_template_does_not_write_are_refused():
