@@ -202,8 +202,8 @@ class PrepareConfig:
             texts = ("input", "system", "history")
             return Fields("output", "instruction", (*texts, *TEMPLATE_FIELDS))
         if self.messages is not None:
-            system = ("system",) if self.messages == "conversations" else ()
-            return Fields(self.messages, optional=(*system, *TEMPLATE_FIELDS))
+            names = ("system",) if self.messages == "conversations" else ()
+            return Fields(self.messages, optional=(*names, *TEMPLATE_FIELDS))
         return Fields(self.field)
 
 
