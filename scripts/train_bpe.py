@@ -47,10 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write_tokenizer(words: Sequence[str], options: argparse.Namespace) -> None:
     config, _ = COMMAND.load(words)
-    if config.verify or config.tokenizer or config.messages or config.preference or config.eos:
+    others = (config.verify, config.show, config.tokenizer, config.messages, config.eos)
+    if any(others) or config.preference:
         raise ConfigError(
-            "--verify, --tokenizer, --messages, --preference and --eos are for jaxtp prepare, "
-            "which takes the trained tokenizer by --tokenizer"
+            "--verify, --show, --tokenizer, --messages, --preference and --eos are for jaxtp "
+            "prepare, which takes the trained tokenizer by --tokenizer"
         )
     check(config)
     tokenizer = Tokenizer(models.BPE())

@@ -111,7 +111,7 @@ def decoded(dataset, split="train"):
 def run(line):
     """Runs a command line, and returns its exit code, its output and its errors."""
     words = shlex.split(line)
-    if "--out" not in words and "--verify" not in words:
+    if {"--out", "--verify", "--show"}.isdisjoint(words):
         words += ["--out=d"]
     with (
         contextlib.redirect_stdout(io.StringIO()) as out,

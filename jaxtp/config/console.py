@@ -43,6 +43,12 @@ def is_terminal(stream: TextIO | None) -> bool:
     return has_terminal and os.environ.keys().isdisjoint(_RANKS)
 
 
+def has_colour(stream: TextIO | None) -> bool:
+    """Returns whether the stream is a terminal that shows colours (see no-color.org)."""
+    is_plain = os.environ.get("TERM") == "dumb" or bool(os.environ.get("NO_COLOR"))
+    return is_terminal(stream) and not is_plain
+
+
 class Display:
     """Prints lines, above a progress bar in a terminal.
 

@@ -104,7 +104,12 @@ def shown(text: str) -> str:
     In a terminal, control characters are escaped, except newlines and tabs.
     """
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    return "\t".join(map(_escaped, text.split("\t"))) if is_terminal else text
+    return escaped(text) if is_terminal else text
+
+
+def escaped(text: str) -> str:
+    """Returns a text with its control characters escaped, except newlines and tabs."""
+    return "\t".join(map(_escaped, text.split("\t")))
 
 
 def _escaped(text: str) -> str:

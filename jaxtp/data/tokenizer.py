@@ -67,8 +67,8 @@ class ByteTokenizer:
         """Returns the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def decode(self, ids: Tokens) -> bytes:
-        """Returns the bytes."""
+    def decode(self, ids: Tokens, *, with_end: bool = False) -> bytes:
+        """Returns the bytes; there is no end token."""
         return np.asarray(ids).astype(np.uint8).tobytes()
 
 
@@ -130,13 +130,15 @@ class HuggingFaceTokenizer:
             ids.append(np.concatenate(parts, dtype=self.info.dtype, casting="unsafe"))
         return ids
 
-    def decode(self, ids: Tokens) -> bytes:
-        """Returns UTF-8 text, with all special tokens except the end token.
+    def decode(self, ids: Tokens, *, with_end: bool = False) -> bytes:
+        """Returns UTF-8 text, with all special tokens; with the end token if `with_end`.
 
         The first and the last id may be parts of a character. Raises `TokenizerError` for ids
         outside of the vocabulary.
         """
-        tokens = [token for token in np.asarray(ids).tolist() if token != self.info.eos_id]
+        tokens = np.asarray(ids).tolist()
+        if not with_end:
+            tokens = [token for token in tokens if token != self.info.eos_id]
         try:
             if self._is_byte_level:
                 return b"".join([self._bytes_of[token] for token in tokens])

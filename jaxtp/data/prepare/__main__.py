@@ -16,6 +16,7 @@ from jaxtp.config.reading import MAX_JSON, read_bytes
 from jaxtp.data.manifest import MANIFEST, DatasetError
 from jaxtp.data.prepare.prepare_config import FIRST, PrepareConfig, check
 from jaxtp.data.prepare.run import prepare
+from jaxtp.data.prepare.show import show
 from jaxtp.data.store import open_dataset, verify
 
 PROGRAM = "jaxtp prepare"
@@ -30,6 +31,10 @@ jaxtp/data/store.py documents the format.
 jaxtp prepare --verify data/books
 
 compares a dataset with its checksums.
+
+jaxtp prepare chats.jsonl --tokenizer models/llama --messages messages --show 3
+
+shows what would be learned of the first conversations, and writes nothing.
 """
 COMMAND = Command(program=PROGRAM, schema=PrepareConfig, description=DESCRIPTION, short_help=FIRST)
 INTERRUPTED = "interrupted; the same command, without --overwrite, resumes"
@@ -42,11 +47,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
     config, _ = COMMAND.load(argv)
-    check(config)
+    check(config, has_layout=False)
     require_writable("--json", config.json)
     if config.verify is not None:
         return _verify(config.verify, config.json)
-    if config.out is not None:
+    if config.show is not None:
+        show(config, config.show)
+    elif config.out is not None:
         prepare(config.out, config)
         if config.json is not None:
             record = json.loads(read_bytes(config.out / MANIFEST, MAX_JSON))

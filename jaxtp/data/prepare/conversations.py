@@ -13,6 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from jaxtp.data.chat_template import (
 from jaxtp.data.documents import Tokens
 from jaxtp.data.prepare.messages import (
     MARKS,
+    arguments_of,
+    as_messages,
     as_objects,
     as_texts,
     calls_of,
@@ -40,9 +43,17 @@ from jaxtp.data.prepare.messages import (
     conversation_of,
     is_learned,
     no_answer,
+    with_system,
 )
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import BadInputError, Row, Turn, too_large
+from jaxtp.data.prepare.readers import (
+    NO_CONVERSATION,
+    BadInputError,
+    Row,
+    Turn,
+    text_of,
+    too_large,
+)
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import (
     TEMPLATE,
@@ -63,6 +74,9 @@ _OPENED = re.compile(rf"{_TAG}(?:{_TAG}|\s)*\Z", re.IGNORECASE)
 """A tag of reasoning, and such tags at the end of a prompt, as Qwen, DeepSeek, Mistral, Cohere and
 Gemma write them."""
 _LONGEST_OPENED = 200
+_WRITTEN = {"role", "content", "tool_calls", "reasoning_content", "thinking", "reasoning"}
+"""Keys of messages that `require_written` compares with the text."""
+_MAX_KEYS = 100
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
 
@@ -86,6 +100,9 @@ class Conversations:
         """The answers that were left out, by reason."""
         self.notes = set[str]()
         """Sentences about the prompts, for the summary of the command."""
+        self.ignored = set[tuple[str, str]]()
+        """Keys of messages that the template does not write, with the role of the messages."""
+        self._keys = set[tuple[str, str]]()  # of which `ignored` is a part
         self._tokens = ChatTokenizer(tokenizer)
         if isinstance(tokenizer, HuggingFaceTokenizer):
             prefix = tokenizer.info.prefix
@@ -99,18 +116,34 @@ class Conversations:
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the `turns` of a row's conversation."""
+        if self._config.completion_field is not None:
+            return self._of_completion(row)
         return self.turns(*conversation_of(row, self._fields, self._config.template_arguments))
 
     def turns(
         self, messages: object, arguments: Mapping[str, object] | None = None
     ) -> tuple[Turn, ...]:
         """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
-        conversation = self._checked(messages)
-        answers = [
-            index for index, message in enumerate(conversation) if message["role"] == ASSISTANT
-        ]
+        return self._answers(self._checked(messages), 0, arguments or {})
+
+    def _of_completion(self, row: Row) -> tuple[Turn, ...]:
+        """Returns the answers in the completion; raises `ChatError` or `BadInputError`."""
+        parts = []
+        for name, role in zip(self._fields.names, ("user", ASSISTANT), strict=True):
+            with naming(name):
+                parts.append(self._checked(as_messages(row[name], role)))
+        prompt = with_system(parts[0], row.get("system") and text_of(row, "system"))
+        arguments = arguments_of(row, self._config.template_arguments)
+        return self._answers([*prompt, *parts[1]], len(prompt), arguments)
+
+    def _answers(
+        self, conversation: list[Message], start: int, arguments: Mapping[str, object]
+    ) -> tuple[Turn, ...]:
+        """Returns the answers from a position on."""
+        roles = [message["role"] for message in conversation]
+        answers = [index for index in range(start, len(roles)) if roles[index] == ASSISTANT]
         if not answers:
-            raise no_answer([message["role"] for message in conversation])
+            raise no_answer(roles[start:])
         if self._config.answers == "last":
             answers = answers[-1:]
         learned = []
@@ -127,7 +160,7 @@ class Conversations:
             raise BadInputError(
                 left_out[0], f"no answer is to be learned: {left_out[0]}", is_harmless=True
             )
-        turns = self._turns(conversation, learned, arguments or {})
+        turns = self._turns(conversation, learned, arguments)
         self.left_out.update(left_out)
         return turns
 
@@ -168,18 +201,43 @@ class Conversations:
         the JSON. The first of both that a template writes once is right.
         """
         escaped_arguments = self._tokens.escape(arguments, keep=self._config.special_tokens)
+
+        def turns(messages: list[Message]) -> tuple[Turn, ...]:
+            escaped = self._escaped(messages)
+            documents = self._limited(
+                self._turn(escaped[: i + 1], escaped_arguments) for i in answers
+            )
+            self._find_ignored(escaped[: answers[-1] + 1], escaped_arguments)
+            return documents
+
         try:
-            escaped = self._escaped(as_objects(messages))
-            return self._limited(self._turn(escaped[: i + 1], escaped_arguments) for i in answers)
+            return turns(as_objects(messages))
         except ChatError as error:
             if not any(message.get("tool_calls") for message in messages):
                 raise
             problem = error
         try:
-            escaped = self._escaped(as_texts(messages))
-            return self._limited(self._turn(escaped[: i + 1], escaped_arguments) for i in answers)
+            return turns(as_texts(messages))
         except ChatError:
             raise problem from None
+
+    def _find_ignored(self, messages: list[Message], arguments: Mapping[str, object]) -> None:
+        """Notes the keys of messages without which the template writes the same.
+
+        The first message of each role that has a key decides.
+        """
+        for index, message in enumerate(messages):
+            for name in message.keys() - _WRITTEN:
+                key = (name, message["role"])
+                if key in self._keys or len(self._keys) == _MAX_KEYS:
+                    continue
+                self._keys.add(key)
+                changed = list(messages)
+                changed[index] = {other: message[other] for other in message if other != name}
+                whole = self.template.render(messages, answer=False, arguments=arguments)
+                with suppress(ChatError):  # it needs the key
+                    if self.template.render(changed, answer=False, arguments=arguments) == whole:
+                        self.ignored.add(key)
 
     def _escaped(self, messages: list[Message]) -> list[Message]:
         keep = self._config.special_tokens
@@ -265,6 +323,15 @@ def _ends(tokenizer: Tokenizer) -> dict[str, str]:
         if info.eos_id is not None:
             tokens["eos_token"] = tokenizer.spelling(info.eos_id)
     return tokens
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Names a field of a row in errors about its messages."""
+    try:
+        yield
+    except ChatError as error:
+        raise BadInputError(NO_CONVERSATION, f"{field!r}: {error}") from None
 
 
 def is_empty(message: Message) -> bool:

@@ -1,11 +1,16 @@
 """A dataset's tokenizer, with its BOS and EOS tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, islice
+
+import numpy as np
 
 from jaxtp.config.files import sha256, write_atomically
+from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import TOKENIZER
 from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import Turn
 from jaxtp.data.prepare.session import Job, State, damaged_error
 from jaxtp.data.tokenizer import (
     ByteTokenizer,
@@ -53,6 +58,42 @@ def write_tokenizer(job: Job, state: State) -> None:
         path.exists() and sha256(path) == state.tokenizer.sha256
     ):
         raise damaged_error(path, "it is not the tokenizer that made the tokens so far")
+
+
+class DocumentEncoder:
+    """Makes the tokens of documents, with those that start and end them."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        info = job.tokenizer.info
+        has_ends = job.conversations is None  # else the template writes prefix and end
+        self._prefix = np.array(info.prefix if has_ends else (), info.dtype)
+        self._end = np.array(list(info.end_ids) if has_ends else (), info.dtype)
+
+    def encode(self, turns: Sequence[Turn]) -> Iterator[Sequence[Tokens]]:
+        """Yields the tokens of the prompt, if there is one, and of the text of each turn."""
+        if self._job.conversations is not None:
+            return iter(self._job.conversations.encode(turns))
+        parts = chain.from_iterable(turn[:2] for turn in turns)
+        texts = [part for part in parts if part is not None]
+        parts_per_turn = 1 + self._job.config.has_prompts
+        encoded = iter(self._job.tokenizer.encode_batch(texts))
+        return (list(islice(encoded, parts_per_turn)) for _ in turns)
+
+    def document(self, ids: Sequence[Tokens]) -> tuple[list[Tokens], int]:
+        """Returns the tokens of a document, in parts, and the number of those in its prompt.
+
+        There are no parts where a tokenizer drops all of a text, such as white space.
+        """
+        if not any(map(len, (*ids, self._end))):
+            return [], 0
+        prefix = self._prefix
+        if self._job.config.special_tokens:
+            first_ids = np.concatenate(ids)[: len(prefix)]
+            if np.array_equal(first_ids, prefix):
+                prefix = prefix[:0]  # the text spells it
+        num_prompt = len(prefix) + len(ids[0]) if self._job.config.has_prompts else 0
+        return [prefix, *ids, self._end], num_prompt
 
 
 def describe(tokenizer: Tokenizer) -> Iterator[str]:

@@ -136,6 +136,13 @@ def _messages(row: Row, fields: Fields) -> object:
     return messages
 
 
+def as_messages(value: object, role: str) -> object:
+    """Returns a text as the only message, of a role, and a message as a list of it."""
+    if isinstance(value, str):
+        value = {"role": role, "content": value}
+    return [value] if isinstance(value, dict) else value
+
+
 def with_system(messages: list[Message], system: object) -> list[Message]:
     """Puts a row's system message, if it has one, before the others."""
     if not system:

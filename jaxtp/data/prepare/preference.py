@@ -5,14 +5,13 @@ A row has texts, or lists of messages for the chat template. In a row without a 
 share.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
-from jaxtp.data.prepare.conversations import EMPTY_ANSWER, Conversations, is_empty
-from jaxtp.data.prepare.messages import arguments_of, with_system
+from jaxtp.data.prepare.conversations import EMPTY_ANSWER, Conversations, is_empty, naming
+from jaxtp.data.prepare.messages import arguments_of, as_messages, with_system
 from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED
-from jaxtp.data.prepare.readers import NO_CONVERSATION, BadInputError, Row, Turn, text_of
+from jaxtp.data.prepare.readers import BadInputError, Row, Turn, text_of
 
 _NO_PAIR = "no pair"
 _EQUAL_ANSWERS = "equal answers"
@@ -27,13 +26,13 @@ class PairsOfConversations(Conversations):
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the chosen and the rejected answer; raises `BadInputError`."""
-        with _naming(self._config.prompt_name):
+        with naming(self._config.prompt_name):
             prompt = self._prompt(row)
             arguments = arguments_of(row, self._config.template_arguments)
         prompts = []
         turns: list[Turn] = []
         for name in (CHOSEN, REJECTED):
-            with _naming(name):
+            with naming(name):
                 whole = with_system(
                     self._whole(row, name, prompt), row.get("system") and text_of(row, "system")
                 )
@@ -44,7 +43,7 @@ class PairsOfConversations(Conversations):
         if prompts[0] != prompts[1]:
             raise BadInputError(
                 _NO_PAIR,
-                f"{CHOSEN!r} and {REJECTED!r} differ in message {_num_shared(*prompts) + 1}, "
+                f"{CHOSEN!r} and {REJECTED!r} differ in message {num_shared(*prompts) + 1}, "
                 "before the answer; only their last messages may differ",
             )
         chosen, rejected = turns
@@ -54,17 +53,11 @@ class PairsOfConversations(Conversations):
         prompt = row.get(self._config.prompt_name)
         if prompt is None:
             return []
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self._checked(messages)
+        return self._checked(as_messages(prompt, "user"))
 
     def _whole(self, row: Row, name: str, prompt: list[Message]) -> list[Message]:
         """Returns the conversation that ends with an answer; raises `ChatError`."""
-        value = row[name]
-        if isinstance(value, str):
-            value = {"role": ASSISTANT, "content": value}
-        if isinstance(value, dict):
-            value = [value]
-        messages = self._checked(value)
+        messages = self._checked(as_messages(row[name], ASSISTANT))
         if messages[0]["role"] == ASSISTANT:
             messages = [*prompt, *messages]
         elif not _has(messages, prompt):
@@ -106,20 +99,21 @@ def _shared(chosen: str, rejected: str) -> int:
 
     Without HH's mark, this is after the last whole word or line that both texts share.
     """
-    prompt = chosen[: _num_shared(chosen, rejected)]
+    prompt = chosen[: num_shared(chosen, rejected)]
     mark = prompt.rfind(_ANSWER)
     if mark >= 0:
         return mark + len(_ANSWER)
     return max(prompt.rfind(" "), prompt.rfind("\n") + 1)
 
 
-def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
-    num_shared = 0
+def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """Returns the number of items with which both begin."""
+    count = 0
     for a, b in zip(first, second, strict=False):
         if a != b:
             break
-        num_shared += 1
-    return num_shared
+        count += 1
+    return count
 
 
 def _different(chosen: Turn, rejected: Turn) -> tuple[Turn, Turn]:
@@ -145,11 +139,3 @@ def _no_prompt(name: str) -> BadInputError:
         f"there is no {name!r}, and {CHOSEN!r} and {REJECTED!r} do not start with one; "
         "--prompt-field NAME names it",
     )
-
-
-@contextmanager
-def _naming(field: str) -> Iterator[None]:
-    try:
-        yield
-    except ChatError as error:
-        raise BadInputError(NO_CONVERSATION, f"{field!r}: {error}") from None

@@ -42,6 +42,7 @@ FIRST = (
     "overwrite",
     "json",
     "verify",
+    "show",
 )
 """Settings at the top of the help."""
 
@@ -91,11 +92,12 @@ class PrepareConfig:
 
     completion_field: str | None = None
     """Field of a row that holds the completion; a document is the prompt in --prompt-field and the
-    completion."""
+    completion. Both may be lists of messages; then the answers in the completion are learned."""
 
     messages: Annotated[str | None, Argument("FIELD")] = None
     """Field of a row that holds a conversation, such as messages, or conversations for ShareGPT's
-    rows; or instruction for Alpaca's rows. A conversation is a list of messages with role and
+    rows; or instruction for Alpaca's rows. By default the fields of the first row tell the layout,
+    if it has no text. A conversation is a list of messages with role and
     content, or from and value (ShareGPT). In Alpaca's rows, instruction and input are the question,
     and output is the answer. Each answer of the assistant becomes a document; its prompt is
     everything before it, as the chat template writes it. Only answers have a loss, and the
@@ -165,6 +167,14 @@ class PrepareConfig:
     """Dataset to compare with its checksums, instead of making a dataset; exit code 1 if it is
     damaged."""
 
+    show: Count | None = None
+    """Shows the documents of the first N rows or files as they are trained, with marks around
+    what is learned, and writes nothing; or the first N documents or pairs of a dataset, if the
+    input is its folder."""
+
+    show_tokens: bool = False
+    """Shows each token in a line of its own, with --show."""
+
     @property
     def has_prompts(self) -> bool:
         """Whether documents start with a prompt, which has no loss."""
@@ -183,14 +193,17 @@ class PrepareConfig:
             if self.prompt_field is None:
                 return Fields(CHOSEN, optional=(PROMPT_FIELD, *system), required=(REJECTED,))
             return Fields(CHOSEN, optional=system, required=(self.prompt_field, REJECTED))
+        if self.completion_field is not None:
+            names: tuple[str, ...] = ()
+            if self.messages is not None:
+                names = ("system", *TEMPLATE_FIELDS)
+            return Fields(self.completion_field, self.prompt_field, names)
         if self.messages == "instruction":
             texts = ("input", "system", "history")
             return Fields("output", "instruction", (*texts, *TEMPLATE_FIELDS))
         if self.messages is not None:
-            optional = ("system",) if self.messages == "conversations" else ()
-            return Fields(self.messages, optional=(*optional, *TEMPLATE_FIELDS))
-        if self.completion_field is not None:
-            return Fields(self.completion_field, self.prompt_field)
+            names = ("system",) if self.messages == "conversations" else ()
+            return Fields(self.messages, optional=(*names, *TEMPLATE_FIELDS))
         return Fields(self.field)
 
 
@@ -203,6 +216,8 @@ _MAY_CHANGE = {
     "save_seconds",
     "overwrite",
     "verify",
+    "show",
+    "show_tokens",
     "json",
     "max_document_bytes",
 }
@@ -214,23 +229,31 @@ def arguments(config: PrepareConfig) -> dict[str, object]:
     return {key: value for key, value in to_plain(config).items() if key not in _MAY_CHANGE}
 
 
-def check(config: PrepareConfig) -> None:
-    """Raises `ConfigError` listing all contradictions between settings."""
-    problems = list(_contradictions(config))
+def check(config: PrepareConfig, *, has_layout: bool = True) -> None:
+    """Raises `ConfigError` listing all contradictions between settings.
+
+    Args:
+      has_layout: whether the settings have the layout of the rows; otherwise it may yet be found.
+    """
+    problems = list(_contradictions(config, has_layout))
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def _contradictions(config: PrepareConfig) -> Iterator[str]:
+def _contradictions(config: PrepareConfig, has_layout: bool) -> Iterator[str]:
     if config.verify is not None:
-        if config.inputs or config.out is not None:
+        if config.inputs or config.out is not None or config.show is not None:
             yield "--verify DIR reads a dataset and does nothing else: give no inputs and no --out"
         return
     if "" in config.inputs:
         yield "an INPUT is empty, like an unset variable; give a file or a folder"
     if not config.inputs:
         yield "name at least one INPUT: a file or a folder"
-    if config.out is None:
+    if config.show_tokens and config.show is None:
+        yield "--show-tokens goes with --show N"
+    if config.show is not None and config.json is not None:
+        yield "--show writes no file; leave --json out"
+    if config.out is None and config.show is None:
         yield "name the folder of the dataset by --out DIR"
     if config.tokenizer is None and (config.eos is not None or config.special_tokens):
         yield "bytes have no special tokens; --eos and --special-tokens need --tokenizer"
@@ -247,17 +270,18 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
             "--field is for documents without a prompt; give either --field, or --prompt-field and "
             "--completion-field"
         )
-    if config.template is not None and config.messages is None and not config.preference:
+    may_use_template = config.messages is not None or config.preference or not has_layout
+    if config.template is not None and not may_use_template:
         yield "--template is for conversations; give --messages FIELD too"
-    is_template_used = config.messages is not None or config.preference
-    if config.template_arguments and not is_template_used:
+    if config.template_arguments and not may_use_template:
         yield "--template-arguments is for conversations; give --messages FIELD too"
     for name in RESERVED:
         if name in config.template_arguments:
             yield f"--template-arguments.{name}: a row has {name}, and no argument names them"
     if config.messages is not None and config.bos != "auto":
         yield "--bos is for documents; the chat template determines how a conversation starts"
-    if config.messages is None or config.preference:
+    # Prompts and completions of messages have both settings.
+    if config.messages in (None, config.completion_field) or config.preference:
         return
     if config.prompt_field is not None or config.field != TEXT_FIELD:
         yield (

@@ -12,7 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from io import BufferedReader
@@ -81,6 +81,7 @@ _KNOWN_BY = {
 """Fields of rows that these flags read."""
 _LOG_OF_WINDOW = 31  # The largest window of zstd, with which `zstd --long=31` packs: 2 GiB
 ZSTD_LIBRARY = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+_MAX_IGNORED = 100
 _PARQUET_ROWS = 32  # Rows in memory at a time
 
 
@@ -127,6 +128,7 @@ class Event(NamedTuple):
     item: int  # Number of lines or rows that have been read, including this one
     bytes_read: int  # approximate bytes of the source
     problem: BadInputError | None = None
+    place: str = ""  # such as `a.jsonl, line 3`
 
 
 Row = Mapping[str, object]
@@ -146,6 +148,8 @@ class Fields:
     """Converts a row of a conversation or a pair; raises `ChatError` or `BadInputError`."""
     required: tuple[str, ...] = ()  # columns that pairs have after `text`
     only_texts: bool = False  # Whether the command reads no conversations and no pairs
+    ignored: set[str] = field(default_factory=set, compare=False)
+    """The other columns that rows had so far, up to `_MAX_IGNORED`."""
 
     @property
     def names(self) -> list[str]:
@@ -160,6 +164,21 @@ class Fields:
     def names_in(self, columns: Container[str]) -> list[str]:
         """Returns the subset of columns to read."""
         return [*self.names, *(name for name in self.optional if name in columns)]
+
+    def ignore(self, columns: Iterable[str]) -> None:
+        """Notes that columns are not read."""
+        for name in columns:
+            if len(self.ignored) < _MAX_IGNORED:
+                self.ignored.add(name)
+
+
+class AnyFields(Fields):
+    """Columns of any type, which may be absent."""
+
+    @property
+    def names(self) -> list[str]:
+        """No column is required."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -188,13 +207,14 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
         for number, bytes_read, item in _READERS[source.format](source, start, fields):
             if isinstance(item, bytes) and item.isspace():
                 continue
-            try:
-                yield Event(_turns(source, item, fields), number, bytes_read)
-            except BadInputError as error:
+            place = source.path
+            if source.format != TEXT:
                 # A row of a list has no line.
-                place = unit if isinstance(item, bytes) else "row"
-                problem = error.at(f"{source.path}, {place} {number}")
-                yield Event((), number, bytes_read, problem)
+                place += f", {unit if isinstance(item, bytes) else 'row'} {number}"
+            try:
+                yield Event(_turns(source, item, fields), number, bytes_read, None, place)
+            except BadInputError as error:
+                yield Event((), number, bytes_read, error.at(place))
         if not number:
             raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
     except (BadInputError, *DECOMPRESSION_ERRORS, OSError) as error:
@@ -372,7 +392,9 @@ def _columns(schema: "pyarrow.Schema", fields: Fields) -> list[str]:
                 raise BadInputError(
                     NOT_A_STRING, f"the column {name!r} has no strings, but values of type {kind}"
                 )
-    return fields.names_in(schema.names)
+    names = fields.names_in(schema.names)
+    fields.ignore(name for name in schema.names if name not in names)
+    return names
 
 
 def _lines(content: BufferedReader, limit: int) -> Iterator[bytes]:
@@ -422,6 +444,8 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
     record = _row(source, item, fields)
     _require_fields(record, fields)
     row = {name: record[name] for name in fields.names_in(record)}
+    if len(row) < len(record):
+        fields.ignore(record.keys() - row.keys())
     for value in row.values():
         if isinstance(value, str) and _is_longer(value, source.max_document):
             raise too_large(source.max_document)

@@ -5,10 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-
-import numpy as np
 
 from jaxtp.config.entry import STANDARD_OUTPUT
 from jaxtp.config.files import locked, open_directly, sync_file, write_atomically
@@ -16,10 +14,15 @@ from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRecord, totals
 from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
 from jaxtp.data.prepare.conversations import Conversations
-from jaxtp.data.prepare.dataset_tokenizer import describe, named_tokenizer, write_tokenizer
+from jaxtp.data.prepare.dataset_tokenizer import (
+    DocumentEncoder,
+    describe,
+    named_tokenizer,
+    write_tokenizer,
+)
 from jaxtp.data.prepare.preference import PairsOfConversations, pair_of_texts
 from jaxtp.data.prepare.prepare_config import PrepareConfig
-from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError, Turn
+from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError
 from jaxtp.data.prepare.session import (
     HASHES,
     Job,
@@ -41,8 +44,8 @@ _MAX_PROBLEMS = 5  # Maximum number of problems that are printed
 _LINE_SECONDS = 5.0  # Seconds between lines of progress
 
 
-def prepare(out: Path, config: PrepareConfig) -> None:
-    """Makes or resumes a dataset; raises `UserError`."""
+def open_job(out: Path, config: PrepareConfig) -> Job:
+    """Finds the inputs and their layout, and opens the tokenizer; raises `UserError`."""
     tokenizer = named_tokenizer(config)
     sources = find_sources(config)
     config = with_layout(config, sources)
@@ -54,7 +57,13 @@ def prepare(out: Path, config: PrepareConfig) -> None:
         fields = replace(fields, turns=conversations.of_row)
     elif config.preference:
         fields = replace(fields, turns=partial(pair_of_texts, config.prompt_name))
-    job = Job(out, config, sources, tokenizer, conversations, fields)
+    return Job(out, config, sources, tokenizer, conversations, fields)
+
+
+def prepare(out: Path, config: PrepareConfig) -> None:
+    """Makes or resumes a dataset; raises `UserError`."""
+    job = open_job(out, config)
+    conversations = job.conversations
     try:
         with locked(out), ExitStack() as stack:
             state = begin(job)
@@ -67,7 +76,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 state.day = state.day or conversations.first_day()
                 conversations.template.day = state.day
             if state.tokenizer is None:  # nothing depends on the threshold yet
-                state.threshold = threshold(sources, fields, config)
+                state.threshold = threshold(job.sources, job.fields, job.config)
             if conversations is not None:
                 conversations.left_out.clear()
             write_tokenizer(job, state)
@@ -87,10 +96,7 @@ class _Preparation:
         self._tokenizer = job.tokenizer
         self._state = state
         self._threshold = job.config.held_out if state.threshold is None else state.threshold
-        info = job.tokenizer.info
-        has_ends = job.conversations is None  # else the template writes prefix and end
-        self._prefix = np.array(info.prefix if has_ends else (), info.dtype)
-        self._end = np.array(list(info.end_ids) if has_ends else (), info.dtype)
+        self._encoder = DocumentEncoder(job)
         self._writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
             writer = SplitWriter(job, name, state.splits[name])
@@ -154,7 +160,7 @@ class _Preparation:
         entries = batch.entries
         if self._config.dedup:
             entries = [entry for entry in entries if self._is_new(entry.digest)]
-        encoded = self._encode(list(chain.from_iterable(entry.turns for entry in entries)))
+        encoded = self._encoder.encode(list(chain.from_iterable(entry.turns for entry in entries)))
         for entry in entries:
             # `zip` takes one encoding per turn.
             documents = list(zip(entry.sizes, encoded, strict=False))
@@ -202,27 +208,13 @@ class _Preparation:
         self._hashes.write(short)
         return True
 
-    def _encode(self, turns: list[Turn]) -> Iterator[Sequence[Tokens]]:
-        if self._job.conversations is not None:
-            return iter(self._job.conversations.encode(turns))
-        parts = chain.from_iterable(turn[:2] for turn in turns)
-        texts = [part for part in parts if part is not None]
-        parts_per_turn = 1 + self._config.has_prompts
-        encoded = iter(self._tokenizer.encode_batch(texts))
-        return (list(islice(encoded, parts_per_turn)) for _ in turns)
-
     def _append(self, entry: Entry, size: int, ids: Sequence[Tokens]) -> None:
-        if not any(map(len, (*ids, self._end))):  # a tokenizer may drop white space
+        parts, num_prompt = self._encoder.document(ids)
+        if not parts:
             self._state.skip(EMPTY_DOCUMENT)
             return
-        prefix = self._prefix
-        if self._config.special_tokens:
-            first_ids = np.concatenate(ids)[: len(prefix)]
-            if np.array_equal(first_ids, prefix):
-                prefix = prefix[:0]  # the text spells it
         writer = self._writers[split_of(entry.digest, self._threshold)]
-        prompt = len(prefix) + len(ids[0])
-        self._num_tokens += writer.append([prefix, *ids, self._end], prompt, size)
+        self._num_tokens += writer.append(parts, num_prompt, size)
         self._num_documents += 1
 
     def _save(self) -> None:
@@ -242,7 +234,7 @@ class _Preparation:
         skipped = dict(sorted(self._state.skipped.items()))
         shards = {name: tuple(writer.progress.shards) for name, writer in self._writers.items()}
         if not any(shards.values()):
-            left_out = f"; left out: {_listed(skipped)}" if skipped else ""
+            left_out = f"; left out: {listed(skipped)}" if skipped else ""
             raise PrepareError(f"no document in {len(sources)} files{left_out}")
         splits = {name: SplitRecord(**totals(part), shards=part) for name, part in shards.items()}
         manifest = Manifest(
@@ -271,8 +263,7 @@ class _Preparation:
                 f"{'date':<12}the chat template writes the day {self._state.day}; --date "
                 "names another"
             )
-        for note in sorted(self._job.conversations.notes if self._job.conversations else ()):
-            yield f"{'note':<12}{note}"
+        yield from remarks(self._job)
         written = open_dataset(self._job.out)
         for name in SPLITS:
             split = manifest.splits[name]
@@ -289,12 +280,26 @@ class _Preparation:
         if not manifest.splits[VALIDATION].shards and manifest.arguments["held_out"]:
             yield f"{'':<12}nothing is held out: so few documents need a larger --held-out"
         if manifest.skipped:
-            yield f"{'left out':<12}{_listed(manifest.skipped)}"
+            yield f"{'left out':<12}{listed(manifest.skipped)}"
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _listed(skipped: Mapping[str, int]) -> str:
+def remarks(job: Job) -> Iterator[str]:
+    """Yields lines on how the inputs were read."""
+    for note in sorted(job.conversations.notes if job.conversations else ()):
+        yield f"{'note':<12}{note}"
+    ignored = []
+    if job.fields.ignored:
+        ignored.append(f"the fields {', '.join(map(repr, sorted(job.fields.ignored)))}")
+    for name, role in sorted(job.conversations.ignored if job.conversations else ()):
+        ignored.append(f"{name!r} of the messages of {role!r}")
+    if ignored:
+        yield f"{'ignored':<12}{'; '.join(ignored)}"
+
+
+def listed(skipped: Mapping[str, int]) -> str:
+    """Returns the numbers of what was left out, by kind."""
     return ", ".join(f"{count:,} x {kind}" for kind, count in skipped.items())

@@ -7,11 +7,18 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtp.config.schema import HF_PREFIX, expand, nearest_file
 from jaxtp.data.prepare import readers
-from jaxtp.data.prepare.prepare_config import PrepareConfig, check
+from jaxtp.data.prepare.prepare_config import (
+    CHOSEN,
+    PROMPT_FIELD,
+    REJECTED,
+    TEXT_FIELD,
+    PrepareConfig,
+    check,
+)
 from jaxtp.data.prepare.readers import (
     DATASETS,
     GZIP,
@@ -37,6 +44,17 @@ _CONVERT = (
     "csv.DictReader(sys.stdin{})]' < FILE > NEW.jsonl"
 )
 """A command that makes JSON Lines of a table, and by suffix what it adds for this table."""
+_LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"messages": "messages"},
+    {"messages": "conversations"},
+    {"messages": "instruction"},
+    {"prompt_field": PROMPT_FIELD, "completion_field": "completion"},
+)
+"""Settings that read the well-known layouts of rows."""
+_LAYOUT_NAMES = (
+    TEXT_FIELD,
+    *("messages", "conversations", "instruction", "output", PROMPT_FIELD, "completion"),
+)
 _SAVED = ("state.json", "dataset_dict.json")  # Files of a folder that `save_to_disk` has written
 
 
@@ -51,24 +69,38 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 
 
 def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
-    """Detects and prints whether pairs are conversations or texts.
+    """Finds and prints the layout of the rows, as the first of them shows it.
 
-    They are conversations if the first row has messages, or a template is named.
+    Pairs, and prompts and completions, are conversations if the row has messages; pairs also if a
+    template is named.
     """
-    if not config.preference:
+    if config.messages is not None and not config.preference:
         return config
-    rows = (readers.first_row(source, config.fields) for source in sources)
+    names = chain(_LAYOUT_NAMES, config.fields.names, config.fields.optional)
+    fields = readers.AnyFields("", optional=tuple(dict.fromkeys(names)))
+    tables = (source for source in sources if source.format != TEXT)
+    rows = (readers.first_row(source, fields) for source in tables)
     row: readers.Row = next(filter(None, rows), {})
+    before = config
+    if not config.has_prompts and config.field == TEXT_FIELD and TEXT_FIELD not in row:
+        for settings in _LAYOUTS:
+            layout = replace(config, **settings)
+            if row.keys() >= set(layout.fields.names):
+                config = layout
+                break
     has_messages = any(
         isinstance(row.get(name), list | dict) for name in config.fields.names_in(row)
     )
-    kind = "texts"
-    if has_messages or config.template is not None:
-        kind = "conversations"
-        config = replace(config, messages=config.fields.text)
-        check(config)
-    if row:
-        print(f"{'layout':<12}pairs of {kind}, 'chosen' and 'rejected'", flush=True)
+    is_of_messages = config.has_prompts and has_messages
+    if is_of_messages or (config.preference and config.template is not None):
+        config = replace(config, messages=config.messages or config.fields.text)
+    check(config)
+    kind = "prompts and completions" if config.messages is None else "conversations"
+    if config.preference:
+        kind = f"pairs of {'texts' if config.messages is None else kind}"
+    if row and (config.preference or config != before):
+        shown = [CHOSEN, REJECTED] if config.preference else config.fields.names
+        print(f"{'layout':<12}{kind}, {' and '.join(map(repr, shown))}", flush=True)
     return config
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -307,6 +308,82 @@ def test_alpaca_is_read_as_a_question_and_its_answer(name):
     assert "left out    1 x empty document" in out
     pairs = prompts_and_answers(open_dataset(Path("d")))
     assert [spelled(prompt) + "|" + spelled(answer) for prompt, answer in pairs] == expected
+
+
+FOUND = {
+    "messages": (conversation("a", "b"), "--messages messages", "conversations, 'messages'"),
+    "conversations": (
+        sharegpt(0, conversation("a", "b")),
+        "--messages conversations",
+        "conversations, 'conversations'",
+    ),
+    "alpaca": (
+        {"instruction": "a", "output": "b"},
+        "--messages instruction",
+        "conversations, 'instruction' and 'output'",
+    ),
+    "texts": (
+        {"prompt": "a", "completion": "b"},
+        "--prompt-field prompt --completion-field completion",
+        "prompts and completions, 'prompt' and 'completion'",
+    ),
+    "prompts": (
+        {
+            "prompt": conversation("a")["messages"],
+            "completion": [{"role": "assistant", "content": "b"}],
+        },
+        "--prompt-field prompt --completion-field completion",
+        "conversations, 'prompt' and 'completion'",
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("name", FOUND)
+def test_the_layout_is_found_and_said(name, suffix):
+    row, flags, layout = FOUND[name]
+    file = write(f"f.{suffix}", [{**row, "source": "web"}])
+    command = f"{file} --tokenizer t --held-out 0"
+    out = output(command)
+    assert f"layout      {layout}\n" in out
+    assert re.search(r"\nignored     the fields ('id', )?'source'\n", out)
+    ((prompt, answer),) = prompts_and_answers(open_dataset(Path("d")))
+    end = "" if name == "texts" else "<|stop|>\n"
+    assert spelled(answer).removesuffix("<|end|>") == f"b{end}"
+    assert "is finished" in output(f"{command} {flags}")
+    assert (spelled(prompt) == "<|begin|>a") == (name == "texts")
+
+
+def test_answers_in_a_prompt_of_messages_are_not_learned():
+    before, last = conversation("a", "b", "c", "d"), {"role": "assistant", "content": "e"}
+    prompt = before["messages"][:3]
+    completions = [[last], last, "e", [last, before["messages"][2], last]]
+    write("p.jsonl", [{"prompt": prompt, "completion": part} for part in completions])
+    pairs = prompts_and_answers(made("p.jsonl --prompt-field prompt --completion-field completion"))
+    answers = [spelled(answer) for _, answer in pairs]
+    assert answers == ["e<|stop|>\n"] * 5
+    assert spelled(pairs[0][0]).endswith("b<|stop|>\n<|turn|>user\nc<|stop|>\n<|turn|>assistant\n")
+    write("all.jinja", WRITES_ALL)
+    write("p.jsonl", [{"prompt": "a", "completion": [last], "tools": TOOLS, "system": "S"}])
+    ((first, _),) = prompts_and_answers(made("p.jsonl --template all.jinja"))
+    assert "tools\n[" in spelled(first)
+    assert "<|turn|>system\nS<|stop|>\n<|turn|>user\na<|stop|>" in spelled(first)
+
+
+def test_keys_of_messages_that_the_template_does_not_write_are_listed():
+    row = conversation("a", "b", "c", "d")
+    row["messages"][0] |= {"name": "Ann", "day": 3, "refusal": None}
+    row["messages"][1] |= {"weight": 1, "day": 4}
+    write("b.jsonl", [row, row])
+    names = CHAT_TEMPLATE.replace("{{ m.role }}", "{{ m.role }}{{ m.name }}")
+    write("names.jinja", names)
+    command = "b.jsonl --tokenizer t --template names.jinja"
+    listed = "ignored     'day' of the messages of 'assistant'; 'day' of the messages of 'user'\n"
+    assert listed in output(command)
+    assert listed in output(f"{command} --show 1")
+    assert "'name' of the messages of 'user'" in output("b.jsonl --tokenizer t --out e")
+    write("c.jsonl", [conversation("a", "b")])
+    assert "ignored" not in output("c.jsonl --tokenizer t --out f")
 
 
 @pytest.mark.wide
