@@ -429,7 +429,7 @@ def settings_of(machine: Machine, case: Step) -> TrainConfig:
 def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     """Times a training step and its parts; also gives the times at the hardware's peaks."""
     import jax
-    from parts import SECONDS, read_parts, roofline
+    from parts import SECONDS, peak_gib, read_parts, roofline
     from step_beside_plain import Plain, Runner, make_batch, plain_runner
 
     from jaxtp.analysis.hardware import find
@@ -483,7 +483,7 @@ def step(machine: Machine, out: Path, log: Path, *, name: str) -> Result:
     found |= {
         "tokens/s": rows * length / seconds,
         "compiled in s": ours.compile_seconds,
-        "compiled GiB": ours.peak(),
+        "compiled GiB": peak_gib(ours.compiled),
     }
     if case.beside_plain:
         found["time / plain"] = statistics.median(block[0] / block[1] for block in blocks)

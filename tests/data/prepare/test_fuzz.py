@@ -92,7 +92,10 @@ def test_damaged_inputs_give_documents_or_problems(index, rounds, whole):
 
 def prepare_or_refuse(out, path, numbers):
     config = PrepareConfig(
-        inputs=(str(path),), on_error=numbers.choice(["stop", "skip"]), dedup=numbers.random() < 0.5
+        inputs=(str(path),),
+        out=out,
+        on_error=numbers.choice(["stop", "skip"]),
+        dedup=numbers.random() < 0.5,
     )
     refused = raised_by(prepare, out, config, kind=PrepareError)
     if refused == "no error":
@@ -230,7 +233,7 @@ def is_noticed(folder):
 def test_a_damaged_journal_is_refused(rounds):
     path = write("a.jsonl", [*TEXTS, {"bad": 1}])
     assert "line 41" in refusal("a.jsonl --dedup --shard-tokens 500")
-    config = PrepareConfig(inputs=(str(path),), dedup=True, shard_tokens=500)
+    config = PrepareConfig(inputs=(str(path),), out=Path("d"), dedup=True, shard_tokens=500)
     journal = Path("d/journal.json").read_bytes()
     numbers = random.Random(2)
     for number in range(rounds):
