@@ -7,8 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -60,20 +58,6 @@ def test_each_program_is_the_collective_of_its_name(kind, bench):
     assert times == 3 * arrays, "the compiler keeps all of them"
 
 
-def test_programs_take_turns_and_medians_are_of_timed_calls(bench):
-    calls = []
-
-    def program(name, *seconds):
-        # a slow start, which counts nowhere
-        left = iter([100.0] * bench.WARM_UP + list(seconds))
-        return lambda: calls.append((name, next(left)))
-
-    programs = {"a": program("a", 1, 1, 5, 5, 2, 2), "b": program("b", 30, 10, 20, 10, 10, 90)}
-    now = lambda: sum(seconds for _, seconds in calls)
-    assert bench.medians(programs, 3, calls=2, clock=now) == {"a": 2.0, "b": 20.0}
-    assert "".join(name for name, _ in calls[2 * bench.WARM_UP :]) == "aabb" * 3
-
-
 def messages(bench, axis, devices, speed, noise=(1, 1, 1, 1)):
     """As if a ring's took `20 us + bytes sent / speed`, times noise; a permute takes 1 s."""
     timed = []
@@ -83,14 +67,6 @@ def messages(bench, axis, devices, speed, noise=(1, 1, 1, 1)):
             timed.append(bench.Message(moved, (2e-5 + moved.bytes_sent / speed) * factor))
         timed.append(bench.Message(Collective("permute", (axis,), devices, size), 1.0))
     return timed
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(noise=st.lists(st.floats(0.8, 1.25), min_size=4, max_size=4))
-def test_noise_moves_a_fitted_line_by_as_much(bench, noise):
-    line = bench.fit_line("tp", messages(bench, "tp", 4, 1e11, noise))
-    assert 0.5e11 < line.speed < 2e11
-    assert 1e-5 < line.latency < 4e-5
 
 
 @pytest.mark.parametrize(

@@ -62,24 +62,6 @@ def test_the_loss_of_tokens_has_a_unit(plot_run, tmp_path):
 
 
 @pytest.mark.wide
-def test_a_plot_leaves_out_lines_that_are_no_records(plot_run, tmp_path):
-    pytest.importorskip("matplotlib")
-    huge = f'{{"step": 3, "loss": 1{"0" * 400}}}'
-    wrong = [
-        "5",
-        "[]",
-        '{"step": 2, "loss": "high"}',
-        '{"step": 2, "loss": [1]}',
-        "[" * 100_000,
-        huge,
-    ]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 1, "loss": 0.5}', *wrong, ""]))
-    out = tmp_path / "plot.png"
-    assert plot_run.main([str(tmp_path), "--metrics=loss", f"--out={out}"]) == 0
-    assert out.is_file()
-
-
-@pytest.mark.wide
 def test_the_colors_and_lines_of_an_estimate_are_explained(script, tmp_path, capsys):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     plot_estimate = script("plot_estimate")
