@@ -231,7 +231,7 @@ def test_a_table_of_many_nulls_is_refused_by_its_types_and_counts(monkeypatch):
         "a.parquet: the column 'text' has no strings, but values of type list<element: int8>"
         in error
     )
-    write("t.jinja", "")
+    write("t.jinja", "{% for message in messages %}{{ message.content }}{% endfor %}")
     error = refusal("a.parquet --messages messages --template t.jinja --overwrite")
     assert "the column 'messages' has 5,000,000 values in 1 rows; at most 4,194,304 a row" in error
 
