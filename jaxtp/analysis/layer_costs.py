@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -182,12 +182,13 @@ class Weight:
 
     def loaded_bytes(self, work: Workload) -> float:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
-        in_8_bits = self.matmul == "float8"
+        compute = itemsize(self.precision.compute)
         # The gathered kernel may be in 8 bits beside the dequantised weight.
-        element_bytes = int(in_8_bits or (self.float8 and work.shards > 1))
-        element_bytes += itemsize(self.precision.compute) * (
-            (not in_8_bits) + bool(self.reduced_bytes(work))
-        )
+        element_bytes = int(self.matmul == "float8" or (self.float8 and work.shards > 1))
+        if self.matmul != "float8":
+            element_bytes += compute
+        if self.reduced_bytes(work):
+            element_bytes += compute
         loaded = self.whole(work) * element_bytes
         return loaded if self.gathered else loaded / work.shards
 
@@ -679,12 +680,11 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
     saves_result = kernel.can_save_result and work.remat == "save_dots"
     recomputed = work.recomputes and not saves_result
     scores = _device_scores(layer, kernel, method, work)
-    num_scores = math.prod(scores[:3])
     yield from _score_products(
         layer, kernel, scores, work, value_dim=value_dim, recomputed=recomputed
     )
     if kernel.streams_scores:
-        yield Bytes("scores", num_scores * FLOAT32 * SCORE_PASSES)
+        yield Bytes("scores", scores.size * FLOAT32 * SCORE_PASSES)
     stored_kv, group, _ = config.heads.stored(work.tp)
     rotated = stored_kv * (group + 1) * config.head_dim // work.tp
     yield Bytes("elementwise", work.tokens * 2 * rotated * compute, ATTEND)
@@ -695,7 +695,7 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
     # Two arrays of scores in float32: the scores or their gradient, and a constant that the mask
     # selects, which XLA takes out of the loop over the blocks. Two in the compute dtype: the
     # softmax, in the layouts of two products.
-    stored_scores = num_scores * kernel.stores_scores
+    stored_scores = scores.size * kernel.stores_scores
     yield Bytes("workspace", stored_scores * 2 * (FLOAT32 + compute))
     if not work.recomputes:
         # Scores before and after the softmax, and queries and keys before their rotation, in
@@ -709,13 +709,23 @@ def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
         yield Bytes("saved", results * compute + work.tokens * heads * FLOAT32)
 
 
+class _Scores(NamedTuple):
+    """The attention scores of a device, as blocks `[m, n]`."""
+
+    num_blocks: int  # over rows and heads
+    m: int  # queries of a block
+    n: int  # keys of a block
+    counted: float  # fraction that the mask keeps
+
+    @property
+    def size(self) -> int:
+        """Elements of all blocks."""
+        return self.num_blocks * self.m * self.n
+
+
 def _device_scores(
     layer: CausalSelfAttention, kernel: Kernel, method: Method, work: Workload
-) -> tuple[int, int, int, float]:
-    """Returns a device's scores as blocks over rows and heads.
-
-    Their number, queries and keys of each, and the fraction of its scores that the mask keeps.
-    """
+) -> _Scores:
     heads, _ = layer.config.heads.on_device(work.tp)
     window = layer.config.sliding_window
     # The queries of the device with the most work
@@ -727,13 +737,13 @@ def _device_scores(
         chunks = (range(work.length),)
     number, m, n = kernel.products(chunks, window)
     counted = num_scores(chunks, window) / (number * m * n)
-    return work.rows * heads * number, m, n, counted
+    return _Scores(work.rows * heads * number, m, n, counted)
 
 
 def _score_products(
     layer: CausalSelfAttention,
     kernel: Kernel,
-    scores: tuple[int, int, int, float],
+    scores: _Scores,
     work: Workload,
     *,
     value_dim: int,
