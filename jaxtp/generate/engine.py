@@ -31,6 +31,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
 from jaxtp.config.console import size_text
+from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import (
@@ -562,10 +563,12 @@ class Scheduler:
                 request = self._requests.get(row)
                 if request is None:  # the row's text has ended
                     continue
-                if not math.isfinite(logprobs[row]):
-                    self._cache.arrays = None  # `append` raises
                 self._cached[row] += request.tokens[len(self._cached[row]) :]
-                pieces.append(request.append(tokens[row], logprobs[row]))
+                try:
+                    pieces.append(request.append(tokens[row], logprobs[row]))
+                except NumericsError:
+                    self._cache.arrays = None
+                    raise
                 if request.finish is not None:
                     del self._requests[row]
                     if request.finish == "stop" and self._programs.has_states:
