@@ -49,6 +49,12 @@ def has_colour(stream: TextIO | None) -> bool:
     return is_terminal(stream) and not is_plain
 
 
+def printable(text: str, stream: TextIO) -> str:
+    """Returns a text with the characters escaped that the stream's encoding lacks."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 class Display:
     """Prints lines, above a progress bar in a terminal.
 
@@ -148,8 +154,7 @@ class Display:
         if self._stream is None:
             return
         try:
-            encoding = getattr(self._stream, "encoding", None) or "utf-8"
-            self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self._stream.write(printable(text, self._stream))
             self._stream.flush()
         except (OSError, ValueError) as error:  # a ValueError if it is closed
             stream = self._stream

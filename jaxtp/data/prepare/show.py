@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtp.config.console import has_colour
+from jaxtp.config.console import has_colour, printable
 from jaxtp.config.entry import escaped
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.data.documents import Tokens
@@ -135,8 +135,7 @@ class _Picture:
         self._print(f"{'tokens':<12}{len(tokens):,}: {prompt}{num_learned:,} learned\n")
 
     def _print(self, text: str) -> None:
-        encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        print(printable(text, sys.stdout), flush=True)
 
     def _parts(self, tokens: Tokens, cut: int) -> tuple[str, str]:
         """Returns the text of the first `cut` tokens, and what the others add to it."""
