@@ -261,8 +261,7 @@ class Settings:
     def __new__(cls, *args: object, **values: object) -> Self:
         """Refuses unknown names, as in a file: the message has the nearest name."""
         kind: Any = cls
-        fields = {field.name for field in dataclasses.fields(kind)}
-        unknown = {name: values[name] for name in values if name not in fields}
+        unknown = {name: values[name] for name in values.keys() - kind.__dataclass_fields__.keys()}
         # A subclass may have a constructor of its own.
         if unknown and not _accepts(kind, args, values):
             validate(_without_constructor(kind), unknown, source=kind.__name__)
