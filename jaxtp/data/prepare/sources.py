@@ -51,10 +51,6 @@ _LAYOUTS: tuple[dict[str, Any], ...] = (
     {"prompt_field": PROMPT_FIELD, "completion_field": "completion"},
 )
 """Settings that read the well-known layouts of rows."""
-_LAYOUT_NAMES = (
-    TEXT_FIELD,
-    *("messages", "conversations", "instruction", "output", PROMPT_FIELD, "completion"),
-)
 _SAVED = ("state.json", "dataset_dict.json")  # Files of a folder that `save_to_disk` has written
 
 
@@ -76,15 +72,23 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
     """
     if config.messages is not None and not config.preference:
         return config
-    names = chain(_LAYOUT_NAMES, config.fields.names, config.fields.optional)
+    if not config.has_prompts and config.field != TEXT_FIELD:
+        check(config)
+        return config
+    layouts = [replace(config, **settings) for settings in _LAYOUTS]
+    names = chain(
+        [TEXT_FIELD],
+        *(layout.fields.names for layout in layouts),
+        config.fields.names,
+        config.fields.optional,
+    )
     fields = readers.AnyFields("", optional=tuple(dict.fromkeys(names)))
     tables = (source for source in sources if source.format != TEXT)
     rows = (readers.first_row(source, fields) for source in tables)
     row: readers.Row = next(filter(None, rows), {})
     before = config
-    if not config.has_prompts and config.field == TEXT_FIELD and TEXT_FIELD not in row:
-        for settings in _LAYOUTS:
-            layout = replace(config, **settings)
+    if not config.has_prompts and TEXT_FIELD not in row:
+        for layout in layouts:
             if row.keys() >= set(layout.fields.names):
                 config = layout
                 break
