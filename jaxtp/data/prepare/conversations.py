@@ -37,13 +37,12 @@ from jaxtp.data.prepare.messages import (
     MARKS,
     arguments_of,
     as_messages,
-    as_objects,
-    as_texts,
     calls_of,
     checked,
-    conversation_of,
     is_learned,
+    messages_of,
     no_answer,
+    with_arguments,
     with_system,
 )
 from jaxtp.data.prepare.prepare_config import PrepareConfig
@@ -111,7 +110,8 @@ class Conversations:
         """Sentences about the prompts, for the summary of the command."""
         self.ignored = set[tuple[str, str]]()
         """Keys of messages that the template does not write, with the role of the messages."""
-        self._keys = set[tuple[str, str]]()  # of which `ignored` is a part
+        self._keys = set[tuple[str, str]]()
+        """All keys that `_find_ignored` has tried."""
         self._tokens = ChatTokenizer(tokenizer)
         try:
             (turn,) = self.turns(_PROBE, config.template_arguments)
@@ -142,7 +142,8 @@ class Conversations:
         """Returns the `turns` of a row's conversation."""
         if self._config.completion_field is not None:
             return self._of_completion(row)
-        return self.turns(*conversation_of(row, self._fields, self._config.template_arguments))
+        messages = messages_of(row, self._fields)
+        return self.turns(messages, arguments_of(row, self._config.template_arguments))
 
     def turns(
         self, messages: object, arguments: Mapping[str, object] | None = None
@@ -234,32 +235,44 @@ class Conversations:
         Templates write the arguments of tool calls as JSON; most of them get objects, others get
         the JSON. The first of both that a template writes once is right.
         """
-        escaped_arguments = self._tokens.escape(arguments, keep=self._config.special_tokens)
-
-        def turns(messages: list[Message]) -> tuple[Turn, ...]:
-            escaped = self._escaped(messages)
-            # What is before an answer has been checked for the answer before it.
-            checked = (0, *(i + 1 for i in answers))
-            documents = self._limited(
-                self._turn(escaped[: i + 1], start, escaped_arguments)
-                for start, i in zip(checked, answers, strict=False)
-            )
-            self._find_ignored(escaped[: answers[-1] + 1], escaped_arguments)
-            return documents
-
+        escaped = self._tokens.escape(arguments, keep=self._config.special_tokens)
         try:
-            return turns(as_objects(messages))
+            return self._rendered(messages, answers, escaped, as_text=False)
         except ChatError as error:
             if not any(message.get("tool_calls") for message in messages):
                 raise
             problem = error
         try:
-            return turns(as_texts(messages))
+            return self._rendered(messages, answers, escaped, as_text=True)
         except ChatError as error:
             # The template's own error may be about the objects.
             if isinstance(problem, RenderError) and isinstance(error, NotWrittenError):
                 problem = error
             raise problem from None
+
+    def _rendered(
+        self,
+        messages: list[Message],
+        answers: Sequence[int],
+        arguments: Mapping[str, object],
+        *,
+        as_text: bool,
+    ) -> tuple[Turn, ...]:
+        """Returns the answers at some positions.
+
+        Args:
+          arguments: for the template, escaped.
+          as_text: whether the template gets the arguments of tool calls as JSON.
+        """
+        escaped = self._escaped([with_arguments(message, as_text=as_text) for message in messages])
+        # What precedes an answer was checked with the answer before it.
+        starts = (0, *(index + 1 for index in answers))
+        turns = self._limited(
+            self._turn(escaped[: index + 1], start, arguments)
+            for start, index in zip(starts, answers, strict=False)
+        )
+        self._find_ignored(escaped[: answers[-1] + 1], arguments)
+        return turns
 
     def _find_ignored(self, messages: list[Message], arguments: Mapping[str, object]) -> None:
         """Notes the keys of messages without which the template writes the same.
@@ -341,7 +354,7 @@ class Conversations:
     ) -> None:
         """Raises `ChatError` if a prompt lacks a message from `start` on, or a tool or documents.
 
-        Reasoning may be missing: many templates write only that of the last answer.
+        Reasoning is not required, because many templates write it for the last answer only.
         """
         if not start:
             require_tools(arguments.get("tools") or (), prompt)

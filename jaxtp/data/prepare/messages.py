@@ -7,7 +7,8 @@ with the tools of LLaMA-Factory and the calls of ms-swift.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any
 
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
 from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Row, shorten
@@ -32,7 +33,7 @@ calls of tools by the assistant, as JSON."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _ARGUMENTS = ("arguments", "args", "parameters")
 _OF_CALLS = {"name", "id", "call_id", "index", "type", "function", *_ARGUMENTS}
-"""Keys of a tool call, of which `_ARGUMENTS` name its arguments."""
+"""The keys that may hold a tool call's arguments, and all keys that a tool call may have."""
 _TEXTS = (None, "text", "input_text", "output_text")
 _THOUGHTS = ("reasoning", "thinking")
 """Types of the parts of a content: its text, and its reasoning."""
@@ -40,24 +41,12 @@ _MEDIUM = re.compile("image|audio|video")
 _MEDIA = re.compile(f"<({_MEDIUM.pattern})>")
 
 
-class Conversation(NamedTuple):
-    """The conversation of a row."""
-
-    messages: object  # as the row has them; `checked` reads them
-    arguments: Mapping[str, object]  # for the template
-
-
-def conversation_of(row: Row, fields: Fields, arguments: Mapping[str, object]) -> Conversation:
-    """Returns a row's conversation; raises `ChatError`.
+def arguments_of(row: Row, arguments: Mapping[str, object]) -> dict[str, object]:
+    """Returns a row's tools, documents and arguments for the template; raises `ChatError`.
 
     Args:
-      arguments: the template's arguments of all rows, which those of the row override.
+      arguments: the template's arguments for all rows; a row's own arguments override them.
     """
-    return Conversation(_messages(row, fields), arguments_of(row, arguments))
-
-
-def arguments_of(row: Row, arguments: Mapping[str, object]) -> dict[str, object]:
-    """Returns a row's tools, documents and arguments for the template; raises `ChatError`."""
     own = _parsed(row.get("chat_template_kwargs"), "'chat_template_kwargs'") or {}
     if not isinstance(own, dict):
         raise ChatError(f"'chat_template_kwargs' is not an object, but {shorten(own)}")
@@ -113,7 +102,8 @@ def _tools(value: object) -> list[dict[str, object]]:
     return tools
 
 
-def _messages(row: Row, fields: Fields) -> object:
+def messages_of(row: Row, fields: Fields) -> object:
+    """Returns a row's messages, for `checked`; raises `ChatError`."""
     texts = [name for name in fields.optional if name not in ("history", *TEMPLATE_FIELDS)]
     for name in (*texts, *(fields.names if fields.prompt else ())):
         value = row.get(name)
@@ -240,23 +230,14 @@ def is_learned(message: Message, number: int) -> bool:
     return learned
 
 
-def as_texts(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages with the arguments of tool calls as JSON in strings."""
-    return [_with_arguments(message, True) for message in messages]
-
-
-def as_objects(messages: Sequence[Message]) -> list[Message]:
-    """Returns messages with the arguments of tool calls as objects."""
-    return [_with_arguments(message, False) for message in messages]
-
-
 def calls_of(message: Message) -> Iterator[tuple[str, dict[str, object]]]:
     """Yields the name and the arguments of each tool call."""
     for call in message.get("tool_calls") or ():
         yield call["function"]["name"], _object(call["function"])
 
 
-def _with_arguments(message: Message, as_text: bool) -> Message:
+def with_arguments(message: Message, *, as_text: bool) -> Message:
+    """Returns a message with the arguments of its tool calls as JSON in strings, or as objects."""
     if not message.get("tool_calls"):
         return message
     calls = []
@@ -308,6 +289,7 @@ def _with_role(message: Message, number: int, template: str) -> Message:
     )
 
 
+@lru_cache
 def _names_role(template: str, role: str) -> bool:
     """Returns whether a template reads a role of this name."""
     quoted = rf"['\"]{re.escape(role)}['\"]"
