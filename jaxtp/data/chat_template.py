@@ -207,9 +207,9 @@ class ChatTokenizer:
     def encode(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Tokens, Tokens]]:
         """Returns the ids of the prompt and of the answer of each pair of marked texts.
 
-        The ids of a prompt are those of the prompt alone, as at inference. The ids of an answer
-        are those that it has after its prompt; where a token would span both, those that it has in
-        the middle of a text. Raises `TokenizerError`.
+        The prompt is encoded alone, as at inference. The answer is encoded as the continuation of
+        the prompt; if a token would span both, it is encoded in the middle of another text. Raises
+        `TokenizerError`.
         """
         if not self._content:
             ids = ByteTokenizer().encode_batch(list(chain.from_iterable(pairs)))

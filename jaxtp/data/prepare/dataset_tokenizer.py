@@ -81,9 +81,9 @@ class DocumentEncoder:
         return (list(islice(encoded, parts_per_turn)) for _ in turns)
 
     def document(self, ids: Sequence[Tokens]) -> tuple[list[Tokens], int]:
-        """Returns the tokens of a document, in parts, and the number of those in its prompt.
+        """Returns the parts of a document's tokens, and the number of tokens in its prompt.
 
-        There are no parts where a tokenizer drops all of a text, such as white space.
+        The list is empty if the tokenizer drops the whole text, such as white space.
         """
         if not any(map(len, (*ids, self._end))):
             return [], 0

@@ -114,8 +114,8 @@ class PrepareConfig:
     (chat_template.jinja, or in tokenizer_config.json)."""
 
     template_arguments: dict[str, object] = dataclass_field(default_factory=dict)
-    """Arguments of the chat template, such as --template-arguments.enable-thinking false. Those of
-    a row, in its field chat_template_kwargs, have priority. jaxtp generate --chat has the same."""
+    """Arguments of the chat template, such as --template-arguments.enable-thinking false. A row's
+    field chat_template_kwargs overrides them. jaxtp generate --chat uses the same arguments."""
 
     answers: Literal["all", "last"] = "all"
     """Answers of a conversation that become documents: all of them, or the last one."""
