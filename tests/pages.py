@@ -5,7 +5,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "configs/README.md", *sorted(ROOT.glob("jaxtp/*/**/README.md"))]
+PAGES = [
+    README,
+    ROOT / "configs/README.md",
+    *sorted(ROOT.glob("jaxtp/guides/*.md")),
+    *sorted(ROOT.glob("jaxtp/*/**/README.md")),
+]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 CHECK_OF_ONE_MESH = re.compile(r"jaxtp check --config configs/(\w+)\.yaml --mesh (\S+)")
 
