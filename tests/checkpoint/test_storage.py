@@ -31,7 +31,7 @@ from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
 
 HERE = Path(__file__).parent
-GUIDE = HERE.parents[1] / "jaxtp/train/README.md"
+GUIDE = HERE.parents[1] / "jaxtp/guides/resume_and_repair.md"
 MESH = jaxtp.make_mesh()
 
 
