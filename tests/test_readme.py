@@ -297,7 +297,7 @@ def test_tables_are_the_stored_results():
     results = {path: path.read_text().splitlines() for path in ROOT.glob("scripts/results/*.txt")}
     shown = [
         text.strip().splitlines()
-        for page in PAGES
+        for page in (*PAGES, *MAP)
         for kind, text in blocks(page)
         if not kind and text.strip()
     ]

@@ -237,7 +237,7 @@ def shared(tmp_path):
 def test_two_node_example_of_the_guide(cluster, shared):
     folder, sizes = shared
     example = (
-        (ROOT / "jaxtp/distributed/README.md")
+        (ROOT / "jaxtp/guides/several_hosts.md")
         .read_text()
         .partition("### Example: ")[2]
         .partition("\n## ")[0]

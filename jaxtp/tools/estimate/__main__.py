@@ -282,7 +282,7 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
         lines.insert(
             0,
             "# Each host starts this, by a scheduler or jaxtp launch "
-            "(jaxtp/distributed/README.md):",
+            "(jaxtp/guides/several_hosts.md):",
         )
     return "\n".join(lines) + f"\n\n{to_short_yaml(config, default_settings(config))}"
 

@@ -4,8 +4,8 @@ A matrix product takes the longer of computing and moving its operands; everythi
 memory speed (Williams et al., "Roofline", CACM 2009).
 
 A collective takes a start, its sequential steps, and its bytes at the speed of the slowest link.
-The faster protocol counts; README.md has the formulas. `Hardware` has the numbers of the protocol
-Simple. If `hop` or `network_hop` is 0, the measured latency includes the protocols.
+The faster protocol counts. `Hardware` has the numbers of the protocol Simple. If `hop` or
+`network_hop` is 0, the measured latency includes the protocols.
 """
 
 import math
