@@ -28,9 +28,7 @@ from jaxtp.layers.parameter import Precision
 from jaxtp.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-MAP = [
-    ROOT / f"jaxtp/{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "EVIDENCE")
-]
+MAP = [ROOT / f"jaxtp/{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG", "EVIDENCE")]
 FOLLOWED = [page for page in PAGES if "```sh\n" in page.read_text()]
 
 FILE = re.compile(r"# (\w+\.py)\n")
