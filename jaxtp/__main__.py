@@ -26,6 +26,7 @@ COMMANDS = {
     "generate": "jaxtp.generate",
     "launch": "jaxtp.tools.launch",
     "prepare": "jaxtp.data.prepare",
+    "report": "jaxtp.tools.report",
     "score": "jaxtp.tools.score",
     "train": "jaxtp.train",
 }

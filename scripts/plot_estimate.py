@@ -13,13 +13,12 @@ from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
-from plot_run import write_picture
-
 from jaxtp.analysis.hardware import GB
 from jaxtp.config import entry
 from jaxtp.config.reading import parse_json
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import AXES, TP, describe_split
+from jaxtp.tools.report.curves import write_picture
 
 Numbers = Mapping[str, Any]
 

@@ -136,7 +136,7 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
     ("verbose", "run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
     # Of two rows for one name, that whose setting the command has is shown.
     ("plot", "tier", "python scripts/plot_estimate.py FILE draws what --json FILE has"),
-    ("plot", "run.dir", "python scripts/plot_run.py RUN draws the curves of the run in {}"),
+    ("plot", "run.dir", "jaxtp report RUN draws the curves of the run in {}"),
     (
         "cache",
         "tasks",

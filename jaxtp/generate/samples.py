@@ -6,7 +6,7 @@ the weights nor a cache, and for short texts not much time.
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxtp.config.entry import shown
+from jaxtp.config.files import open_directly, writing
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -37,6 +38,7 @@ from jaxtp.layers.kernels.padding import round_up
 from jaxtp.mesh import CP, TP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
+SAMPLES = "samples.jsonl"  # File of the texts, in the folder of a run
 # Lengths of texts are multiples of this number of tokens on each device along cp and tp
 _BLOCK = 64
 
@@ -77,10 +79,18 @@ def sample_text(
             own_tokenizer = given_tokenizer or _tokenizer_of(trainer.config.data)
             results = _continue_texts(model, trainer.mesh, own_tokenizer, prompts, settings)
         for result in results:
-            text = json.dumps(prompts[result.index] + result.text, ensure_ascii=False)
-            trainer.line(f"step {step.index}: {shown(text)}")
+            text = prompts[result.index] + result.text
+            trainer.line(f"step {step.index}: {shown(json.dumps(text, ensure_ascii=False))}")
+            _record(trainer.config.run.dir / SAMPLES, {"step": step.index, "text": text})
 
     return callback
+
+
+def _record(path: Path, sample: Mapping[str, object]) -> None:
+    if jax.process_index() != 0:
+        return
+    with writing(f"{SAMPLES} of the run", path), open_directly(path, "a") as file:
+        file.write(json.dumps(sample) + "\n")
 
 
 def _continue_texts(

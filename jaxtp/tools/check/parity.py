@@ -7,9 +7,8 @@ where scores are equal up to rounding.
 """
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jaxtp.data.loader import Batch
 from jaxtp.layers.context import to_natural
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.lora import float8_kernels
-from jaxtp.mesh import CP, make_mesh, mesh_of
+from jaxtp.mesh import CP, make_mesh, mesh_of, mesh_sizes
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject
 from jaxtp.train import optimizer as optimizers
@@ -229,7 +228,7 @@ def program(
     audited: bool = False,
     replayed: Numbers | None = None,
     subject: Subject = Subject(),
-) -> Callable[..., Numbers]:
+) -> "Updates":
     """Compiles three updates, which start from one state or from a state for each.
 
     The updates use the expert choices of `replayed`.
@@ -241,21 +240,32 @@ def program(
     step = make_train_step(settings, blueprint, with_choices=True, with_grads=True)
     batches = list(subject.on_mesh(config, mesh))
     experts = _experts(replayed, mesh) or [{}] * len(batches)
-    updates = partial(_updates, config, case, blueprint, batches, experts)
+    problems: tuple[str, ...] = ()
     with jax.set_mesh(mesh):
         traced = step.trace(blueprint.sharded, batches[0], **experts[0])
         if not audited:
-            return partial(updates, traced.lower().compile(compiler_options=COMPILER_OPTIONS), ())
-    modelled = subject.parts.optimizer is None and optimizers.is_modelled(config.optimizer)
-    result = audit(
-        traced,
-        blueprint.sharded,
-        mesh=mesh,
-        budget=costs_of_step(config, case.sizes).budget,
-        global_view=() if modelled else (OPTIMIZER_SCOPE,),
-        compiler_options=COMPILER_OPTIONS,
+            compiled = traced.lower().compile(compiler_options=COMPILER_OPTIONS)
+    if audited:
+        modelled = subject.parts.optimizer is None and optimizers.is_modelled(config.optimizer)
+        result = audit(
+            traced,
+            blueprint.sharded,
+            mesh=mesh,
+            budget=costs_of_step(config, case.sizes).budget,
+            global_view=() if modelled else (OPTIMIZER_SCOPE,),
+            compiler_options=COMPILER_OPTIONS,
+        )
+        compiled = result.compiled
+        problems = tuple(result.problems())
+    return Updates(
+        step=compiled,
+        blueprint=blueprint,
+        batches=batches,
+        experts=experts,
+        problems=problems,
+        is_zigzag=config.model.zigzag(share_of(config, case.sizes)),
+        keeps_states=config.model.precision.matmul != "compute",
     )
-    return partial(updates, result.compiled, tuple(result.problems()))
 
 
 def _experts(replayed: Numbers | None, mesh: Mesh) -> list[dict[str, object]]:
@@ -270,47 +280,57 @@ def _experts(replayed: Numbers | None, mesh: Mesh) -> list[dict[str, object]]:
     return experts
 
 
-def _updates(
-    config: TrainConfig,
-    case: Case,
-    blueprint: Blueprint,
-    batches: Sequence[Batch],
-    experts: Sequence[Mapping[str, object]],  # argument of the step, by update
-    step: jax.stages.Compiled,
-    problems: tuple[str, ...],  # from the audit
-    *states: Arrays,
-) -> Numbers:
-    """Runs a compiled step for each batch, from one state or from a state for each."""
-    mesh = blueprint.mesh
-    keeps_states = config.model.precision.matmul != "compute"
-    losses: list[float] = []
-    norms: list[float] = []
-    choices: list[Choices] = []
-    gradients: Arrays = {}
-    later_states: list[Arrays] = []
-    for update, batch in enumerate(batches):
-        if update < len(states):
-            state = place(states[update], blueprint.abstract, mesh)
-        state, output = step(state, batch, **experts[update])
-        metrics = fetch(output)
-        losses.append(metrics["loss"])
-        norms.append(metrics["grad_norm"])
-        chosen = jax.tree.map(np.asarray, output.choices or [])
-        if chosen and config.model.zigzag(share_of(config, case.sizes)):
-            chosen = jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), chosen)
-        choices.append(chosen)
-        gradients = gradients or on_host(output.grads, mesh)
-        if keeps_states or update + 1 == len(batches):
-            later_states.append(on_host(state, mesh))
-    return Numbers(
-        losses=np.array(losses),
-        grad_norms=np.array(norms),
-        gradients=gradients,
-        state=later_states.pop(),
-        problems=problems,
-        choices=tuple(choices),
-        states=tuple(later_states),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """The updates of a case: a compiled step, and a batch for each.
+
+    Args:
+      experts: argument of the step, by update.
+      problems: from the audit.
+      is_zigzag: whether a device along cp has two pieces of a sequence, one from each end.
+      keeps_states: whether the numbers have the state after each update.
+    """
+
+    step: jax.stages.Compiled
+    blueprint: Blueprint
+    batches: Sequence[Batch]
+    experts: Sequence[Mapping[str, object]]
+    problems: tuple[str, ...]
+    is_zigzag: bool
+    keeps_states: bool
+
+    def __call__(self, *states: Arrays) -> Numbers:
+        """Runs the step for each batch, from one state or from a state for each."""
+        mesh = self.blueprint.mesh
+        parts = mesh_sizes(mesh)[CP]
+        losses: list[float] = []
+        norms: list[float] = []
+        choices: list[Choices] = []
+        gradients: Arrays = {}
+        later_states: list[Arrays] = []
+        for update, batch in enumerate(self.batches):
+            if update < len(states):
+                state = place(states[update], self.blueprint.abstract, mesh)
+            state, output = self.step(state, batch, **self.experts[update])
+            metrics = fetch(output)
+            losses.append(metrics["loss"])
+            norms.append(metrics["grad_norm"])
+            chosen = jax.tree.map(np.asarray, output.choices or [])
+            if chosen and self.is_zigzag:
+                chosen = jax.tree.map(lambda x: to_natural(x, parts, 2), chosen)
+            choices.append(chosen)
+            gradients = gradients or on_host(output.grads, mesh)
+            if self.keeps_states or update + 1 == len(self.batches):
+                later_states.append(on_host(state, mesh))
+        return Numbers(
+            losses=np.array(losses),
+            grad_norms=np.array(norms),
+            gradients=gradients,
+            state=later_states.pop(),
+            problems=self.problems,
+            choices=tuple(choices),
+            states=tuple(later_states),
+        )
 
 
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
