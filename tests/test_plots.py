@@ -1,32 +1,23 @@
 """`scripts/plot_run.py` and `scripts/plot_estimate.py`: pictures of runs and of estimates."""
 
-import importlib
 import json
 from pathlib import Path
 
+import plot_estimate
+import plot_run
 import pytest
+from support import assert_refused
 
 from jaxtp.tools.estimate.__main__ import main as estimate
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module
-
-
-@pytest.fixture
-def plot_run(script):
-    return script("plot_run")
-
-
-def picture(script, folder, records, **options):
+def picture(folder, records, **options):
     """The panels of a picture of some records, by title."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    script.draw([folder], figure, **options)
+    plot_run.draw([folder], figure, **options)
     return {panel.get_title(): panel for panel in figure.axes}
 
 
@@ -40,9 +31,9 @@ OWN = [
 
 
 @pytest.mark.wide
-def test_a_picture_has_the_metrics_of_a_loss_and_validation_in_their_panels(plot_run, tmp_path):
-    panels = picture(plot_run, tmp_path, OWN)
-    (one_step,) = picture(plot_run, tmp_path, [{"step": 1, "loss": 0.5}])["loss"].lines
+def test_a_picture_has_the_metrics_of_a_loss_and_validation_in_their_panels(tmp_path):
+    panels = picture(tmp_path, OWN)
+    (one_step,) = picture(tmp_path, [{"step": 1, "loss": 0.5}])["loss"].lines
     assert one_step.get_marker() == ".", "a line of one point would not be seen"
     assert list(panels) == ["loss", "rewards/margins", "temperature", "speed"]
     assert panels["speed"].get_ylabel() == "rows per second"
@@ -52,19 +43,18 @@ def test_a_picture_has_the_metrics_of_a_loss_and_validation_in_their_panels(plot
         assert (training.get_label(), evaluated.get_label()) == ("training", "validation")
         assert list(evaluated.get_xdata()) == [0, 20]
         assert list(evaluated.get_ydata()) == validation
-    (over_rows,) = picture(plot_run, tmp_path, OWN, x="rows", metrics=["loss"]).values()
+    (over_rows,) = picture(tmp_path, OWN, x="rows", metrics=["loss"]).values()
     assert list(over_rows.lines[1].get_xdata()) == [20]
 
 
-def test_the_loss_of_tokens_has_a_unit(plot_run, tmp_path):
-    panels = picture(plot_run, tmp_path, [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.4}])
+def test_the_loss_of_tokens_has_a_unit(tmp_path):
+    panels = picture(tmp_path, [{"step": 0, "eval_loss": 2.0, "eval_perplexity": 7.4}])
     assert panels["loss"].get_ylabel() == "nats per token"
 
 
 @pytest.mark.wide
-def test_the_colors_and_lines_of_an_estimate_are_explained(script, tmp_path, capsys):
+def test_the_colors_and_lines_of_an_estimate_are_explained(tmp_path, capsys):
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    plot_estimate = script("plot_estimate")
     file = tmp_path / "estimate.json"
     words = ["--hardware=h100x2", "--mesh", "tp=2", "fsdp=2", "--as-configured", f"--json={file}"]
     assert estimate([f"--config={ROOT}/configs/tiny.yaml", *words]) == 0
@@ -82,5 +72,5 @@ def test_the_colors_and_lines_of_an_estimate_are_explained(script, tmp_path, cap
     out = tmp_path / "estimate.png"
     assert plot_estimate.main([str(file), f"--out={out}"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert plot_estimate.main([str(file), "--out=plot.xyz"]) == 2
-    assert "--out plot.xyz: pictures are " in capsys.readouterr().err
+    words = [str(file), "--out=plot.xyz"]
+    assert_refused(plot_estimate.main, words, "--out plot.xyz: pictures are ", capsys)
