@@ -2,14 +2,13 @@
 declare."""
 
 import math
-import re
 from dataclasses import dataclass
 
 import jax
 from flax import nnx
+from parts import type_bytes
 from support import mesh_by_size, sizes_of, use_mesh
 
-import jaxtp
 from jaxtp.analysis.census import count_collectives
 from jaxtp.analysis.census import equations as needed
 from jaxtp.analysis.collective import bytes_by_place
@@ -17,7 +16,7 @@ from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_flops_in_hlo, parse_module
 from jaxtp.analysis.step_costs import StepCosts, step_costs
 from jaxtp.data.loader import abstract_batch
-from jaxtp.layers import remat
+from jaxtp.layers import DecoderBlock, remat
 from jaxtp.mesh import mesh_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, MeshConfig, TrainConfig
@@ -119,7 +118,7 @@ def equations(jaxpr):
 def kept(config, rows, length, tp=1):
     """Returns the residuals of one block, as abstract global arrays."""
     with use_mesh(tp=tp):
-        abstract = nnx.eval_shape(lambda: jaxtp.layers.DecoderBlock(config, rngs=nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: DecoderBlock(config, rngs=nnx.Rngs(0)))
         graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
         block = jax.checkpoint(
             lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat)
@@ -155,7 +154,6 @@ REARRANGES = (
     "slice",
 )
 LOOKS_UP = ("gather", "dynamic-slice", "scatter", "dynamic-update-slice")
-_SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
 
 
 def bytes_of_a_turn(text, least):
@@ -184,25 +182,17 @@ def bytes_of_a_turn(text, least):
         if (
             not opcodes & {"dot", "add", *LOOKS_UP}
             and opcodes & {*REARRANGES}
-            and _bytes(instruction.type) >= least
+            and type_bytes(instruction.type) >= least
         ):
             rearranged.append(f"{instruction.opcode} {instruction.type} {sorted(opcodes)}")
         for index, (name, _) in enumerate(instruction.operands):
-            size = _bytes(types[name].type)
+            size = type_bytes(types[name].type)
             if size >= least and not any(
                 _only_looked_up(computation, index) for computation in inside
             ):
                 looked_up = instruction.opcode in LOOKS_UP and index == 0
                 read += 0 if looked_up else size
     return read, rearranged
-
-
-def _bytes(type):
-    """Returns the bytes of an array; 0 for a tuple."""
-    found = re.match(r"(\w+)\[([\d,]*)\]", type)
-    return (
-        _SIZES[found[1]] * math.prod(int(dim) for dim in found[2].split(",") if dim) if found else 0
-    )
 
 
 def _only_looked_up(computation, index):

@@ -11,6 +11,7 @@ from tables import read_json, write_json
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.errors import HFError
 from jaxtp.hf.model_folder import open_folder
 from jaxtp.hf.safetensors import DTYPES, read_header, write_file
 from jaxtp.layers.parameter import logical_shape
@@ -150,7 +151,7 @@ def refusal_problem(action, words):
     """
     try:
         action()
-    except jaxtp.errors.HFError as error:
+    except HFError as error:
         if "secret" in str(error) or len(str(error)) > 4000 or not is_one_clear_message(error):
             return f"not one clear message: {str(error)[:300]!r}"
         lacking = [word for word in words if word not in str(error)]

@@ -1,6 +1,6 @@
 """Comparisons of the numbers that two runs logged."""
 
-import numpy as np
+from numpy.testing import assert_allclose
 from runs import records
 
 
@@ -10,6 +10,4 @@ def assert_same_records(run, expected, *names, rtol=0.0):
         known = records(expected, name)
         found = records(run, name)
         assert found.keys() == known.keys(), name
-        np.testing.assert_allclose(
-            list(found.values()), list(known.values()), rtol=rtol, err_msg=name
-        )
+        assert_allclose(list(found.values()), list(known.values()), rtol=rtol, err_msg=name)

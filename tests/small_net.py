@@ -6,6 +6,7 @@ import optax
 from flax import nnx
 
 import jaxtp
+from jaxtp.plans import Colwise, Rowwise
 
 ROWS = 32
 FILE = __file__
@@ -32,7 +33,7 @@ class Normalised(Net):
         return super().__call__(self.norm(x))
 
 
-PLAN = {"up": jaxtp.plans.Colwise(), "down": jaxtp.plans.Rowwise()}
+PLAN = {"up": Colwise(), "down": Rowwise()}
 optimizer = optax.sgd(0.1)
 
 

@@ -1,9 +1,8 @@
 """`scripts/bench.py`: from collectives and products to a hardware file, and back in an estimate."""
 
-import importlib
 import re
-from pathlib import Path
 
+import bench
 import jax
 import numpy as np
 import pytest
@@ -17,18 +16,11 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import AXES, make_mesh, mesh_shape
 from jaxtp.tools.estimate.roofline import leaves_domain, link_speed
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
 SIZES = [2**14, 2**18, 2**22, 2**26]
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "permute")
 
 
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("bench")
-
-
-def test_local_devices_are_measured_and_estimate_can_read_the_file(bench, tmp_path, capsys):
+def test_local_devices_are_measured_and_estimate_can_read_the_file(tmp_path, capsys):
     out = tmp_path / "new/mine.yaml"
     quick = ["--rounds=2", "--in-a-row=2", "--message-bytes", "1024", "1048576"]
     config = tmp_path / "tiny.yaml"
@@ -46,7 +38,7 @@ def test_local_devices_are_measured_and_estimate_can_read_the_file(bench, tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_program_is_the_collective_of_its_name(kind, bench):
+def test_each_program_is_the_collective_of_its_name(kind):
     mesh = make_mesh(fsdp=2, tp=4)
     x = jax.ShapeDtypeStruct((8 * mesh.size,), np.float32, sharding=NamedSharding(mesh, P(AXES)))
     with jax.set_mesh(mesh):
@@ -80,7 +72,7 @@ def messages(bench, axis, devices, speed, noise=(1, 1, 1, 1)):
         ("mi300x", mesh_shape(tp=4), {"tp": 1.5e11}),
     ],
 )
-def test_an_estimate_reckons_with_what_was_measured(like, sizes, speeds, bench, tmp_path):
+def test_an_estimate_reckons_with_what_was_measured(like, sizes, speeds, tmp_path):
     table = find(like)
     lines = []
     for axis, speed in speeds.items():
@@ -99,7 +91,7 @@ def test_an_estimate_reckons_with_what_was_measured(like, sizes, speeds, bench, 
         assert hardware.network * hardware.link_efficiency == pytest.approx(network, rel=1e-3)
 
 
-def test_without_a_line_there_is_no_file(bench):
+def test_without_a_line_there_is_no_file():
     shrinking = messages(bench, "tp", 4, 1e15, [1, 1 / 2, 1 / 3, 1 / 4])
     assert bench.fit_line("tp", shrinking) is None
     with pytest.raises(ConfigError, match="the times along tp do not increase"):

@@ -2,12 +2,12 @@
 skips.
 """
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import gpu_acceptance
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts/gpu_acceptance.py"
@@ -21,12 +21,6 @@ def accept(out, *parts, options=(), code=0):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout, json.loads((out / "results.json").read_text())["parts"]
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    return importlib.import_module("gpu_acceptance")
 
 
 @pytest.mark.journey
@@ -81,16 +75,16 @@ def test_a_part_that_fails_is_named_and_run_again(tmp_path):
     assert results["devices"]["right"]
 
 
-def test_results_of_other_devices_and_damaged_ones_are_not_used(tmp_path, script):
+def test_results_of_other_devices_and_damaged_ones_are_not_used(tmp_path):
     file = tmp_path / "results.json"
     machine = {"kind": "cpu", "count": 1, "versions": {}}
     parts = {"devices": {"right": True}}
     file.write_text(json.dumps({"machine": machine, "parts": parts}))
-    assert script.earlier(file, machine) == parts
-    assert script.earlier(file, machine | {"kind": "another"}) == {}
+    assert gpu_acceptance.earlier(file, machine) == parts
+    assert gpu_acceptance.earlier(file, machine | {"kind": "another"}) == {}
     for damaged in ("{", "[]"):
         file.write_text(damaged)
-        assert script.earlier(file, machine) == {}
+        assert gpu_acceptance.earlier(file, machine) == {}
 
 
 TRACE = """{"traceEvents": [
@@ -112,6 +106,8 @@ TRACE = """{"traceEvents": [
 """Two kernels and a copy on a stream. Events of XLA and of the host about them take no time."""
 
 
-def test_a_trace_of_a_gpu_is_summed_over_its_streams(script):
-    found = script.summed(json.loads(TRACE)["traceEvents"], {"gemm.1": "jit(step)/mlp/dot_general"})
+def test_a_trace_of_a_gpu_is_summed_over_its_streams():
+    found = gpu_acceptance.summed(
+        json.loads(TRACE)["traceEvents"], {"gemm.1": "jit(step)/mlp/dot_general"}
+    )
     assert found == {"MLP": 5, "norms": 2, "other": 1}

@@ -1,11 +1,10 @@
 """`scripts/parts.py`: kernels of a compiled step by part, and the least that each part does."""
 
-import importlib
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import parts
 import pytest
 from variants import small_model
 
@@ -16,13 +15,6 @@ from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.estimate.compiler import trace
 from jaxtp.tools.estimate.search import Target, describe_model, estimate
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
-
-
-@pytest.fixture
-def parts(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
-    return importlib.import_module("parts")
-
 
 KERNEL = (
     'custom-call(%p), custom_call_target="__gpu$xla.gpu.triton", backend_config={ir = '
@@ -79,7 +71,7 @@ ENTRY %main (p: f32[8]) -> f32[16] {
 """  # noqa: E501
 
 
-def test_kernels_are_counted_by_the_part_of_the_step(parts):
+def test_kernels_are_counted_by_the_part_of_the_step():
     """A layer of a stack is read and written alone; a fusion's products name its part."""
     product = (2 * 4 + 4 * 8 + 2 * 8) * 2 + 4
     copied = (2 + 4) * 16
@@ -108,7 +100,7 @@ def test_kernels_are_counted_by_the_part_of_the_step(parts):
     assert cublas["product_bytes"] == 2 * 8 * 4, "its workspace is not traffic"
 
 
-def test_asynchronous_kernels_read_and_write_what_others_do(parts):
+def test_asynchronous_kernels_read_and_write_what_others_do():
     """A fusion that updates a slice of a stack, and a copy, as XLA of jax 0.12 starts them."""
     stack = "f32[3,8,2]{2,1,0}"
     copy = "  %copied.1 = f32[8]{0} copy(%p)\n  %gather-start"
@@ -121,7 +113,7 @@ def test_asynchronous_kernels_read_and_write_what_others_do(parts):
     assert parts.read_parts(more) == parts.read_parts(plain)
 
 
-def test_the_flops_and_bytes_of_a_compiled_program(parts):
+def test_the_flops_and_bytes_of_a_compiled_program():
     def layer(x, w):
         with jax.named_scope("mlp"):
             return jnp.tanh(x @ w), None
@@ -150,7 +142,7 @@ def estimated(config, devices):
     return estimate(config, Target(find("h100"), devices, 80e9), describe_model(config))
 
 
-def test_a_part_takes_the_time_of_its_flops_or_bytes_at_the_peaks(parts):
+def test_a_part_takes_the_time_of_its_flops_or_bytes_at_the_peaks():
     found = parts.read_parts("ENTRY %main () -> f32[] {\n}")
     found["MLP"] = dict(zip(parts.AMOUNTS, (2, 2e12, 1e12, 1e9, 6.7e9, 3.35e9, 0), strict=True))
     moved = Scheduled("all-gather", ("tp",), 4, 4e9, count=3, overlapped=2, computing=7)
@@ -167,7 +159,7 @@ def test_a_part_takes_the_time_of_its_flops_or_bytes_at_the_peaks(parts):
 
 @pytest.mark.wide
 @pytest.mark.parametrize(("remat", "experts"), [("none", 0), ("full", 0), ("save_dots", 4)])
-def test_a_compiled_part_does_no_less_than_the_least(remat, experts, parts):
+def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
     """Without recomputation as much, but for logits, computed twice, and masked scores of
     attention.
     """

@@ -1,26 +1,20 @@
 """`scripts/plot_estimate.py`: pictures of estimates."""
 
-import importlib
 import json
 from pathlib import Path
 
+import plot_estimate
 import pytest
+from support import assert_refused
 
 from jaxtp.tools.estimate.__main__ import main as estimate
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module
-
-
 @pytest.mark.wide
-def test_the_colors_and_lines_of_an_estimate_are_explained(script, tmp_path, capsys):
+def test_the_colors_and_lines_of_an_estimate_are_explained(tmp_path, capsys):
     figure = pytest.importorskip("matplotlib.figure").Figure()
-    plot_estimate = script("plot_estimate")
     file = tmp_path / "estimate.json"
     words = ["--hardware=h100x2", "--mesh", "tp=2", "fsdp=2", "--as-configured", f"--json={file}"]
     assert estimate([f"--config={ROOT}/configs/tiny.yaml", *words]) == 0
@@ -38,5 +32,5 @@ def test_the_colors_and_lines_of_an_estimate_are_explained(script, tmp_path, cap
     out = tmp_path / "estimate.png"
     assert plot_estimate.main([str(file), f"--out={out}"]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert plot_estimate.main([str(file), "--out=plot.xyz"]) == 2
-    assert "--out plot.xyz: pictures are " in capsys.readouterr().err
+    words = [str(file), "--out=plot.xyz"]
+    assert_refused(plot_estimate.main, words, "--out plot.xyz: pictures are ", capsys)

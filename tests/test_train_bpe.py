@@ -1,10 +1,9 @@
 """`scripts/train_bpe.py`: a tokenizer for `jaxtp prepare`, which reads the same inputs."""
 
-import importlib
 import re
-from pathlib import Path
 
 import pytest
+import train_bpe
 from corpora import dataset, decoded, texts, write
 
 ROWS = texts(1000, seed=8)
@@ -13,12 +12,10 @@ ROWS = texts(1000, seed=8)
 @pytest.fixture
 def train(monkeypatch, tmp_path, capsys):
     """Runs the script; returns its exit code, and what it prints."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "scripts"))
     monkeypatch.chdir(tmp_path)
-    script = importlib.import_module("train_bpe")
 
     def run(line):
-        code = script.main([*line.split(), "--out", "t"])
+        code = train_bpe.main([*line.split(), "--out", "t"])
         printed = capsys.readouterr()
         return code, printed.out + printed.err
 

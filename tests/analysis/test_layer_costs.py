@@ -26,6 +26,7 @@ from jaxtp.analysis.layer_costs import (
 )
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers import DecoderBlock
 from jaxtp.layers.context import ContextAttention
 from jaxtp.mesh import mesh_shape
 
@@ -160,9 +161,7 @@ def test_formulas_are_what_the_trace_of_a_layer_counts(name):
 
 def test_formulas_are_not_inherited_by_another_forward_pass():
     for model, expected in ((MODEL, True), (WithoutFormulas(**vars(MODEL)), False)):
-        block = nnx.eval_shape(
-            lambda model=model: jaxtp.layers.DecoderBlock(model, rngs=nnx.Rngs(0))
-        )
+        block = nnx.eval_shape(lambda model=model: DecoderBlock(model, rngs=nnx.Rngs(0)))
         assert {has_formulas(branch) for _, branch, *_ in block.branches()} == {expected}
 
 

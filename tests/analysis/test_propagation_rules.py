@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from jaxtp.analysis.propagation_rules import Blocked, pass_through
 
@@ -79,7 +80,7 @@ def test_parts_of_the_result_need_parts_of_the_operands(case):
     assert dim is not None
     for index in range(PARTS):
         from_parts = f(*(part(X, split, index) for split in dims))
-        np.testing.assert_allclose(from_parts, part(whole, dim, index), rtol=1e-5, atol=1e-6)
+        assert_allclose(from_parts, part(whole, dim, index), rtol=1e-5, atol=1e-6)
 
 
 BLOCKED = {

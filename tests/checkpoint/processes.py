@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from numpy.testing import assert_array_equal
 from runs import full_disk
 from variants import small_model
 
@@ -70,9 +71,7 @@ def require_state(state, step, planned):
     for name, array in to_logical(state, planned.mesh).items():
         whole = values(name, step, array)
         for shard in array.addressable_shards:
-            np.testing.assert_array_equal(
-                shard.data, whole[shard.index], err_msg=f"{name} at step {step}"
-            )
+            assert_array_equal(shard.data, whole[shard.index], err_msg=f"{name} at step {step}")
 
 
 def first(do):

@@ -13,8 +13,9 @@ import pytest
 from flax import nnx
 from flips import with_flip
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.testing import assert_array_equal
 from small_state import save_steps, small_state, variable, weight_of
-from support import compilations, mesh_by_size, state_on_mesh, swept
+from support import MESHES, compilations, mesh_by_size, state_on_mesh, swept
 
 import jaxtp
 from jaxtp.checkpoint import checksum
@@ -27,9 +28,9 @@ from jaxtp.config.entry import UserError
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.embedding import vocabulary_table
 from jaxtp.layers.parameter import PaddedDim, parameter
+from jaxtp.mesh import make_mesh
 
-MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
-MESH = jaxtp.make_mesh()
+MESH = make_mesh()
 
 
 class Padded(nnx.Module):
@@ -71,7 +72,7 @@ def save_and_wait(checkpoints, step, state, mesh):
 def written(tmp_path_factory):
     """A checkpoint written on (1, 2, 2), where 19 tokens are padded to 20."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
+    mesh = make_mesh(fsdp=2, tp=2)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(3, padded_state(mesh), mesh, {"next_sample": 48})
     return folder
@@ -79,7 +80,7 @@ def written(tmp_path_factory):
 
 def test_a_checkpoint_without_padding_is_restored_on_another_mesh(written):
     assert open_checkpoint(written).arrays["model.table"].shape == (19, 16)
-    mesh = jaxtp.make_mesh(tp=8)
+    mesh = make_mesh(tp=8)
     expected = padded_state(mesh)
     with Checkpoints(written) as checkpoints:
         assert checkpoints.info(3)["next_sample"] == 48
@@ -92,17 +93,17 @@ def test_a_checkpoint_without_padding_is_restored_on_another_mesh(written):
 
 def assert_same_state(found, expected):
     for array, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(array, other)
+        assert_array_equal(array, other)
         assert array.sharding.is_equivalent_to(other.sharding, array.ndim)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_alone_are_read_in_the_dtype_that_is_asked_for(written, dtype):
-    mesh = jaxtp.make_mesh(tp=2)
+    mesh = make_mesh(tp=2)
     expected = padded_state(mesh, dtype)["model"]
     weights, origin = load_weights(written, expected, mesh)
     assert origin == written / "3"
-    jax.tree.map(np.testing.assert_array_equal, weights, expected)
+    jax.tree.map(assert_array_equal, weights, expected)
 
 
 def test_a_checkpoint_of_another_model_is_refused(written):
@@ -131,7 +132,7 @@ def test_written_on_any_mesh_and_restored_on_two_others(tmp_path):
 
 def test_a_second_save_or_restore_compiles_nothing():
     """To cut the padding off an array, and to pad it again, is a program."""
-    mesh = jaxtp.make_mesh(tp=4)
+    mesh = make_mesh(tp=4)
     with jax.set_mesh(mesh):
         table = vocabulary_table(21, 26, jaxtp.Precision(), nnx.Rngs(0))
     state = nnx.State({"table": table})
@@ -146,7 +147,7 @@ def test_a_second_save_or_restore_compiles_nothing():
 
 
 def test_an_unpadded_table_is_still_split_over_every_device_that_held_it():
-    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
+    mesh = make_mesh(fsdp=2, tp=4)
     table = abstract_logical(padded_state(mesh), mesh)["model.table"]
     assert table.shape == (19, 16)
     assert table.sharding.shard_shape(table.shape) == (19, 2)
@@ -214,14 +215,14 @@ def test_every_damage_is_found_or_harmless(tmp_path):
             with Checkpoints(work / "checkpoints") as opened:
                 step, state, info = newest(opened, warnings.append)
             assert (info["next_sample"], len(warnings)) == (step, 2 - step), damage
-            np.testing.assert_array_equal(weight_of(state), expected[step], err_msg=damage)
+            assert_array_equal(weight_of(state), expected[step], err_msg=damage)
             found.add(step)
             if step == 1:
                 shutil.move(work / "damaged/2", work / "checkpoints/2")
             weights = weights_or_none(work)
             alone.add(weights is None)
             if weights is not None:
-                np.testing.assert_array_equal(weights, expected[2], err_msg=damage)
+                assert_array_equal(weights, expected[2], err_msg=damage)
     assert found == {1, 2}
     assert alone == {True, False}
 
@@ -386,9 +387,7 @@ def sums_of(array):
 def test_checksums_do_not_depend_on_the_mesh_and_see_every_bit():
     values = np.arange(48, dtype=np.float32).reshape(4, 12)
     plain = sums_of(jax.device_put(values))
-    sharding = NamedSharding(
-        jaxtp.make_mesh(dp=2, fsdp=2, tp=2), PartitionSpec(("dp", "fsdp"), "tp")
-    )
+    sharding = NamedSharding(make_mesh(dp=2, fsdp=2, tp=2), PartitionSpec(("dp", "fsdp"), "tp"))
     assert sums_of(jax.device_put(values, sharding)) == plain
     seen = {plain, sums_of(jax.device_put(values[::-1]))}
     for bit in range(32):

@@ -14,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 from runs import run_program
 from small_state import save_steps, small_state, weight_of
 from structures import plant, watched
@@ -103,7 +104,7 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path, absent):
         written.save(1, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), info=info))
     with Checkpoints(tmp_path) as checkpoints:
         restored = checkpoints.restore(1, state, MESH)
-    np.testing.assert_array_equal(weight_of(restored), weight_of(state))
+    assert_array_equal(weight_of(restored), weight_of(state))
 
 
 WRONG_ENTRIES = [
@@ -149,7 +150,7 @@ def test_a_restore_opens_each_array_once_and_finds_those_that_are_not_as_saved(
     stored = tmp_path / "0/1/state"
     with Checkpoints(tmp_path / "0") as checkpoints:
         restored = checkpoints.restore(1, states[0], MESH)
-        jax.tree.map(np.testing.assert_array_equal, restored, states[0])
+        jax.tree.map(assert_array_equal, restored, states[0])
         record = read_json(stored / "_METADATA")
         del record["tree_metadata"]["('b',)"]
         write_json(stored / "_METADATA", record)
@@ -189,7 +190,7 @@ def test_plain_orbax_reads_a_checkpoint_on_one_device(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["1", str(len(jax.tree.leaves(state)))]
     embedding = np.asarray(state["model"]["embedding"]["embedding"][...])[: model.vocab_size]
-    np.testing.assert_array_equal(np.load(tmp_path / "embedding.npy"), embedding)
+    assert_array_equal(np.load(tmp_path / "embedding.npy"), embedding)
 
 
 PLANTED = {

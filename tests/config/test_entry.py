@@ -21,7 +21,6 @@ from flax import nnx
 from runs import full_disk
 from support import journeys
 
-import jaxtp
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.config import entry
 from jaxtp.config.entry import NumericsError, UserError
@@ -29,6 +28,7 @@ from jaxtp.config.files import write_json
 from jaxtp.config.python_object import user_code
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.prepare.__main__ import main as prepare
+from jaxtp.errors import AuditError
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
@@ -230,7 +230,7 @@ def test_a_notebook_shows_a_mistake_below_the_lines_of_the_user():
 
 
 def test_errors_whose_message_suffices_say_so_to_ipython():
-    for error in (UserError, NumericsError, jaxtp.errors.AuditError):
+    for error in (UserError, NumericsError, AuditError):
         assert error("no more")._render_traceback_() == [f"{error.__name__}: no more"]
 
 

@@ -7,15 +7,14 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import small_tokenizers
 from corpora import dataset, decoded, texts, write
 from tokenizers import (
     Tokenizer,
-    decoders,
     models,
     normalizers,
     pre_tokenizers,
     processors,
-    trainers,
 )
 
 from jaxtp.data import tokenizer as module
@@ -35,15 +34,7 @@ END = "<|endoftext|>"
 
 def byte_level(specials=(END, "<|im_start|>")):
     """Returns a tokenizer of 400 tokens, whose special tokens are the first."""
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=list(specials), initial_alphabet=alphabet
-    )
-    library.train_from_iterator(texts(300), trainer)
-    return library
+    return Tokenizer.from_buffer(small_tokenizers.byte_level(texts(300), 400, specials))
 
 
 LIBRARY = byte_level()

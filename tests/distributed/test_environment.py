@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from numpy.testing import assert_array_equal
 
 import jaxtp
 from jaxtp.config.entry import UserError
@@ -67,12 +68,12 @@ def kept(tmp_path, monkeypatch):
 def test_gpu_programs_are_cached_and_damaged_entries_recompiled(kept, capsys):
     compute = lambda: np.asarray(jax.jit(lambda x: 3 * x + 1)(np.arange(4.0, dtype=np.float32)))
     launch.enable_compilation_cache("gpu")
-    np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
+    assert_array_equal(compute(), [1, 4, 7, 10])
     (program,) = kept.glob("jit__lambda*-cache")
-    np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
+    assert_array_equal(compute(), [1, 4, 7, 10])
     program.write_bytes(program.read_bytes()[:100])
     with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
-        np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
+        assert_array_equal(compute(), [1, 4, 7, 10])
     assert kept.stat().st_mode & 0o777 == 0o700
     assert capsys.readouterr().err == ""
 

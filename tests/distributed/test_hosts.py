@@ -2,23 +2,16 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental import mesh_utils
 
 from jaxtp.distributed.devices import by_host
 
 
 @dataclass(frozen=True)
 class Device:
-    """The attributes of a device that JAX's own function reads."""
-
     id: int
     process_index: int
-    platform: str = "gpu"
-    device_kind: str = "NVIDIA H100"
 
 
 def devices(processes, each):
@@ -44,22 +37,3 @@ def test_devices_of_a_host_are_neighbors_in_the_mesh(num_hosts, of_host, each, c
     own = [(device.process_index, device.id) for device in ordered]
     for start in range(0, len(own), of_host * each):
         assert own[start : start + of_host * each] == sorted(own[start : start + of_host * each])
-
-
-@pytest.mark.parametrize(
-    ("inside", "across"),
-    [
-        ((1, 2, 1, 4), (2, 1, 1, 1)),
-        ((1, 1, 1, 8), (2, 2, 1, 1)),
-        ((1, 8, 1, 1), (4, 1, 1, 1)),
-        ((1, 2, 1, 2), (1, 4, 1, 1)),
-        ((1, 1, 2, 4), (2, 1, 2, 1)),
-    ],
-)
-def test_mesh_equals_hybrid_mesh_of_jax(inside, across):
-    """There is one process on each host, the only case that JAX's function knows."""
-    there = devices(int(np.prod(across)), int(np.prod(inside)))
-    expected = mesh_utils.create_hybrid_device_mesh(inside, across, there, process_is_granule=True)
-    ordered = by_host(there, [f"n{process}" for process in range(len(there))])
-    actual = np.array(ordered, object).reshape(np.multiply(inside, across))
-    assert (actual == expected).all()

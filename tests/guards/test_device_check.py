@@ -9,7 +9,6 @@ from quick_run import quick_flags
 from runs import TEXT
 from support import swept
 
-import jaxtp
 from jaxtp.collectives import axis_index
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
@@ -21,6 +20,7 @@ from jaxtp.guards.self_check import (
     check_outside_of_jit,
     operations,
 )
+from jaxtp.mesh import make_mesh
 from jaxtp.train import setup
 from jaxtp.train.__main__ import main
 
@@ -32,7 +32,7 @@ def texts(findings, verdict="WRONG"):
 
 @swept("dtype", ["float32", "bfloat16"], "bfloat16")
 def test_right_devices_pass(dtype):
-    found = list(check_devices(jaxtp.make_mesh(fsdp=2, tp=2, cp=2), (dtype,)))
+    found = list(check_devices(make_mesh(fsdp=2, tp=2, cp=2), (dtype,)))
     assert texts(found) == []
     assert [finding.text[:9] for finding in found] == ["8 devices"] * 5
 
@@ -54,9 +54,9 @@ def planted(monkeypatch, name, run):
 )
 def test_a_wrong_operation_is_named(monkeypatch, name, run):
     planted(monkeypatch, name, run)
-    (text,) = texts(check_outside_of_jit(jaxtp.make_mesh(), ("float32",)))
+    (text,) = texts(check_outside_of_jit(make_mesh(), ("float32",)))
     assert f"device 0 of process 0 (cpu) computes {name} outside of jit wrong" in text
-    (finding,) = check_devices(jaxtp.make_mesh(), ("float32",))
+    (finding,) = check_devices(make_mesh(), ("float32",))
     assert f"device 0 of process 0 (cpu) computes {name} wrong" in str(finding.error)
     assert finding.exit_code == 3
 
@@ -66,7 +66,7 @@ def test_a_wrong_operation_is_explained_by_a_version_that_is_known_to_be_bad(mon
     monkeypatch.setattr(self_check, "versions_here", lambda: {"jax": "0.11.1"})
     everywhere = replace(known_versions.TABLE[0], devices="")
     monkeypatch.setattr(known_versions, "TABLE", (everywhere,))
-    (text,) = texts(check_outside_of_jit(jaxtp.make_mesh(), ("float32",)))
+    (text,) = texts(check_outside_of_jit(make_mesh(), ("float32",)))
     assert "\nWARNING jax 0.11.1, " in text
     assert "40633" in text
 
@@ -76,7 +76,7 @@ def test_all_devices_that_are_wrong_are_named(monkeypatch):
         return x.sum(-1) * (1 + 0.01 * (axis_index("tp") >= 2))
 
     planted(monkeypatch, "a sum over a long axis", wrong_on_two)
-    found = texts(check_devices(jaxtp.make_mesh(tp=4), ("float32",)))
+    found = texts(check_devices(make_mesh(tp=4), ("float32",)))
     assert [text.partition(" of process")[0] for text in found] == ["device 2", "device 3"]
     assert "off by 1.0e-02" in found[0]
 
@@ -87,7 +87,7 @@ def test_a_program_that_does_not_run_is_a_finding(monkeypatch, tmp_path):
 
     planted(monkeypatch, "an elementwise operation", broken)
     settings = {"dtypes": ("float32",), "attention": ()}
-    stages = list(doctor.examine(jaxtp.make_mesh(), {}, lambda: tmp_path, **settings))
+    stages = list(doctor.examine(make_mesh(), {}, lambda: tmp_path, **settings))
     assert [finding.text for stage in stages for finding in stage if finding.error] == [
         "out of resources"
     ] * 2
@@ -99,7 +99,7 @@ def test_a_run_whose_devices_compute_wrong_makes_no_folder(monkeypatch):
     def folder():
         raise AssertionError("it was made")
 
-    stages = doctor.examine(jaxtp.make_mesh(), {}, folder, dtypes=("float32",), attention=())
+    stages = doctor.examine(make_mesh(), {}, folder, dtypes=("float32",), attention=())
     with pytest.raises(NumericsError, match="an elementwise operation"):
         conclude(stages)
 
@@ -117,14 +117,14 @@ FAULTS = {
 def test_a_wrong_collective_is_named_with_its_axis(monkeypatch, collective):
     name, fault = FAULTS[collective]
     monkeypatch.setattr(self_check, name, fault)
-    found = list(check_collectives(jaxtp.make_mesh(fsdp=2)))
+    found = list(check_collectives(make_mesh(fsdp=2)))
     assert texts(found)
     assert all(f"by {collective} over mesh.fsdp" in text for text in texts(found))
     assert len(texts(found, "ok")) == 4
 
 
 def test_collectives_are_right_over_every_axis():
-    for mesh in (jaxtp.make_mesh(dp=2, cp=2), jaxtp.make_mesh(fsdp=3, tp=2)):
+    for mesh in (make_mesh(dp=2, cp=2), make_mesh(fsdp=3, tp=2)):
         found = list(check_collectives(mesh))
         assert [finding.verdict for finding in found] == ["ok"] * 10
 

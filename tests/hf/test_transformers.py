@@ -30,7 +30,7 @@ READ = FAMILIES.keys() | WRAPPERS.keys()
 SOURCES = sorted(
     path.parent for path in FOLDER.glob("*/config.json") if model_types(path.parent.name) <= READ
 )
-make_references = pytest.importorskip("hf.make_references")
+make_references = pytest.importorskip("make_references")
 conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
 CONVERTED = {
     name

@@ -11,11 +11,14 @@ import pytest
 from flax import nnx
 from hf_folders import read_tensors, reference_attributes, write_model, write_tensors
 from hf_reference import FOLDER
+from numpy.testing import assert_allclose
 from support import outputs_of
 from tables import read_json, write_json
 
 import jaxtp
+from jaxtp import hf
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
+from jaxtp.errors import HFError
 from jaxtp.hf.model_folder import INDEX
 from jaxtp.hf.safetensors import read_header
 
@@ -37,7 +40,7 @@ def changed(folder, name, arrays=None, **attributes):
 
 @cache
 def loaded():
-    return jaxtp.hf.load(FOLDER / LLAMA)
+    return hf.load(FOLDER / LLAMA)
 
 
 def logits_error(model):
@@ -72,10 +75,10 @@ def test_mlx_vlm_1710_the_scaling_of_rotary_frequencies_is_applied(tmp_path):
     assert loaded().config.rope_scaling.kind == "llama3"
     assert logits_error(loaded()) < 1e-5
     plain = {"rope_theta": 10000.0, "rope_type": "default"}
-    unscaled = jaxtp.hf.load(changed(tmp_path / "plain", LLAMA, rope_parameters=plain))
+    unscaled = hf.load(changed(tmp_path / "plain", LLAMA, rope_parameters=plain))
     assert logits_error(unscaled) > WRONG
-    with pytest.raises(jaxtp.errors.HFError, match="twisted"):
-        jaxtp.hf.read_config(
+    with pytest.raises(HFError, match="twisted"):
+        hf.read_config(
             changed(tmp_path / "other", LLAMA, rope_parameters=plain | {"rope_type": "twisted"})
         )
 
@@ -89,8 +92,8 @@ def test_sglang_32279_a_file_that_the_index_names_is_there(tmp_path):
     names = set(read_json(tmp_path / "model" / INDEX)["weight_map"].values())
     missing = sorted(names)[3]
     (tmp_path / "model" / missing).unlink()
-    with pytest.raises(jaxtp.errors.HFError, match=missing):
-        jaxtp.hf.load(tmp_path / "model")
+    with pytest.raises(HFError, match=missing):
+        hf.load(tmp_path / "model")
 
 
 def test_megatron_bridge_4706_experts_that_a_file_lacks_are_not_random(tmp_path):
@@ -102,13 +105,13 @@ def test_megatron_bridge_4706_experts_that_a_file_lacks_are_not_random(tmp_path)
     experts = [name for name in arrays if ".layers.1.mlp.experts." in name]
     assert experts
     kept = {name: array for name, array in arrays.items() if name not in experts}
-    with pytest.raises(jaxtp.errors.HFError, match=r"missing.*layers\.1\.mlp\.experts"):
-        jaxtp.hf.load(changed(tmp_path / "fewer", EXPERTS, kept))
+    with pytest.raises(HFError, match=r"missing.*layers\.1\.mlp\.experts"):
+        hf.load(changed(tmp_path / "fewer", EXPERTS, kept))
     more = arrays | {
         "model.layers.1.mlp.shared_expert.up_proj.weight": np.zeros((20, 40), np.float32)
     }
-    with pytest.raises(jaxtp.errors.HFError, match=r"unexpected.*shared_expert"):
-        jaxtp.hf.load(changed(tmp_path / "more", EXPERTS, more))
+    with pytest.raises(HFError, match=r"unexpected.*shared_expert"):
+        hf.load(changed(tmp_path / "more", EXPERTS, more))
 
 
 def test_tensorrt_llm_3324_a_head_that_is_missing_is_not_the_embedding(tmp_path):
@@ -116,9 +119,9 @@ def test_tensorrt_llm_3324_a_head_that_is_missing_is_not_the_embedding(tmp_path)
     to the embedding whatever the configuration said. Here a model that is not tied needs its head.
     """
     headless = {name: array for name, array in stored(LLAMA).items() if name != "lm_head.weight"}
-    with pytest.raises(jaxtp.errors.HFError, match=r"missing.*lm_head\.weight"):
-        jaxtp.hf.load(changed(tmp_path / "model", LLAMA, headless))
-    jaxtp.hf.load(changed(tmp_path / "tied", LLAMA, headless, tie_word_embeddings=True))
+    with pytest.raises(HFError, match=r"missing.*lm_head\.weight"):
+        hf.load(changed(tmp_path / "model", LLAMA, headless))
+    hf.load(changed(tmp_path / "tied", LLAMA, headless, tie_word_embeddings=True))
 
 
 def test_transformers_42612_a_head_of_its_own_is_not_lost(tmp_path):
@@ -128,13 +131,9 @@ def test_transformers_42612_a_head_of_its_own_is_not_lost(tmp_path):
     """
     arrays = stored(TIED)
     table = arrays["model.embed_tokens.weight"]
-    jaxtp.hf.load(changed(tmp_path / "same", TIED, arrays | {"lm_head.weight": table}))
-    with pytest.raises(
-        jaxtp.errors.HFError, match=r"tie_word_embeddings is true, but lm_head\.weight and"
-    ):
-        jaxtp.hf.load(
-            changed(tmp_path / "other", TIED, arrays | {"lm_head.weight": table[::-1].copy()})
-        )
+    hf.load(changed(tmp_path / "same", TIED, arrays | {"lm_head.weight": table}))
+    with pytest.raises(HFError, match=r"tie_word_embeddings is true, but lm_head\.weight and"):
+        hf.load(changed(tmp_path / "other", TIED, arrays | {"lm_head.weight": table[::-1].copy()}))
 
 
 RANK = 4
@@ -172,13 +171,13 @@ def factors():
 def scale_of(folder):
     """By which an adapter's `B A` is in the kernel, once it is merged."""
     path = "blocks.attention.qkv.kernels.0"
-    merged = jaxtp.merge_adapters(jaxtp.hf.load_adapters(loaded(), folder))
+    merged = jaxtp.merge_adapters(hf.load_adapters(loaded(), folder))
     before, after = (
         np.float64(named_variables(nnx.state(model))[path][...][1]) for model in (loaded(), merged)
     )
     product = (factors()[ADAPTER.format(1, "B")] @ factors()[ADAPTER.format(1, "A")]).T
     scale = np.sum((after - before) * product) / np.sum(np.square(np.float64(product)))
-    np.testing.assert_allclose(after - before, scale * product, atol=1e-4)
+    assert_allclose(after - before, scale * product, atol=1e-4)
     return scale
 
 
@@ -201,15 +200,15 @@ def test_peft_3449_a_scale_that_is_put_into_alpha_is_divided_as_it_will_be(tmp_p
     """
     one_layer = {"layers.1.self_attn.q_proj": 10}
     with pytest.raises(
-        jaxtp.errors.HFError,
+        HFError,
         match=r"layers\.1\..*jaxtp has one rank and one scale for all adapters",
     ):
-        jaxtp.hf.load_adapters(
+        hf.load_adapters(
             loaded(), adapters(tmp_path / "some", use_rslora=True, alpha_pattern=one_layer)
         )
     folder = adapters(tmp_path / "in", use_rslora=True, lora_alpha=10)
     assert scale_of(folder) == pytest.approx(10 / RANK**0.5)
-    jaxtp.hf.save_adapters(jaxtp.hf.load_adapters(loaded(), folder), tmp_path / "out")
+    hf.save_adapters(hf.load_adapters(loaded(), folder), tmp_path / "out")
     assert scale_of(tmp_path / "out") == pytest.approx(10 / RANK**0.5)
     assert read_header(tmp_path / "out/adapter_model.safetensors").keys() == factors().keys()
 
@@ -221,18 +220,18 @@ def test_transformers_34068_adapters_that_fit_nothing_are_an_error(tmp_path):
     """
     missing = ADAPTER.format(1, "B")
     fewer = {name: array for name, array in factors().items() if name != missing}
-    with pytest.raises(jaxtp.errors.HFError, match=f"missing: {missing}"):
-        jaxtp.hf.load_adapters(loaded(), adapters(tmp_path / "fewer", fewer))
+    with pytest.raises(HFError, match=f"missing: {missing}"):
+        hf.load_adapters(loaded(), adapters(tmp_path / "fewer", fewer))
     without_layer = {name: array for name, array in factors().items() if ".1." not in name}
     renamed = {
         name.replace("model.layers", "transformer.h"): array for name, array in factors().items()
     }
-    with pytest.raises(jaxtp.errors.HFError, match=r"transformer\.h"):
-        jaxtp.hf.load_adapters(loaded(), adapters(tmp_path / "renamed", renamed))
+    with pytest.raises(HFError, match=r"transformer\.h"):
+        hf.load_adapters(loaded(), adapters(tmp_path / "renamed", renamed))
     with pytest.raises(
-        jaxtp.errors.HFError, match=r"missing: .*layers\.1\..*which adapter_config.json requires"
+        HFError, match=r"missing: .*layers\.1\..*which adapter_config.json requires"
     ):
-        jaxtp.hf.load_adapters(loaded(), adapters(tmp_path / "layer", without_layer))
+        hf.load_adapters(loaded(), adapters(tmp_path / "layer", without_layer))
 
 
 def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
@@ -241,11 +240,11 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
     each expert has adapters, and adapters without the experts that their configuration names are
     refused.
     """
-    model = jaxtp.hf.load(FOLDER / EXPERTS)
+    model = hf.load(FOLDER / EXPERTS)
     targets = ("gate_proj", "up_proj", "down_proj")
     adapted = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=targets))
     config = model.config
-    jaxtp.hf.save_adapters(adapted, tmp_path / "experts", family="qwen3_moe", experts="separate")
+    hf.save_adapters(adapted, tmp_path / "experts", family="qwen3_moe", experts="separate")
     stored = read_header(tmp_path / "experts/adapter_model.safetensors")
     kernels = config.num_layers * config.num_experts * len(targets)
     assert (
@@ -253,11 +252,11 @@ def test_unsloth_4193_adapters_of_experts_are_not_skipped(tmp_path):
         == kernels * 2 * (config.d_model + config.d_ff) * 4
     )
     attention = jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2, targets=("q_proj",)))
-    jaxtp.hf.save_adapters(attention, tmp_path / "attention", family="qwen3_moe")
+    hf.save_adapters(attention, tmp_path / "attention", family="qwen3_moe")
     settings = tmp_path / "attention/adapter_config.json"
     write_json(settings, read_json(settings) | {"target_modules": ["q_proj", *targets]})
     with pytest.raises(
-        jaxtp.errors.HFError,
+        HFError,
         match=r"missing: .*experts\.0\.gate_proj\.lora_A.*which adapter_config.json requires",
     ):
-        jaxtp.hf.load_adapters(model, tmp_path / "attention", family="qwen3_moe")
+        hf.load_adapters(model, tmp_path / "attention", family="qwen3_moe")

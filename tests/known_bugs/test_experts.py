@@ -26,6 +26,7 @@ from mixtures import (
     program,
     work,
 )
+from numpy.testing import assert_allclose, assert_array_equal
 from planted import errors_of, gathered_without_sum, plant_weights, with_gradient
 from support import decoder, random_weights, relative_error
 from tables import read_json
@@ -386,7 +387,7 @@ def test_automodel_2591_the_bias_of_an_expert_weighs_what_its_output_does():
         ]
         for size in (0, 1)
     )
-    np.testing.assert_allclose(np.asarray(with_them - without)[segments != 0], 1, atol=1e-5)
+    assert_allclose(np.asarray(with_them - without)[segments != 0], 1, atol=1e-5)
     assert WITH_BIASES.experts_per_token > 1, "what would be added for each"
 
 
@@ -396,7 +397,7 @@ def test_torchtitan_4154_all_devices_of_a_tp_group_count_for_the_selection_bias(
     """
     x, segments, labels = rows()
     _, times = balance_program(CONFIG, OVER_TP)(weights(), x[None], segments, labels)
-    np.testing.assert_array_equal(times, right()["times_chosen"].sum(axis=0, keepdims=True))
+    assert_array_equal(times, right()["times_chosen"].sum(axis=0, keepdims=True))
     reduce = collectives.all_reduce
     first = lambda x, *axes: reduce(
         jnp.where(collectives.axis_index(TP) == 0, x, 0) if axes == SEQUENCE else x, *axes

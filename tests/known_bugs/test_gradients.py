@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from accounts import equations
 from flax import nnx
+from numpy.testing import assert_array_equal
 from planted import errors_of, plant_weights, with_gradient
 from support import by_name, random_weights, relative_error, state_on_mesh, swept, use_mesh
 from variants import small_model
@@ -30,7 +31,7 @@ from jaxtp.collectives import (
     load_weight,
     vary,
 )
-from jaxtp.layers import latent_attention, loss, transport
+from jaxtp.layers import DecoderBlock, HeadConfig, LayerContext, latent_attention, loss, transport
 from jaxtp.layers.float8 import enter_float8
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention, LatentAttentionConfig
@@ -57,7 +58,7 @@ def row_layer():
     adapter.
     """
     adapter = LoraConfig(rank=RANK, alpha=SCALE * RANK)
-    context = jaxtp.layers.LayerContext(sequence_parallel=True, lora=adapter)
+    context = LayerContext(sequence_parallel=True, lora=adapter)
     return jaxtp.RowParallelLinear(F, D, context, use_bias=True, target="o_proj", rngs=nnx.Rngs(0))
 
 
@@ -181,7 +182,7 @@ LATENT = LatentAttentionConfig(
 
 
 def latent_layer(split):
-    context = jaxtp.layers.LayerContext(sequence_parallel=split)
+    context = LayerContext(sequence_parallel=split)
     return LatentAttention(D, LATENT, context, rngs=nnx.Rngs(0))
 
 
@@ -283,7 +284,7 @@ def head_errors():
 
     def ours(x, table):
         padded = jnp.pad(table, ((0, -V % 4), (0, 0)))
-        head = jaxtp.layers.HeadConfig(V, softcap=SOFTCAP)
+        head = HeadConfig(V, softcap=SOFTCAP)
         return loss.vocab_parallel_cross_entropy(x, padded, jnp.asarray(labels), head)[0]
 
     with jax.enable_x64(True):
@@ -319,9 +320,7 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
     labels = jnp.asarray(random.integers(0, 2 * V - 2, (B, T), np.int32))
 
     def log_probs(x, table):
-        found = loss.vocab_parallel_statistics(
-            x, (table, jaxtp.layers.HeadConfig(2 * V - 2), None), labels
-        )
+        found = loss.vocab_parallel_statistics(x, (table, HeadConfig(2 * V - 2), None), labels)
         return jnp.sum(found.label_logit - found.log_normaliser)
 
     expected = jax.jit(jax.grad(log_probs, (0, 1)))(x, table)
@@ -363,7 +362,7 @@ def test_transformers_31412_dropout_differs_between_devices_of_the_batch():
     every mesh.
     """
     on_mesh = masks(batch_spec(), **EIGHT)
-    np.testing.assert_array_equal(on_mesh, masks(batch_spec()))
+    assert_array_equal(on_mesh, masks(batch_spec()))
     assert least_difference(on_mesh) > 0.3
     assert least_difference(masks(batch_spec(), [0, 1, 0, 1], **EIGHT)) == 0, (
         "two devices with the same keys"
@@ -380,7 +379,7 @@ def test_megatron_lm_1256_dropout_differs_between_the_parts_of_a_sequence():
     own, however it is split.
     """
     split = masks(batch_spec(SEQUENCE, None), **EIGHT)
-    np.testing.assert_array_equal(split, masks(batch_spec()))
+    assert_array_equal(split, masks(batch_spec()))
     assert least_difference(np.split(split, 4, axis=1)) > 0.3
 
 
@@ -395,7 +394,7 @@ def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
         by_name(plan_state(SMALL, optimizer, mesh).create(seed=3)["model"], mesh) for mesh in meshes
     )
     for name, array in expected.items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        assert_array_equal(found[name], array, err_msg=name)
         if array.ndim > 1 and "scale" not in name:
             one, other = np.split(array, 2, axis=-1)
             assert not np.array_equal(one, other), f"{name}: as from one key on both devices"
@@ -433,7 +432,7 @@ def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction()
 
 def column_in_float8():
     precision = jaxtp.Precision(matmul="float8", matmul_least=1)
-    context = jaxtp.layers.LayerContext(sequence_parallel=True, precision=precision)
+    context = LayerContext(sequence_parallel=True, precision=precision)
     return jaxtp.ColumnParallelLinear(D, F, context, rngs=nnx.Rngs(0))
 
 
@@ -474,7 +473,7 @@ def declared_and_used(mesh):
     """How each weight of a block is stored on a mesh, and as what the block's `shard_map`s take
     it.
     """
-    build = lambda: jaxtp.layers.DecoderBlock(SMALL, rngs=nnx.Rngs(0))
+    build = lambda: DecoderBlock(SMALL, rngs=nnx.Rngs(0))
     graph, state = state_on_mesh(build, random_weights(build), mesh)
     named = named_variables(state)
     stored = {

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 from support import batches, by_name, local_batches
 from variants import small_model
 
@@ -158,7 +159,7 @@ def test_torchtitan_1136_a_vocabulary_that_nothing_divides_comes_back_whole(writ
     found = by_name(state, plan.mesh)
     assert found[TABLE].shape == (21, 16)
     for name, array in held[2].items():
-        np.testing.assert_array_equal(found[name], array, err_msg=name)
+        assert_array_equal(found[name], array, err_msg=name)
     table = np.asarray(state["model"]["embedding"]["embedding"][...])
     assert len(table) == 24
     assert not table[21:].any()
@@ -211,5 +212,5 @@ def test_metaseq_53_a_checkpoint_that_was_not_written_whole_is_passed_over(
         )
     assert (step, info["next_sample"]) == (1, 8)
     assert "damaged" in warnings[0]
-    np.testing.assert_array_equal(by_name(state, plan.mesh)[TABLE], held[1][TABLE])
+    assert_array_equal(by_name(state, plan.mesh)[TABLE], held[1][TABLE])
     assert not np.array_equal(held[1][TABLE], held[2][TABLE])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 from support import assert_close, by_name, decoder, mesh_by_size, random_weights, state_on_mesh
 from variants import small_model
 
@@ -222,7 +223,7 @@ def test_habitat_lab_2226_a_gradient_that_is_not_finite_changes_nothing():
     )
     found = by_name(after, program.mesh)
     for name in before.keys() - {"skipped"}:
-        np.testing.assert_array_equal(found[name], before[name], err_msg=name)
+        assert_array_equal(found[name], before[name], err_msg=name)
 
 
 @pytest.mark.wide

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mixtures import B, D, E, F, T, balance_program, build, expected_balance
+from numpy.testing import assert_array_equal
 from support import assert_close, random_weights, swept
 from tables import read_table
 from variants import variant
@@ -84,7 +85,7 @@ def test_batches_and_micro_batches_add_up(order):
     sums["input"][:, order] = np.concatenate([found["input"] for found, _ in parts], axis=1)
     assert_close(sums, right())
     _, whole = run(weights(), *rows())
-    np.testing.assert_array_equal(sum(times for _, times in parts), whole)
+    assert_array_equal(sum(times for _, times in parts), whole)
     assert whole.sum() == LAYERS * CONFIG.experts_per_token * (segments != 0).sum()
 
 
@@ -96,4 +97,4 @@ MOVED_BIAS = jax.jit(updated_selection_bias)
 def test_selection_biases_move_against_the_load_by_one_step(times):
     times = np.array([times], np.float32)
     moved = np.asarray(MOVED_BIAS(np.zeros((1, 7), np.float32), times, 0.5))
-    np.testing.assert_array_equal(moved, 0.5 * np.sign(times.sum() - 7 * times))
+    assert_array_equal(moved, 0.5 * np.sign(times.sum() - 7 * times))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from support import assert_close
 
 from jaxtp.layers.kernels import delta_rule as kernel
@@ -104,7 +105,7 @@ def test_the_inverse_is_exact_where_powers_of_the_matrix_overflow():
     """
     size = 64
     below = jnp.tril(jnp.ones((size, size), "float32"), -1)
-    np.testing.assert_array_equal(jax.jit(unit_inverse)(below), np.eye(size) - np.eye(size, k=-1))
+    assert_array_equal(jax.jit(unit_inverse)(below), np.eye(size) - np.eye(size, k=-1))
 
 
 def hard_cases(q, k, v, log_decay, write, starts, state):

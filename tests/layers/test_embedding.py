@@ -10,6 +10,7 @@ from flax import nnx
 
 import jaxtp
 from jaxtp.analysis.census import count_collectives
+from jaxtp.layers import LayerContext
 from jaxtp.mesh import mesh_sizes
 
 B = 8
@@ -25,7 +26,7 @@ def layer(vocab_size, precision=LOW):
     return jaxtp.VocabParallelEmbedding(
         vocab_size,
         D,
-        jaxtp.layers.LayerContext(sequence_parallel=None, precision=precision),
+        LayerContext(sequence_parallel=None, precision=precision),
         rngs=nnx.Rngs(0),
     )
 

@@ -26,6 +26,7 @@ from mixtures import (
     scores_of,
     work,
 )
+from numpy.testing import assert_allclose, assert_array_equal
 from support import assert_close, random_weights, sizes_of, state_on_mesh, swept, without_mesh
 from tables import read_table
 from variants import variants
@@ -201,10 +202,10 @@ def test_given_choices_take_the_place_of_the_router(over_tp):
         run = reference_program(BASE, x.shape)
         (_, right), _ = run(wide, np.float64(x), np.ones((B, T), bool), given.reshape(-1, 2))
     assert_close({"output": y}, {"output": right["output"]})
-    np.testing.assert_array_equal(routing.times_chosen.sum(axis=1), right["times_chosen"])
-    np.testing.assert_array_equal(np.asarray(routing.experts).reshape(-1, 2), choose(scores, 2))
+    assert_array_equal(routing.times_chosen.sum(axis=1), right["times_chosen"])
+    assert_array_equal(np.asarray(routing.experts).reshape(-1, 2), choose(scores, 2))
     ordered = -np.sort(-scores, axis=1)
-    np.testing.assert_allclose(
+    assert_allclose(
         np.asarray(routing.margin).reshape(-1), ordered[:, 1] - ordered[:, 2], atol=1e-6
     )
 
@@ -227,7 +228,7 @@ def test_a_margin_is_no_more_than_the_lead_of_a_group():
         ordered = -np.sort(-each, axis=1)
         leads.append(ordered[:, k - 1] - ordered[:, k])
     assert (leads[1] < leads[0]).any()
-    np.testing.assert_allclose(margin, np.minimum(*leads), atol=1e-6)
+    assert_allclose(margin, np.minimum(*leads), atol=1e-6)
 
 
 @swept("mesh", [(1, 1, 1, 1), (1, 2, 2, 2), (1, 1, 1, 8)], (1, 2, 2, 2))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose
 from support import (
     assert_close,
     by_name,
@@ -108,7 +109,7 @@ def test_the_error_of_each_number_is_bounded(dtype):
     assert (np.abs(found - exact) <= bound * (1 + 1e-5)).all()
     assert not found[..., 4].any()
     largest = np.abs(exact).max(1)
-    np.testing.assert_allclose(np.abs(found).max(1)[:, 1:], largest[:, 1:], rtol=1e-6)
+    assert_allclose(np.abs(found).max(1)[:, 1:], largest[:, 1:], rtol=1e-6)
 
 
 CASES = [(name, tuple(mesh)) for name, mesh in TABLE["cases"]]

@@ -18,11 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
+from numpy.testing import assert_allclose, assert_array_equal
 from support import assert_close, random_weights, sweep_of, swept, use_mesh
 
 import jaxtp
 from jaxtp.collectives import axis_index, device_view
-from jaxtp.layers import attention
+from jaxtp.layers import LayerContext, attention
 from jaxtp.layers.kernels import fused_attention as fused
 from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
 from jaxtp.layers.kernels.fused_attention import Blocks
@@ -157,7 +158,7 @@ def check(name, structure, segments, part=None):
     with jax.enable_x64(True):
         expected = plain(*arrays, seen, structure)
     for what, array in found.items():
-        np.testing.assert_allclose(array, expected[what], atol=ERRORS[name], err_msg=what)
+        assert_allclose(array, expected[what], atol=ERRORS[name], err_msg=what)
     for what, empty in (
         ("output", ~seen.any(2)),
         ("queries", ~seen.any(2)),
@@ -230,7 +231,7 @@ def test_a_document_may_have_the_number_of_one_before_its_neighbour(name):
     again, counted = (
         np.repeat([ids, ids], 4, axis=1).astype(np.int32) for ids in ([1, 2, 1], [1, 2, 3])
     )
-    jax.tree.map(np.testing.assert_array_equal, run(again), run(counted))
+    jax.tree.map(assert_array_equal, run(again), run(counted))
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -392,7 +393,7 @@ def test_visited_blocks_and_scores_of_a_device_are_counted_from_its_chunks(devic
         pairs = sum(queries[i : i + block][-1] // block - lowest[i] // block + 1 for i in starts)
         assert num_visited(tuple(chunks), window) == pairs
     whole = [range(sum(len(chunk) for chunks in devices for chunk in chunks))]
-    np.testing.assert_allclose(
+    assert_allclose(
         sum(num_scores(chunks, window) for chunks in devices), num_scores(whole, window)
     )
 
@@ -440,7 +441,7 @@ def test_a_layer_with_a_kernel_for_gpus_equals_one_with_xla():
     def build(name):
         config = jaxtp.AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, attention=name)
         return jaxtp.CausalSelfAttention(
-            8, config, jaxtp.layers.LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0)
+            8, config, LayerContext(sequence_parallel=None), rngs=nnx.Rngs(0)
         )
 
     def twice(layer, x):

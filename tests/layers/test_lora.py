@@ -78,23 +78,14 @@ def test_an_optimizer_of_all_params_trains_the_adapters_alone():
     before = {name: np.asarray(array) for name, array in arrays_of(model).items()}
     adapters = {name for name in before if "loras" in name}
     optimizer = nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
-    moments = sum(
-        leaf.size for leaf in jax.tree.leaves(nnx.state(optimizer.opt_state)) if leaf.size > 1
-    )
-    assert moments == 2 * sum(before[name].size for name in adapters)
-
     gradient = nnx.jit(nnx.grad(lambda model: model.loss(IDS, IDS)[0]))
     for _ in range(2):  # the first update has no gradient of A: B is zero
         grads = gradient(model)
         assert named_variables(grads).keys() == adapters
         optimizer.update(model, grads)
-    after = named_variables(nnx.state(model))
-    assert {
-        name for name in after if (np.asarray(after[name][...]) != before[name]).any()
-    } == adapters
-    assert {type(after[name]) for name in after} == {nnx.LoRAParam, jaxtp.layers.FrozenParam}
+    after = arrays_of(model)
+    assert {name for name in after if (after[name] != before[name]).any()} == adapters
 
-    nnx.update(model, jax.tree.map(lambda a: 0 * a, nnx.state(model, nnx.LoRAParam)))
     merged = jaxtp.merge_adapters(model)
     assert {type(v) for v in named_variables(nnx.state(merged)).values()} == {nnx.Param}
 

@@ -11,8 +11,10 @@ from support import relative_error, swept, use_mesh
 from tables import read_table
 
 import jaxtp
+from jaxtp.layers import HeadConfig, LayerContext
 from jaxtp.layers.loss import vocab_parallel_statistics, vocab_parallel_top_k
 from jaxtp.layers.parameter import PaddedDim
+from jaxtp.losses import vocab_parallel_cross_entropy
 
 D = 24
 V = 40
@@ -21,10 +23,8 @@ LOW = jaxtp.Precision(compute="bfloat16")
 
 
 def total(x, table, labels, chunk_size, precision=jaxtp.Precision()):
-    head = jaxtp.layers.HeadConfig(
-        V, jaxtp.layers.LayerContext(precision=precision), chunk_size=chunk_size
-    )
-    return jaxtp.losses.vocab_parallel_cross_entropy(x, table, labels, head)[0]
+    head = HeadConfig(V, LayerContext(precision=precision), chunk_size=chunk_size)
+    return vocab_parallel_cross_entropy(x, table, labels, head)[0]
 
 
 def given(rows, length):
@@ -116,9 +116,9 @@ def test_log_probabilities_entropy_and_top_ids_of_each_token(case):
         jax.random.normal(jax.random.key(4), (4, 8, *dims)),
         jax.random.normal(jax.random.key(5), (4, 8)),
     )
-    head = jaxtp.layers.HeadConfig(
+    head = HeadConfig(
         size,
-        jaxtp.layers.LayerContext(sequence_parallel=split),
+        LayerContext(sequence_parallel=split),
         scale=scale,
         softcap=softcap,
         temperature=temperature,
@@ -160,7 +160,7 @@ def test_the_likeliest_label_has_the_highest_logit():
     labels = jnp.where(labels < 37, labels, -100).at[:, :3].set(logits.argmax(-1)[:, :3])
     with use_mesh(tp=4):
         statistics = lambda x, table: vocab_parallel_statistics(
-            x, (table, jaxtp.layers.HeadConfig(37), None), labels
+            x, (table, HeadConfig(37), None), labels
         )
         found = jax.jit(statistics)(x, table)
     assert found.entropy is None
@@ -176,7 +176,7 @@ def test_no_array_of_the_compiled_program_has_all_logits(mesh):
     ids = 1024
     tokens = 128 // fsdp
     labels = jnp.zeros((8, 16, 3), jnp.int32)
-    head = jaxtp.layers.HeadConfig(ids, chunk_size=8)
+    head = HeadConfig(ids, chunk_size=8)
 
     def objective(x, table):
         found = vocab_parallel_statistics(x, (table, head, None), labels, entropy=True)

@@ -27,6 +27,8 @@ from tables import read_table
 from variants import variant
 
 import jaxtp
+from jaxtp.layers import HeadConfig, LayerContext, vocab_parallel_logits
+from jaxtp.losses import vocab_parallel_cross_entropy
 
 B = 8
 T = 8
@@ -40,8 +42,8 @@ LABELS = np.where(RANDOM.random((B, T)) < 0.2, -100, RANDOM.integers(0, V, (B, T
 IDS = RANDOM.integers(0, V, (B, T))
 LARGE_IDS = RANDOM.integers(0, LARGE_V, (B, T))
 LARGE_IDS[:, ::3] = 7  # often the same
-SPLIT = jaxtp.layers.LayerContext(sequence_parallel=None)
-WHOLE = jaxtp.layers.LayerContext(sequence_parallel=False)
+SPLIT = LayerContext(sequence_parallel=None)
+WHOLE = LayerContext(sequence_parallel=False)
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,14 @@ class Case:
 
 
 def loss_and_count(head, x):
-    config = jaxtp.layers.HeadConfig(V, chunk_size=2)
-    return jnp.stack(jaxtp.losses.vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, config))
+    config = HeadConfig(V, chunk_size=2)
+    return jnp.stack(vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, config))
 
 
 def biased_loss(head, x):
-    config = jaxtp.layers.HeadConfig(V, chunk_size=2, scale=0.7)
-    logits = jaxtp.layers.vocab_parallel_logits(x, head.kernel[...], config, head.bias[...])
-    total, _ = jaxtp.losses.vocab_parallel_cross_entropy(
-        x, head.kernel[...], LABELS, config, head.bias[...]
-    )
+    config = HeadConfig(V, chunk_size=2, scale=0.7)
+    logits = vocab_parallel_logits(x, head.kernel[...], config, head.bias[...])
+    total, _ = vocab_parallel_cross_entropy(x, head.kernel[...], LABELS, config, head.bias[...])
     return logits + total
 
 
@@ -134,9 +134,7 @@ LOSSES = {
     "logits": Case(
         lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
         lambda w, x: x @ w["kernel"].T,
-        lambda head, x: jaxtp.layers.vocab_parallel_logits(
-            x, head.kernel[...], jaxtp.layers.HeadConfig(V)
-        ),
+        lambda head, x: vocab_parallel_logits(x, head.kernel[...], HeadConfig(V)),
     ),
     "loss": Case(
         lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),

@@ -4,9 +4,10 @@ padding alone.
 
 import jax
 import numpy as np
+from numpy.testing import assert_allclose
 from support import swept, use_mesh
 
-import jaxtp
+from jaxtp.layers import HeadConfig, LayerContext
 from jaxtp.layers.loss import vocab_parallel_top_k
 from jaxtp.layers.parameter import PaddedDim
 
@@ -28,7 +29,7 @@ def test_the_top_tokens_and_their_log_probabilities(case):
     x = random.integers(-2, 3, (B, T, D))
     table = random.integers(-2, 3, (padded, D))
     bias = np.where(np.arange(padded) < size, random.integers(-1, 2, padded), 50)
-    head = jaxtp.layers.HeadConfig(size, jaxtp.layers.LayerContext(), chunk_size=5)
+    head = HeadConfig(size, LayerContext(), chunk_size=5)
     arrays = [each.astype(np.float32) for each in (x, table, bias)]
     with use_mesh(tp=tp):
         values, ids = jax.jit(
@@ -39,4 +40,4 @@ def test_the_top_tokens_and_their_log_probabilities(case):
     assert np.array_equal(ids, expected)
     assert (values.dtype, ids.dtype) == (np.float32, np.int32)
     log_probs = logits - np.log(np.exp(np.float64(logits)).sum(-1, keepdims=True))
-    np.testing.assert_allclose(values, np.take_along_axis(log_probs, expected, axis=-1), atol=2e-6)
+    assert_allclose(values, np.take_along_axis(log_probs, expected, axis=-1), atol=2e-6)

@@ -25,6 +25,7 @@ from variants import variant, variants
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
+from jaxtp.layers import DecoderBlock
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import stored_arrays
@@ -80,7 +81,7 @@ def test_a_layer_scale_is_stored_and_not_trained():
 
 
 def test_norms_after_a_branch_may_have_another_epsilon():
-    block = jaxtp.layers.DecoderBlock(
+    block = DecoderBlock(
         replace(PLAIN, norm_placement="both", norm_after_eps=1e-8), rngs=nnx.Rngs(0)
     )
     epsilons = [(before.eps, after.eps) for _, _, before, after in block.branches()]

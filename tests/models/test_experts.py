@@ -7,6 +7,7 @@ from functools import cache
 import jax
 import numpy as np
 from flax import nnx
+from numpy.testing import assert_array_equal
 from support import (
     assert_close,
     by_name,
@@ -101,13 +102,11 @@ def test_balance_is_that_of_one_device(name):
     found, times, biases, dropped = stepped(tuple(mesh), *options)
     expected, right, _, _ = stepped((1, 1, 1, 1), 1, "none")
     assert_close(found, expected)
-    np.testing.assert_array_equal(times, right)
+    assert_array_equal(times, right)
     tokens = (random_tokens(RUN)[0][SEGMENTS] != 0).sum()
-    np.testing.assert_array_equal(
-        times.sum(axis=1), [tokens * MIXTURE.experts_per_token] * MIXTURE.num_layers
-    )
+    assert_array_equal(times.sum(axis=1), [tokens * MIXTURE.experts_per_token] * MIXTURE.num_layers)
     assert dropped == 0
     if name != "written out":  # whose layers have their biases apart
         towards = np.sign(times.sum(axis=1, keepdims=True) - MIXTURE.num_experts * times)
         before = np.asarray(weights()["blocks.mlp.selection_bias"])
-        np.testing.assert_array_equal(biases, before + RATE * towards.astype(np.float32))
+        assert_array_equal(biases, before + RATE * towards.astype(np.float32))

@@ -25,6 +25,7 @@ from variants import variant
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
+from jaxtp.losses import token_log_probs, top_log_probs
 from jaxtp.mesh import mesh_of
 
 B = 4
@@ -55,20 +56,16 @@ def expected(model):
 
 
 def found(model):
-    log_probs, entropy = jaxtp.losses.token_log_probs(
+    log_probs, entropy = token_log_probs(
         model, IDS, LABELS, segments=SEGMENTS, temperature=1.3, entropy=True
     )
-    of_top = jaxtp.losses.token_log_probs(model, IDS, TOP, segments=SEGMENTS)
+    of_top = token_log_probs(model, IDS, TOP, segments=SEGMENTS)
     return (
         log_probs,
         entropy,
         of_top,
-        *jaxtp.losses.top_log_probs(model, IDS, K, segments=SEGMENTS, temperature=1.3),
+        *top_log_probs(model, IDS, K, segments=SEGMENTS, temperature=1.3),
     )
-
-
-def alone(numbers, graph, state):
-    return jax.jit(lambda state: numbers(nnx.merge(graph, state)))(state)
 
 
 def with_gradients(numbers, graph, state):
@@ -80,25 +77,14 @@ def with_gradients(numbers, graph, state):
     return results, grads
 
 
-def without_a_mesh_and_on_one(name, run):
-    """Returns the results of `run` by plain mathematics, those on a mesh, and the mesh."""
-    make = decoder(variant(PLAIN, CASES[name]["model"]))
-    weights = random_weights(make)
-    mesh = mesh_of(sizes_of(CASES[name]["mesh"]))
-    with jax.set_mesh(mesh):
-        on_mesh = run(found, *state_on_mesh(make, weights, mesh))
-    return run(expected, *without_mesh(make, weights)), on_mesh, mesh
-
-
-@pytest.mark.wide
-def test_log_probabilities_over_cp_and_a_split_vocabulary():
-    right, numbers, _ = without_a_mesh_and_on_one("soft caps", alone)
-    assert max(map(relative_error, numbers, right)) < 1e-5
-
-
 @swept("name", CASES)
 def test_log_probabilities_and_their_gradients(name):
-    (right, right_grads), (numbers, grads), mesh = without_a_mesh_and_on_one(name, with_gradients)
+    make = decoder(variant(PLAIN, CASES[name]["model"]))
+    weights = random_weights(make)
+    right, right_grads = with_gradients(expected, *without_mesh(make, weights))
+    mesh = mesh_of(sizes_of(CASES[name]["mesh"]))
+    with jax.set_mesh(mesh):
+        numbers, grads = with_gradients(found, *state_on_mesh(make, weights, mesh))
     assert max(map(relative_error, numbers, right)) < 1e-5
     assert_close(by_name(grads, mesh), by_name(right_grads, jaxtp.make_mesh()))
 
@@ -140,8 +126,6 @@ def test_a_model_without_adapters_is_its_base(name):
 
 def test_a_temperature_of_zero_and_too_many_ids_are_refused():
     with pytest.raises(ConfigError, match="temperature=0"):
-        jax.eval_shape(
-            lambda: jaxtp.losses.token_log_probs(decoder(PLAIN)(), IDS, LABELS, temperature=0)
-        )
+        jax.eval_shape(lambda: token_log_probs(decoder(PLAIN)(), IDS, LABELS, temperature=0))
     with pytest.raises(ConfigError, match=f"k={V + 1}: the vocabulary has {V} ids"):
-        jax.eval_shape(lambda: jaxtp.losses.top_log_probs(decoder(PLAIN)(), IDS, V + 1))
+        jax.eval_shape(lambda: top_log_probs(decoder(PLAIN)(), IDS, V + 1))

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 from support import decoder, random_weights, swept, use_mesh, without_mesh
 from variants import variant
@@ -78,15 +79,13 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     for name, variable in padded.items():
         array = np.asarray(variable[...])
         padding = padding_of(variable)
-        np.testing.assert_array_equal(
-            pad(unpad(array, padding, 8), padding, 8), array, err_msg=name
-        )
+        assert_array_equal(pad(unpad(array, padding, 8), padding, 8), array, err_msg=name)
     logical = {name: np.asarray(array) for name, array in to_logical(state, plan.mesh).items()}
     for other in (jaxtp.make_mesh(fsdp=2, tp=2), jaxtp.make_mesh(tp=5)):
         there = from_logical(logical, plan_state(run.model, rule, other).abstract, other)
         back = to_logical(there, other)
         for name, array in logical.items():
-            np.testing.assert_array_equal(back[name], array, err_msg=name)
+            assert_array_equal(back[name], array, err_msg=name)
 
 
 @given(
@@ -126,7 +125,7 @@ def test_what_is_padded_is_cut_off_again(factors, tp, first):
     padded = pad(array, padding, tp)
     assert padded.shape[0 if first else 1] % tp == 0
     assert padded.sum() == array.sum()
-    np.testing.assert_array_equal(unpad(padded, padding, tp), array)
+    assert_array_equal(unpad(padded, padding, tp), array)
 
 
 @swept("tp", [2, 5])
@@ -139,7 +138,7 @@ def test_files_have_no_padding(tmp_path, tp):
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "padded"))
     assert one.keys() == other.keys()
     for name, array in one.items():
-        np.testing.assert_array_equal(array, other[name], err_msg=name)
+        assert_array_equal(array, other[name], err_msg=name)
 
 
 def test_what_padding_costs_is_said_and_counted():

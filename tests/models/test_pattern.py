@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
+from numpy.testing import assert_allclose
 from support import assert_close, by_name, decoder, random_weights, without_mesh
 from variants import small_model
 
@@ -58,7 +59,7 @@ def test_it_equals_the_plain_mathematics():
         0
     ]
     expected_loss, expected = jax.jit(jax.value_and_grad(plain))(weights)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    assert_allclose(loss, expected_loss, rtol=1e-6)
     assert_close(by_name(gradients, jaxtp.make_mesh()), expected)
 
 
@@ -79,7 +80,7 @@ def test_scan_pattern_and_unrolling_draw_the_same_dropout():
     expected, _ = loss_of(alike, weights, dropout_keys=keys)
     for config in (in_turn, replace(in_turn, scan_layers=False)):
         found, _ = loss_of(config, turned, dropout_keys=keys)
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_equal_blocks_are_one_stack_whatever_describes_them():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 from support import use_mesh
 
 import jaxtp
@@ -54,7 +55,7 @@ def test_any_use_gives_the_numbers_of_the_array():
     with use_mesh(1, 2, 2):
         found = run(jaxtp.parallelize(Mlp, PLAN), x)
     jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5),
+        lambda one, other: assert_allclose(one, other, rtol=1e-5, atol=1e-5),
         found,
         expected,
     )
@@ -70,4 +71,4 @@ def test_an_array_of_numpy_is_refused_as_ever():
         model = jaxtp.parallelize(Identity(), {"": PrepareInput(Replicate(), Replicate())})
         with pytest.raises(jax.errors.TracerArrayConversionError):
             nnx.jit(lambda model, x: model(x))(model, np.ones((4, D), np.float32))
-        np.testing.assert_array_equal(model(jnp.ones((4, D))), np.ones((4, D)))
+        assert_array_equal(model(jnp.ones((4, D))), np.ones((4, D)))

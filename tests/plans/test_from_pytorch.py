@@ -8,8 +8,10 @@ import optax
 import pytest
 from flax import nnx
 from flax_models import D, F, T, V
+from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxtp
+from jaxtp import parallelize
 from jaxtp.analysis.audit import audit
 from jaxtp.plans import (
     Colwise,
@@ -96,12 +98,12 @@ def test_a_style_on_one_module(row, mesh):
     x = X
     if build is EMBED:
         x = IDS
-    module = jaxtp.parallelize(build, {"": style} if style else {})
+    module = parallelize(build, {"": style} if style else {})
     y = run(module, x)
     weight = max(jax.tree.leaves(nnx.state(module, nnx.Param)), key=np.ndim)
     assert splits(weight, stored)
     assert splits(y, leaves)
-    np.testing.assert_allclose(y, build()(x), atol=1e-5)
+    assert_allclose(y, build()(x), atol=1e-5)
 
 
 class Keyword(nnx.Module):
@@ -120,11 +122,11 @@ def test_prepare_module_input_by_keyword_and_output(mesh):
     )
     outputs = PrepareOutput(output_layouts=(None, None), desired_output_layouts=(Shard(1), None))
     call = nnx.jit(lambda model, x: jax.tree.map(jnp.asarray, model(2.0, x=x)))
-    y, seen = call(jaxtp.parallelize(Keyword, {"": inputs, "up": Colwise()}), X)
-    z, _ = call(jaxtp.parallelize(Keyword, {"": outputs}), X)
+    y, seen = call(parallelize(Keyword, {"": inputs, "up": Colwise()}), X)
+    z, _ = call(parallelize(Keyword, {"": outputs}), X)
     assert splits(z, SEQUENCE)
-    np.testing.assert_allclose(y, z, atol=1e-5)
-    np.testing.assert_array_equal(seen, X)
+    assert_allclose(y, z, atol=1e-5)
+    assert_array_equal(seen, X)
 
 
 def test_prepare_module_input_output(mesh):
@@ -135,15 +137,15 @@ def test_prepare_module_input_output(mesh):
     }
     plan = {"": PrepareInputOutput(**layouts), "w{1,3}": Colwise(), "w2": Rowwise()}
     build = lambda: models.FeedForward(nnx.Rngs(0))
-    y = run(jaxtp.parallelize(build, plan), X)
+    y = run(parallelize(build, plan), X)
     assert splits(y, SEQUENCE)
-    np.testing.assert_allclose(y, run(build(), X), atol=1e-5)
+    assert_allclose(y, run(build(), X), atol=1e-5)
 
 
 def audit_gradient(mesh, layer, plan, loss):
     """Audits the gradient of a loss of a layer's output."""
     with jax.set_mesh(mesh):
-        graph, state = nnx.split(jaxtp.parallelize(layer, plan))
+        graph, state = nnx.split(parallelize(layer, plan))
     return audit(
         jax.jit(jax.grad(lambda state, x: loss(nnx.merge(graph, state)(x)))), state, X, mesh=mesh
     )
@@ -182,14 +184,12 @@ def test_gradient_clipping_is_optax(mesh):
     norm_of = nnx.jit(
         lambda m: optax.tree.norm(nnx.as_pure(nnx.grad(lambda m: (m(X) ** 2).sum())(m)))
     )
-    np.testing.assert_allclose(
-        norm_of(jaxtp.parallelize(LINEAR, {"": Colwise()})), norm_of(LINEAR()), rtol=1e-5
-    )
+    assert_allclose(norm_of(parallelize(LINEAR, {"": Colwise()})), norm_of(LINEAR()), rtol=1e-5)
 
 
 def test_full_tensor_is_the_array_itself():
-    model = jaxtp.parallelize(LINEAR(), {"": Colwise()}, mesh=jaxtp.make_mesh(fsdp=2, tp=2))
-    np.testing.assert_array_equal(model.kernel[...], LINEAR().kernel[...])
+    model = parallelize(LINEAR(), {"": Colwise()}, mesh=jaxtp.make_mesh(fsdp=2, tp=2))
+    assert_array_equal(model.kernel[...], LINEAR().kernel[...])
     # Without a mesh in context it is as it was
-    np.testing.assert_allclose(model(X), LINEAR()(X), atol=1e-5)
+    assert_allclose(model(X), LINEAR()(X), atol=1e-5)
     assert isinstance(model, nnx.Linear)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose
 from support import use_mesh
 
 import jaxtp
@@ -49,7 +50,7 @@ def test_both_forms_give_the_same_model():
     run = nnx.jit(lambda model, x: model(x))
     with use_mesh(fsdp=2, tp=4):
         made, in_parts = (jaxtp.parallelize(model, {"up": Colwise()}) for model in (build(), build))
-        np.testing.assert_allclose(run(in_parts, x), run(made, x), rtol=1e-5, atol=1e-5)
+        assert_allclose(run(in_parts, x), run(made, x), rtol=1e-5, atol=1e-5)
     assert nnx.split(made)[0] == nnx.split(in_parts)[0]
     shardings = [
         jax.tree.map(lambda array: array.sharding, nnx.state(model)) for model in (made, in_parts)

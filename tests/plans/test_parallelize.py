@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
+from numpy.testing import assert_allclose, assert_array_equal
 from support import use_mesh
 
 import jaxtp
@@ -158,7 +159,7 @@ def test_ids_that_are_not_there_give_what_flax_gives():
         found = run(
             [jaxtp.parallelize(build, plan) for plan in ({"": Colwise()}, {"": Rowwise()}, {})]
         )
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, run([build()] * 3))
+    jax.tree.map(partial(assert_allclose, atol=1e-5), found, run([build()] * 3))
 
 
 class RandomFeatures(nnx.Module):
@@ -174,4 +175,4 @@ class RandomFeatures(nnx.Module):
 def test_plain_arrays_are_of_the_functions_seed():
     for model in (RandomFeatures, RandomFeatures()):
         found = jaxtp.parallelize(model, {"up": Colwise()}, mesh=jaxtp.make_mesh(fsdp=2, tp=2))
-        np.testing.assert_array_equal(found.frequencies, RandomFeatures().frequencies)
+        assert_array_equal(found.frequencies, RandomFeatures().frequencies)

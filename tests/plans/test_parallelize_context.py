@@ -12,10 +12,12 @@ from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
 from moves import assert_weights_alone_move, audit_gradients, sent
+from numpy.testing import assert_array_equal
 from support import use_mesh
 
 import jaxtp
 from jaxtp.errors import PlanError
+from jaxtp.layers import DecoderBlock
 from jaxtp.plans import Colwise, ContextParallel, PrepareInput, Replicate, Rowwise, Shard
 
 X = np.random.default_rng(1).standard_normal((8, T, D), np.float32)
@@ -100,9 +102,7 @@ def test_a_plan_that_does_not_say_where_cp_divides_is_refused():
             )
     config = jaxtp.ModelConfig(d_model=D, num_heads=4, num_kv_heads=4, head_dim=4, d_ff=D)
     with jax.set_mesh(mesh):  # our own block knows of cp itself
-        jaxtp.parallelize(
-            nnx.eval_shape(lambda: jaxtp.layers.DecoderBlock(config, rngs=nnx.Rngs(0)))
-        )
+        jaxtp.parallelize(nnx.eval_shape(lambda: DecoderBlock(config, rngs=nnx.Rngs(0))))
 
 
 def test_inputs_that_cp_does_not_divide_are_refused():
@@ -121,4 +121,4 @@ def test_one_row_is_divided_too_and_ids_are_a_sequence():
         model = jaxtp.parallelize(nnx.Embed(V, D, rngs=nnx.Rngs(0)), WHOLE)
         found = nnx.jit(lambda model, ids: model(inputs=ids))(model, IDS)
     assert found.sharding.shard_shape(found.shape) == (1, T // 2, D)
-    np.testing.assert_array_equal(found, nnx.Embed(V, D, rngs=nnx.Rngs(0))(IDS))
+    assert_array_equal(found, nnx.Embed(V, D, rngs=nnx.Rngs(0))(IDS))

@@ -14,7 +14,7 @@ from support import mesh_by_size, use_mesh
 
 import jaxtp
 from jaxtp.config.entry import UserError
-from jaxtp.errors import PlanError
+from jaxtp.errors import MeshError, PlanError
 from jaxtp.mesh import STORAGE
 from jaxtp.plans import (
     Colwise,
@@ -261,9 +261,9 @@ def test_a_parallel_model_is_not_made_parallel_again():
 
 def test_a_mesh_is_needed():
     model = nnx.eval_shape(llama)
-    with pytest.raises(jaxtp.errors.MeshError, match="parallelize needs a mesh"):
+    with pytest.raises(MeshError, match="parallelize needs a mesh"):
         jaxtp.parallelize(model, {})
-    with pytest.raises(jaxtp.errors.MeshError, match=r"takes a mesh, .* not 2"):
+    with pytest.raises(MeshError, match=r"takes a mesh, .* not 2"):
         jaxtp.parallelize(model, {}, mesh=2)
     for sizes in ({"tp": 2}, "tp=2", jaxtp.make_mesh(tp=2)):
         kernel = nnx.state(jaxtp.parallelize(nnx.eval_shape(llama), {}, mesh=sizes))
@@ -271,7 +271,7 @@ def test_a_mesh_is_needed():
     other = jax.make_mesh(
         (2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
     )
-    with pytest.raises(jaxtp.errors.MeshError, match="lacks"):
+    with pytest.raises(MeshError, match="lacks"):
         jaxtp.parallelize(model, {}, mesh=other)
 
 

@@ -12,7 +12,9 @@ from moves import assert_weights_alone_move, audit_gradients, sent
 from support import use_mesh
 
 import jaxtp
+from jaxtp import parallelize
 from jaxtp.analysis.audit import audit
+from jaxtp.layers import DecoderBlock
 from jaxtp.mesh import AXES, STORAGE, MeshError
 from jaxtp.plans import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.plans.parallelize import arrays_of
@@ -57,8 +59,8 @@ def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_
         sequence_parallel=sequence,
     )
     plan = SEQUENCE if sequence else ALL_REDUCE
-    build = lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0), kv_heads=kv_heads), plan)
-    ours = audit_gradients(mesh, lambda: jaxtp.layers.DecoderBlock(config, rngs=nnx.Rngs(0)), GIVEN)
+    build = lambda: parallelize(models.LlamaBlock(nnx.Rngs(0), kv_heads=kv_heads), plan)
+    ours = audit_gradients(mesh, lambda: DecoderBlock(config, rngs=nnx.Rngs(0)), GIVEN)
     stock = audit_gradients(mesh, build, GIVEN)
     if kv_heads == N:
         assert sent(stock, "tp") == sent(ours, "tp")
@@ -71,7 +73,7 @@ def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_
 @pytest.mark.wide
 def test_without_a_shared_input_each_projection_reduces_for_itself():
     def over_tp(plan):
-        build = lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0)), plan)
+        build = lambda: parallelize(models.LlamaBlock(nnx.Rngs(0)), plan)
         return sent(audit_gradients((1, 1, 4), build, GIVEN), "tp")
 
     shared = over_tp(ALL_REDUCE)
@@ -83,16 +85,12 @@ def test_without_a_shared_input_each_projection_reduces_for_itself():
 
 
 def test_fsdp_gathers_weights_and_scatters_gradients_and_moves_nothing_else():
-    found = audit_gradients(
-        (1, 4, 1), lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0))), GIVEN
-    )
+    found = audit_gradients((1, 4, 1), lambda: parallelize(models.LlamaBlock(nnx.Rngs(0))), GIVEN)
     assert_weights_alone_move(found, "fsdp")
 
 
 def test_a_module_of_ones_own_gathers_too():
-    found = audit_gradients(
-        (1, 4, 1), lambda: jaxtp.parallelize(models.Homemade(nnx.Rngs(0))), GIVEN
-    )
+    found = audit_gradients((1, 4, 1), lambda: parallelize(models.Homemade(nnx.Rngs(0))), GIVEN)
     assert not {c.kind for c in found.realised if len(c.shape) == 3}, "an activation moves"
     listed = jax.tree.leaves(found.compiled.output_shardings[0]["kernels"])
     assert [grad.spec for grad in listed] == [jax.P("fsdp")] * 2, (
@@ -103,7 +101,7 @@ def test_a_module_of_ones_own_gathers_too():
 def test_the_optimizer_moves_nothing():
     mesh = jaxtp.make_mesh(fsdp=2, tp=4)
     with jax.set_mesh(mesh):
-        model = jaxtp.parallelize(lambda: models.LlamaBlock(nnx.Rngs(0)), SEQUENCE)
+        model = parallelize(lambda: models.LlamaBlock(nnx.Rngs(0)), SEQUENCE)
         optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
         moments = nnx.to_flat_state(nnx.state(optimizer))
         graph, state = nnx.split((model, optimizer))
@@ -126,7 +124,7 @@ def wide():
 
 def test_initialised_sharded():
     with use_mesh(1, 2, 4):
-        kernel = jaxtp.parallelize(wide, {"": Colwise()}).kernel[...]
+        kernel = parallelize(wide, {"": Colwise()}).kernel[...]
         create = jax.jit(lambda: arrays_of(wide), out_shardings=(kernel.sharding,))
     assert kernel.addressable_shards[0].data.nbytes * 8 == kernel.nbytes
     memory = create.lower().compile().memory_analysis()
@@ -136,8 +134,8 @@ def test_initialised_sharded():
 
 def test_a_mesh_that_is_not_there():
     mesh = jax.sharding.AbstractMesh((2, 4, 1, 64), AXES)
-    kernel = jaxtp.parallelize(nnx.eval_shape(wide), {"": Colwise()}, mesh=mesh).kernel
+    kernel = parallelize(nnx.eval_shape(wide), {"": Colwise()}, mesh=mesh).kernel
     assert kernel.sharding.shard_shape(kernel.shape) == (128, 32)
     for model in (wide, wide()):
         with pytest.raises(MeshError, match=r"tp 64 is abstract.* nnx.eval_shape\(build\)"):
-            jaxtp.parallelize(model, {"": Colwise()}, mesh=mesh)
+            parallelize(model, {"": Colwise()}, mesh=mesh)

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from corpora import write_bpe
+from numpy.testing import assert_allclose
 from run_comparisons import assert_same_records
 from runs import SMALL, mesh, records
 from support import assert_refused
@@ -63,19 +64,23 @@ def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(
 
 
 @pytest.mark.journey
-def test_an_odd_vocabulary_resumes_on_another_mesh_from_data_that_moved(
+def test_a_padded_run_resumes_on_another_mesh_from_data_that_moved(
     tmp_path, dataset, command, capsys
 ):
-    command = [*command, f"--data.path={dataset}", "--optimizer.schedule=constant"]
+    """Its vocabulary and its heads are divided by neither tp."""
+    padded = ["--model.num-heads=9", "--model.num-kv-heads=3"]
+    command = [*command, *padded, f"--data.path={dataset}", "--optimizer.schedule=constant"]
     assert train([*command, "--mesh=tp=2"]) == 0
-    assert f"data    {dataset}: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"data    {dataset}: " in out
+    assert "9 query heads to 12, 3 kv heads to 4" in out
     again = [*command, f"--run.dir={tmp_path}/again"]
     assert train([*again, "--mesh=tp=2", "--train.steps=3"]) == 0
     (tmp_path / "moved").symlink_to(dataset)
     assert train([*again, "--mesh=dp=2,tp=4", f"--data.path={tmp_path}/moved"]) == 0
     assert_same_records(tmp_path / "again", tmp_path / "run", "loss", rtol=1e-4)
     last = [records(tmp_path / name, "eval_loss")[6] for name in ("run", "again")]
-    np.testing.assert_allclose(*last, rtol=1e-4)
+    assert_allclose(*last, rtol=1e-4)
 
 
 @pytest.mark.journey
@@ -170,4 +175,4 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size_and_the_mesh(tmp_
         out = tmp_path / str(size)
         assert train([*flags, *where, f"--data.global-batch-size={size}", f"--run.dir={out}"]) == 0
         losses += records(out, "eval_loss").values()
-    np.testing.assert_allclose(losses, losses[0], rtol=2e-6)
+    assert_allclose(losses, losses[0], rtol=2e-6)

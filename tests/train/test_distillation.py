@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 from corpora import prepared
 from flax import nnx
+from gradients import loss_and_gradients
 from run_comparisons import assert_same_records
 from runs import SMALL, TEXT, records
-from support import (
-    assert_close,
-    assert_refused,
-    by_name,
-    random_weights,
-    state_on_mesh,
-    swept,
-)
+from support import assert_close, assert_refused, swept
 from variants import small_model
 
 import jaxtp
 from jaxtp.config.schema import ConfigError
-from jaxtp.mesh import make_mesh
+from jaxtp.mesh import as_mesh
 from jaxtp.models.decoder import create_decoder
 from jaxtp.tools.score.__main__ import main as score
 from jaxtp.train.__main__ import main
@@ -64,18 +58,14 @@ LOSSES = {
     "all": Distillation(direction="reverse", temperature=0.7, cross_entropy=0.4),
 }
 MESHES = [
-    ("tp 2", "forward", "shallow"),
-    ("tp 4", "all", "decoder"),
-    ("tp 8", "all", "decoder"),
-    ("fsdp 2 x tp 2", "forward", "experts"),
-    ("cp 2 x tp 4", "all", "experts"),
-    ("dp 2 x cp 2", "forward", "decoder"),
+    ("tp=2", "forward", "shallow"),
+    ("tp=4", "all", "decoder"),
+    ("tp=8", "all", "decoder"),
+    ("fsdp=2,tp=2", "forward", "experts"),
+    ("cp=2,tp=4", "all", "experts"),
+    ("dp=2,cp=2", "forward", "decoder"),
 ]
-"""Each with a loss and a model; dp 2 x cp 2 is a zigzag."""
-
-
-def sizes_of(mesh):
-    return {axis: int(size) for axis, size in map(str.split, mesh.split(" x "))}
+"""Each with a loss and a model; dp=2,cp=2 is a zigzag."""
 
 
 def batch_of(k, temperature=1.0):
@@ -129,24 +119,10 @@ def dense(loss, teacher_logits):
     return run
 
 
-def results(loss, batch, model="shallow", accumulation=1, **sizes):
+def results(loss, batch, model="shallow", accumulation=1, mesh="tp=1"):
     """Returns loss, weight, metrics and gradients."""
-    mesh = make_mesh(**sizes)
     settings = StepSettings(objective=Objective(loss), accumulation=accumulation)
-    graph, state = state_on_mesh(MODELS[model], random_weights(MODELS[model]), mesh)
-
-    @jax.jit
-    def run(state, batch):
-        terms, _, grads = loss_and_grads(
-            nnx.merge(graph, state), batch, settings, jax.random.key(0)
-        )
-        return {"loss": terms.loss, "weight": terms.weight} | {
-            name: x for name, (x, _) in terms.metrics.items()
-        }, grads
-
-    with jax.set_mesh(mesh):
-        numbers, grads = run(state, batch)
-    return numbers | by_name(grads, mesh)
+    return loss_and_gradients(MODELS[model], batch, settings, as_mesh(mesh, "a test"))
 
 
 @functools.cache
@@ -192,7 +168,7 @@ def test_a_student_that_leaves_nothing_to_other_tokens_is_pulled_back():
 def test_a_mesh_gives_the_numbers_of_one_device(case):
     mesh, name, model = case
     batch, expected = on_one_device(name, model)
-    assert_close(results(LOSSES[name], batch, model, 2, **sizes_of(mesh)), expected)
+    assert_close(results(LOSSES[name], batch, model, 2, mesh), expected)
 
 
 def test_no_array_has_the_logits_of_all_tokens():

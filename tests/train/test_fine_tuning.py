@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_reference import FOLDER, TRAINED
+from numpy.testing import assert_allclose
 from run_comparisons import assert_same_records
 from runs import TEXT, records
 from support import assert_refused, swept
@@ -20,6 +21,7 @@ import jaxtp
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.safetensors import read_header
+from jaxtp.layers import FrozenParam
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main
@@ -166,9 +168,9 @@ def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
         "float32"
     }
     adapted = jaxtp.load_run(run)
-    assert {
-        leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, jaxtp.layers.FrozenParam))
-    } == {"bfloat16"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, FrozenParam))} == {
+        "bfloat16"
+    }
 
 
 @pytest.mark.journey
@@ -187,9 +189,7 @@ def test_adapters_beside_a_model_in_8_bits(tmp_path, command, model, adapter_run
     assert bases[0] == bases[1], "of the original weights"
     adapted = jaxtp.load_run(run)
     assert convert(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
-    np.testing.assert_allclose(
-        outputs_of(jaxtp.hf.load(tmp_path / "merged")), outputs_of(adapted), atol=1e-4
-    )
+    assert_allclose(outputs_of(jaxtp.hf.load(tmp_path / "merged")), outputs_of(adapted), atol=1e-4)
 
 
 @pytest.mark.journey

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from numpy.testing import assert_array_equal
 from support import sizes_of, swept
 from variants import small_model
 
@@ -70,7 +71,7 @@ def test_exact_and_non_finite_values_stay():
         [0.0, 1.0, -1.5, 2.0**-126, -(2.0**-133), 3.3895314e38, np.inf, -np.inf], np.float32
     )
     for found in rounded(exact, SEEDS).astype(jnp.float32):
-        np.testing.assert_array_equal(found, exact)
+        assert_array_equal(found, exact)
     nans = np.array([0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], np.uint32).view(np.float32)
     assert np.isnan(rounded(nans, SEEDS).astype(jnp.float32)).all()
 
@@ -144,7 +145,7 @@ def test_every_mesh_rounds_alike(case):
     expected = moments(name, mesh_shape())
     for path, array in moments(name, sizes_of(mesh)).items():
         assert array.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(array, expected[path], err_msg=path)
+        assert_array_equal(array, expected[path], err_msg=path)
 
 
 RUN = TrainConfig(

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import small_net
 from flax import nnx
+from numpy.testing import assert_allclose
 from small_net import PLAN, Net, Normalised, batches, trainer_of
 from support import outputs_of, use_mesh
 
 import jaxtp
 from jaxtp.config.entry import UserError
 from jaxtp.models.own_decoder import call_of_load
+from jaxtp.plans import Colwise
 
 
 class WithFeatures(Normalised):
@@ -78,9 +80,7 @@ def test_a_trained_model_is_loaded_on_another_mesh_and_on_none(trained, mesh, gi
         ]
         assert shardings[0] == shardings[1]
         model.eval()
-        np.testing.assert_allclose(
-            outputs_of(model, batches(7)["x"]), expected, rtol=1e-5, atol=1e-5
-        )
+        assert_allclose(outputs_of(model, batches(7)["x"]), expected, rtol=1e-5, atol=1e-5)
         assert mesh or type(model.up) is nnx.Linear, "plain Flax"
         assert mesh != {"tp": 4} or model.up.kernel.sharding.spec[1] == "tp", "as in the plan"
 
@@ -109,7 +109,7 @@ MISTAKES = {
     ),
     "arguments": ({"build": lambda width: None}, "missing a required argument: 'width'"),
     "a pattern": (
-        {"build": WithFeatures, "plan": {"sideways": jaxtp.plans.Colwise()}},
+        {"build": WithFeatures, "plan": {"sideways": Colwise()}},
         "'sideways' matches no module",
     ),
     "no plan": (

@@ -17,15 +17,6 @@ from jaxtp.train.setup import Plan
 from jaxtp.train.state import plan_state
 
 
-def test_what_exceeds_a_device_is_refused(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)
-    assert main(command) == 2
-    error = capsys.readouterr().err
-    assert "a step takes" in error
-    assert "--train.allow-oversize" in error
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.journey
 def test_what_exceeds_a_device_runs_where_that_is_asked_for(command, monkeypatch, capsys):
     monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)

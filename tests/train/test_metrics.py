@@ -255,20 +255,16 @@ def test_timing_divides_the_time_into_steps_waits_and_losses():
     assert (found["lost_to_save"], found["goodput"]) == (5 / 15, 10 / 15)
 
 
+def recipe(name):
+    """Returns the model of a configuration of ours."""
+    return from_yaml(TrainConfig, Path(__file__).parents[2] / f"configs/{name}.yaml").model
+
+
 def test_flops_per_token_are_those_of_the_published_tables():
     """Llama 3.1 8B at 8,192 tokens: 14,451 tokens/s are 744 TFLOP/s (Megatron-Bridge's
     performance summary, 25.11).
     """
-    model = jaxtp.ModelConfig(
-        vocab_size=128256,
-        d_model=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        d_ff=14336,
-    )
-    flops = flops_per_token(model, parameters=8_030_261_248, sequence_length=8192)
+    flops = flops_per_token(recipe("llama3_8b"), parameters=8_030_261_248, sequence_length=8192)
     assert 14451 * flops / 1e12 == pytest.approx(743.8, abs=0.1)
 
 
@@ -299,7 +295,7 @@ def test_gated_delta_net_counts_three_products_with_its_states():
 
 def test_active_parameters_are_those_that_are_published():
     for name, every, active in (("qwen3_30b_a3b", 30.5, 3.35), ("mixtral_8x7b", 46.7, 12.9)):
-        model = from_yaml(TrainConfig, Path(__file__).parents[2] / f"configs/{name}.yaml").model
+        model = recipe(name)
         parameters = sum(
             leaf.size for leaf in jax.tree.leaves(nnx.state(described(model), nnx.Param))
         )

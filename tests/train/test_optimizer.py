@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_allclose
 from support import assert_close, swept
 from tables import read_table
 from variants import small_model, variant
@@ -194,7 +195,7 @@ def test_muon_orthogonalises_each_layer_s_matrix():
     for layer in changes["blocks.up.kernel"]:
         singular = np.linalg.svd(layer / (0.2 * 6**0.5), compute_uv=False)
         assert np.all((singular > 0.5) & (singular < 1.5)), singular  # Newton-Schulz's own accuracy
-    np.testing.assert_allclose(np.abs(changes["head.kernel"]), 1, rtol=1e-3)  # Adam's first step
+    assert_allclose(np.abs(changes["head.kernel"]), 1, rtol=1e-3)  # Adam's first step
 
 
 GROUPED = {  # how many times as much the head moves, and whether scales move as before
@@ -215,7 +216,7 @@ def test_groups_change_rate_and_decay_of_their_parameters_alone(name):
     rules = [optimizers.build(replace(base, groups=each), 10) for each in ({}, groups)]
     before = arrays()
     plain, changed = (updated(rule, before, before)[0] for rule in rules)
-    np.testing.assert_allclose(changed["head.kernel"], share * plain["head.kernel"], rtol=1e-6)
+    assert_allclose(changed["head.kernel"], share * plain["head.kernel"], rtol=1e-6)
     scales = [changes["blocks.norm.scale"] for changes in (plain, changed)]
     assert np.allclose(*scales, rtol=1e-6) == scales_stay
 
@@ -241,14 +242,14 @@ def rates(steps, at, **settings):
 def test_a_schedule_warms_up_and_decays(schedule):
     expected = TABLES["schedules"][schedule]
     found = rates(10, list(expected), warmup_steps=2, schedule=schedule)
-    np.testing.assert_allclose(found, list(expected.values()), atol=1e-6)
+    assert_allclose(found, list(expected.values()), atol=1e-6)
     assert rates(10, [0], warmup_steps=0, schedule=schedule) == 1
     found = rates(5, np.arange(5), warmup_steps=20, schedule=schedule)
-    np.testing.assert_allclose(
+    assert_allclose(
         found, np.arange(5) / 5, atol=1e-6, err_msg="a longer warm-up is cut to the run"
     )
 
 
 def test_a_decay_longer_than_what_follows_the_warm_up_starts_there():
     found = rates(10, [4, 7, 10], warmup_steps=4, schedule="wsd", decay_fraction=1.0)
-    np.testing.assert_allclose(found, [1, 0.55, 0.1], atol=1e-6)
+    assert_allclose(found, [1, 0.55, 0.1], atol=1e-6)

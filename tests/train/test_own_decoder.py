@@ -17,15 +17,13 @@ import optax
 import pytest
 import yaml
 from flax import nnx
+from gradients import loss_and_gradients
 from run_comparisons import assert_same_records
 from runs import TEXT, contents
 from support import (
     assert_close,
     assert_refused,
-    by_name,
     new_decoder,
-    random_weights,
-    state_on_mesh,
     swept,
     use_mesh,
 )
@@ -38,6 +36,7 @@ from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import ConfigError
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.request import GenerationError
+from jaxtp.layers import PositionwiseBranch
 from jaxtp.mesh import make_mesh, mesh_shape
 from jaxtp.models.config import OriginConfig
 from jaxtp.models.decoder import create_decoder
@@ -134,7 +133,7 @@ def test_a_flax_layer_in_a_decoder_drops_others_in_each_step():
     assert terms(0).loss != terms(1).loss
 
 
-class FlaxGate(jaxtp.layers.PositionwiseBranch):
+class FlaxGate(PositionwiseBranch):
     """A branch of a Flax layer alone."""
 
     def __init__(self, width, rngs):
@@ -152,25 +151,11 @@ class FlaxConfig(jaxtp.ModelConfig):
 
 def gradients(build, loss, sizes, accumulation=1):
     """Returns loss, count, metrics and gradients."""
-    mesh = make_mesh(**sizes)
     settings = StepSettings(Objective(loss) if loss else NextToken(), accumulation)
-    with use_mesh():
-        weights = random_weights(build)
-    graph, state = state_on_mesh(build, weights, mesh)
     tokens = np.random.default_rng(0).integers(0, 256, (B, T + 1), np.int32)
     tokens[0, 1:4] = -100
     batch = {"inputs": abs(tokens[:, :-1]), "labels": tokens[:, 1:]}
-
-    @jax.jit
-    def run(state, batch):
-        terms, _, grads = loss_and_grads(
-            nnx.merge(graph, state), batch, settings, jax.random.key(0)
-        )
-        return {str(place): term for place, term in enumerate(jax.tree.leaves(terms))}, grads
-
-    with jax.set_mesh(mesh):
-        numbers, grads = run(state, batch)
-    return numbers | by_name(grads, mesh)
+    return loss_and_gradients(build, batch, settings, make_mesh(**sizes))
 
 
 OWN = {
@@ -240,10 +225,10 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     run = tmp_path / "run"
     assert "xla attention" in out, "it is described as a decoder is"
     assert f"jaxtp generate --model {run} --build {FILE}:build --prompt" in out
-    again = [f"--config={run}/config.yaml", "--mesh.tp=1", "--mesh.cp=2", "--train.steps=3"]
-    assert main([*again, "--train.callbacks", f"{FILE}:sample"]) == 2
-    assert "if you trust it, add --allow-code" in capsys.readouterr().err
-    assert main([*again, "--allow-code", "--train.callbacks", f"{FILE}:sample"]) == 0
+    other = ["--mesh.tp=1", "--mesh.cp=2", "--train.steps=3", f"--train.callbacks={FILE}:sample"]
+    again = [f"--config={run}/config.yaml", *other]
+    assert_refused(main, again, "if you trust it, add --allow-code", capsys)
+    assert main([*again, "--allow-code"]) == 0
     assert_same_records(run, whole, "loss", "grad_norm", "param_norm", "second", rtol=1e-5)
 
     before = contents(run)

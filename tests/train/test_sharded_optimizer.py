@@ -13,6 +13,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from numpy.testing import assert_allclose
 from support import assert_close, by_name, compilations, swept, use_mesh
 from tables import read_table
 from variants import small_model
@@ -187,7 +188,7 @@ def test_a_run_equals_one_device_and_resumes_there(tmp_path, case):
         checkpoints.wait()
         state = checkpoints.restore(2, planned(names, one)[1], one)
     state, more = advance(names, one, range(2, 4), state)
-    np.testing.assert_allclose(losses + more, expected_losses, rtol=1e-5, err_msg=str(names))
+    assert_allclose(losses + more, expected_losses, rtol=1e-5, err_msg=str(names))
     for name in names:
         assert_close(
             by_name(state[name], one), by_name(expected[name], one), TOLERANCE.get(name, 1e-5)

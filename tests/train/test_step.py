@@ -2,16 +2,16 @@
 parity over meshes.
 """
 
-import importlib
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import step_beside_plain
 from flax import nnx
+from numpy.testing import assert_allclose
 from support import (
     assert_close,
     by_name,
@@ -136,7 +136,7 @@ def test_the_step_is_the_textbook_update():
             state, output = step(state, batch)
         params, moments, numbers = updated(params, moments, **batch)
         found = fetch(output)
-        np.testing.assert_allclose([found["loss"], found["grad_norm"]], numbers, rtol=1e-5)
+        assert_allclose([found["loss"], found["grad_norm"]], numbers, rtol=1e-5)
     after = by_name(state, plan.mesh)
     assert_close({name: after[f"model.{name}"] for name in params}, params)
 
@@ -195,15 +195,13 @@ def test_after_a_step_that_is_not_finite_a_healthy_one_goes_through_if_it_may_be
 @pytest.mark.wide
 def test_a_step_in_plain_jax_has_the_same_losses(monkeypatch, capsys):
     """The script exits if the losses of the first or of the last step differ."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
-    script = importlib.import_module("step_beside_plain")
     heads = {"num_heads": 2, "num_kv_heads": 2}
     monkeypatch.setitem(
-        script.MODELS,
+        step_beside_plain.MODELS,
         "25m",
         {"vocab_size": 64, "d_model": 16, "num_layers": 1, "d_ff": 32} | heads,
     )
     words = "script --rows 4 --length 32 --mesh fsdp=2,tp=2 --blocks 2 --steps 2"
     monkeypatch.setattr("sys.argv", words.split())
-    script.main()
+    step_beside_plain.main()
     assert "time / plain" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import optax
 import pytest
 import small_net
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 from runs import records
 from small_net import (
     PLAN,
@@ -28,11 +29,12 @@ from small_net import (
     train,
     trainer_of,
 )
-from support import swept
+from support import swept, task_flags
 from tables import read_json
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
+from jaxtp.plans import Colwise
 from jaxtp.tools.launch.__main__ import main as launch
 from jaxtp.train.__main__ import main
 from jaxtp.train.loss_checks import inspect_loss
@@ -73,9 +75,9 @@ def test_no_mesh_changes_dropout_statistics_constants_or_the_losses_key(
     settings = {"train.accumulation": accumulation}
     expected, arrays = train(tmp_path / "one", model=model, settings=settings)
     found, others = train(tmp_path / "many", mesh, model=model, plan=PLAN, settings=settings)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     for path, array in arrays.items():
-        np.testing.assert_allclose(others[path], array, rtol=1e-5, atol=1e-5, err_msg=str(path))
+        assert_allclose(others[path], array, rtol=1e-5, atol=1e-5, err_msg=str(path))
 
 
 @pytest.mark.wide
@@ -85,11 +87,11 @@ def test_a_run_resumes_on_another_mesh_with_its_statistics_and_others_begin_with
     whole, _ = train(run, "tp=2", model=Normalised, settings=settings)
     (run / "checkpoints/3").rename(tmp_path / "removed")
     rest, arrays = train(run, "fsdp=2", model=Normalised)
-    np.testing.assert_allclose(rest, whole[2:], rtol=1e-5, atol=1e-5)
+    assert_allclose(rest, whole[2:], rtol=1e-5, atol=1e-5)
     with trainer_of(
         tmp_path / "next", "tp=2", settings={"run.init_from": run}, model=Normalised
     ) as trainer:
-        np.testing.assert_allclose(trainer.model.norm.mean[...], arrays["norm", "mean"], rtol=1e-6)
+        assert_allclose(trainer.model.norm.mean[...], arrays["norm", "mean"], rtol=1e-6)
 
 
 class FixedFeatures(nnx.Module):
@@ -195,11 +197,11 @@ def test_two_processes_have_the_plain_arrays_columns_and_loaded_model_of_one(tmp
         np.eye(4, 16, dtype=np.float32)
     )
     for process in range(2):
-        np.testing.assert_array_equal(np.load(f"{process}.npy"), expected)
+        assert_array_equal(np.load(f"{process}.npy"), expected)
         first, losses, outputs = read_json(tmp_path / f"{process}.json")
-        np.testing.assert_allclose(first, [loss_of_one], rtol=1e-5)
-        np.testing.assert_allclose(losses, losses_of_one, rtol=1e-5)
-        np.testing.assert_allclose(outputs, outputs_of_one, rtol=1e-5, atol=1e-5)
+        assert_allclose(first, [loss_of_one], rtol=1e-5)
+        assert_allclose(losses, losses_of_one, rtol=1e-5)
+        assert_allclose(outputs, outputs_of_one, rtol=1e-5, atol=1e-5)
     assert records(tmp_path / "columns", "stop") == {1: 1.0, 2: 1.0, 3: 1.0}
 
 
@@ -297,7 +299,7 @@ MISTAKES = {
     "an instance": ({"model": Net(rngs=nnx.Rngs(0))}, "is a model; give its class"),
     "no optimizer": ({"optimizer": optax.adamw}, "'learning_rate'"),
     "a plan": (
-        {"plan": {"sideways": jaxtp.plans.Colwise()}, "mesh": "tp=2"},
+        {"plan": {"sideways": Colwise()}, "mesh": "tp=2"},
         "'sideways' matches no module",
     ),
     "cp": ({"mesh": "cp=2"}, "no plan names the module that takes them"),
@@ -429,16 +431,8 @@ def test_a_run_notes_what_may_be_meant_otherwise(tmp_path, capsys, name):
 
 
 def test_the_command_takes_the_parts(tmp_path):
-    parts = {
-        "--model.build": "Net",
-        "--train.loss": "loss",
-        "--data.batches": "batches",
-        "--optimizer.build": "optimizer",
-        "--model.plan": "PLAN",
-    }
-    flags = [
-        word for setting, name in parts.items() for word in (setting, f"{small_net.FILE}:{name}")
-    ]
+    parts = {"loss": "loss", "batches": "batches", "optimizer": "optimizer", "plan": "PLAN"}
+    flags = task_flags(small_net.FILE, model="Net", **parts)
     run = ["--mesh=tp=2", "--train.steps=2", "--train.log-every=1", f"--run.dir={tmp_path}/run"]
     assert main([*flags, *run]) == 0
     (first, _), (second, _) = train(tmp_path / "one", steps=2)[0]

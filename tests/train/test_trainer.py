@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.testing import assert_array_equal
 from runs import records, run_program
 from small_net import ROWS, Net, batches, checkpoints_in, loss, losses_of, train, trainer_of
 from tables import assert_errors, raised_by, read_table
@@ -95,7 +96,7 @@ def test_columns_and_metrics_may_have_any_name_that_a_run_does_not_log_itself(tm
     settings = {"eval.every": 1, "train.log_every": 1, "train.accumulation": 2}
     parts = {"loss": reading, "batches": with_columns, "validation": with_columns}
     train(tmp_path, steps=2, callbacks=[callback], settings=settings, **parts)
-    np.testing.assert_array_equal(seen, [np.arange(len(COLUMNS)) + 1.0] * 4)
+    assert_array_equal(seen, [np.arange(len(COLUMNS)) + 1.0] * 4)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     logged = set().union(*map(json.loads, lines))
     for name in logged - {*COLUMNS} - {f"eval_{name}" for name in COLUMNS}:

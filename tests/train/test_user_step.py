@@ -15,6 +15,7 @@ from jaxtp.checkpoint.__main__ import main as inspect_checkpoint
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import abstract_mesh, mesh_of, mesh_shape
 from jaxtp.models.config import OriginConfig
+from jaxtp.plans import Colwise, Rowwise
 from jaxtp.train import evaluation, log, loop, memory_check, performance, setup
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.parts import load_parts
@@ -50,7 +51,7 @@ TASK = Task(
     model=Mlp,
     loss=loss,
     optimizer=optax.adafactor(1e-3),
-    plan={"up": jaxtp.plans.Colwise(), "down": jaxtp.plans.Rowwise()},
+    plan={"up": Colwise(), "down": Rowwise()},
 )
 REMAT = replace(TASK, model=lambda rngs: Mlp(rngs, remat=True))
 CONFIG = TrainConfig(origin=OriginConfig(build="mine:Mlp"))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flips import flipped, with_flip
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.testing import assert_array_equal
 from quick_run import QUICK, quick_flags
 from runs import mesh, records
 from support import journeys, sizes_of, sweep
@@ -204,9 +205,7 @@ def test_a_wrong_bit_in_any_array_of_any_device_is_seen(rig):
 @pytest.mark.wide
 def test_a_verification_changes_nothing(rig):
     expected = bits_of(rig.compute()(rig.state())[0])
-    jax.tree.map(
-        np.testing.assert_array_equal, bits_of(rig.verify(rig.compute(), rig.compute())), expected
-    )
+    jax.tree.map(assert_array_equal, bits_of(rig.verify(rig.compute(), rig.compute())), expected)
     assert rig.verifier.verified == 4
 
 

@@ -16,6 +16,7 @@ import jaxtp
 from jaxtp.collectives import axis_size
 from jaxtp.config.schema import from_yaml, replace_nested
 from jaxtp.layers import linear
+from jaxtp.plans import Colwise, Rowwise
 from jaxtp.tools.check.__main__ import CheckConfig, main
 from jaxtp.tools.check.shrink import own_model_cases
 from jaxtp.tools.check.subject import open_subject
@@ -99,7 +100,7 @@ class Unsteady(Mlp):
         return super().__call__(x) * np.random.default_rng().uniform(1, 2)
 
 
-PLAN = {"up": jaxtp.plans.Colwise(), "down": jaxtp.plans.Rowwise()}
+PLAN = {"up": Colwise(), "down": Rowwise()}
 
 
 def batches(step):

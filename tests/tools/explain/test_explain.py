@@ -12,7 +12,8 @@ from flax_models import FeedForward
 from support import decoder, use_mesh
 
 import jaxtp
-from jaxtp.errors import PlanError
+from jaxtp import explain
+from jaxtp.errors import MeshError, PlanError
 from jaxtp.plans import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
@@ -48,7 +49,7 @@ OVER_FSDP_AND_TP = {"fsdp": 2, "tp": 4}
 
 
 def explained(plan, sizes=OVER_TP, make=build, **options):
-    return jaxtp.explain(make, X, plan=plan, mesh=sizes, **options)
+    return explain(make, X, plan=plan, mesh=sizes, **options)
 
 
 def bytes_of_shards(model):
@@ -102,11 +103,11 @@ def test_over_cp_weights_are_stored_and_tokens_divided():
 def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
     with use_mesh(**OVER_FSDP_AND_TP):
         model = jaxtp.parallelize(build, SHARED)
-        here = jaxtp.explain(model, X)
+        here = explain(model, X)
     assert here == explained(SHARED, OVER_FSDP_AND_TP)
     assert here.bytes_per_device == bytes_of_shards(model)
     other = {"tp": 16, "fsdp": 4}
-    assert jaxtp.explain(model, X, mesh=other) == explained(SHARED, other)
+    assert explain(model, X, mesh=other) == explained(SHARED, other)
     assert type(model.layers[0].w1).__call__ is not nnx.Linear.__call__, "the model stays as it was"
 
 
@@ -124,7 +125,7 @@ def test_parameters_in_a_container_are_split_anew_for_another_mesh():
     """fsdp 4 splits the dims of 16, and fsdp 3 those of 6."""
     with use_mesh(fsdp=4):
         model = jaxtp.parallelize(Held)
-    assert jaxtp.explain(model, X, mesh={"fsdp": 3}) == jaxtp.explain(Held, X, mesh={"fsdp": 3})
+    assert explain(model, X, mesh={"fsdp": 3}) == explain(Held, X, mesh={"fsdp": 3})
 
 
 class Tables(nnx.Module):
@@ -147,7 +148,7 @@ def test_arrays_that_are_no_variables_are_explained():
     found = explained(plan, OVER_FSDP_AND_TP, Tables)
     assert found == explained(plan, OVER_FSDP_AND_TP, model)
     with use_mesh(**OVER_FSDP_AND_TP):
-        assert jaxtp.explain(jaxtp.parallelize(model, plan), X) == found
+        assert explain(jaxtp.parallelize(model, plan), X) == found
     proposed = jaxtp.propose_plan(Tables, X, mesh=OVER_FSDP_AND_TP, report=None)
     assert proposed == plan | {"down.layer_instance": Rowwise()}
 
@@ -162,7 +163,7 @@ def test_collectives_of_the_compiler_are_told_from_those_of_layers():
 
 
 def test_without_inputs_only_storage_is_explained():
-    found = jaxtp.explain(build, plan=SHARED, mesh=OVER_TP)
+    found = explain(build, plan=SHARED, mesh=OVER_TP)
     assert not found.traffic
     assert found.rows == explained(SHARED).rows
 
@@ -173,7 +174,7 @@ SMALL = jaxtp.ModelConfig(num_layers=1, d_model=32, head_dim=4, d_ff=32, vocab_s
 def decoder_on(config, sizes, rows=8, length=32):
     """Explains a decoder on a mesh."""
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    return jaxtp.explain(decoder(config), ids, mesh=sizes)
+    return explain(decoder(config), ids, mesh=sizes)
 
 
 @pytest.mark.wide
@@ -190,10 +191,10 @@ def test_our_own_decoder_has_the_split_it_declares():
 def test_a_second_plan_and_a_missing_mesh_are_refused():
     with use_mesh(tp=2):
         model = jaxtp.parallelize(build, PAIR)
-        with pytest.raises(jaxtp.errors.PlanError, match="already parallel"):
-            jaxtp.explain(model, X, plan=SHARED)
-    with pytest.raises(jaxtp.errors.MeshError, match="needs a mesh"):
-        jaxtp.explain(build, X)
+        with pytest.raises(PlanError, match="already parallel"):
+            explain(model, X, plan=SHARED)
+    with pytest.raises(MeshError, match="needs a mesh"):
+        explain(build, X)
 
 
 NO_MESHES = {
@@ -208,8 +209,8 @@ NO_MESHES = {
 
 @pytest.mark.parametrize("message", NO_MESHES)
 def test_sizes_that_are_no_mesh_are_refused(message):
-    for ask in (jaxtp.explain, jaxtp.propose_plan):
-        with pytest.raises(jaxtp.errors.MeshError, match=message):
+    for ask in (explain, jaxtp.propose_plan):
+        with pytest.raises(MeshError, match=message):
             ask(build, X, mesh=NO_MESHES[message])
 
 
@@ -223,7 +224,7 @@ class Settles(nnx.Module):
 
 
 def test_counts_of_collectives_say_if_they_are_not_exact():
-    found = jaxtp.explain(Settles, X, mesh={"fsdp": 2})
+    found = explain(Settles, X, mesh={"fsdp": 2})
     assert {one.counted for one in found.traffic} == {"a turn", "at most"}
     assert "1 a turn" in str(found)
     assert "1 at most" in str(found)
@@ -233,7 +234,7 @@ def test_a_model_without_fsdp_is_compiled_as_it_is():
     """Without fsdp the program has no gather, and the compiler adds none."""
     with use_mesh(fsdp=2):
         model = jaxtp.parallelize(Settles, {"layer": Replicate()})
-        found = jaxtp.explain(model, X, compiled=True)
+        found = explain(model, X, compiled=True)
     assert "all-gather" not in {one.kind for one in (*found.traffic, *found.added)}
 
 

@@ -16,6 +16,7 @@ from support import sizes_of, swept, use_mesh
 from tools.explain.nets import seeded
 
 import jaxtp
+from jaxtp import explain
 from jaxtp.mesh import STORAGE, mesh_shape
 from jaxtp.plans import Colwise, Rowwise
 from jaxtp.plans.layouts import stored_spec
@@ -175,7 +176,7 @@ def test_declared_specs_stay_and_are_completed():
     assert plan["gate"] == plan["up"] == Colwise()
     assert plan["down"] == Rowwise()
     assert "v" not in plan
-    rows = jaxtp.explain(declared, plan=plan, mesh=mesh).rows
+    rows = explain(declared, plan=plan, mesh=mesh).rows
     found = {}
     for row in rows:
         found |= {f"{row.path}.{parameter.name}": parameter.split for parameter in row.parameters}
@@ -201,14 +202,14 @@ def test_a_declared_dim_that_tp_does_not_divide_is_noted():
     note = "k declares w 16x2x4 as P('fsdp', 'tp', None), which tp 4 does not divide: no split"
     assert note in plan.notes
     assert f"note: {note}" in str(plan)
-    assert note in jaxtp.explain(declared, mesh=OVER_FOUR).notes
+    assert note in explain(declared, mesh=OVER_FOUR).notes
     assert not propose(declared, OVER_TP).notes
     assert {reason.module: reason.style for reason in plan.reasons}["q"] == "as declared"
 
 
 def test_a_parameter_of_the_model_itself_is_named():
     model = seeded(partial(Projection, "btd,df->btf", (D, 6), (None, "tp")))
-    (note,) = jaxtp.explain(model, mesh=OVER_FOUR).notes
+    (note,) = explain(model, mesh=OVER_FOUR).notes
     assert note.startswith("the model itself declares w 16x6 as")
 
 
@@ -223,7 +224,7 @@ def test_a_dim_that_declares_two_axes_keeps_those_that_divide_it():
 def test_a_style_that_would_change_a_declared_spec_is_refused():
     message = r"'gate' \(Linear\) cannot be Rowwise: it declares kernel as P\('fsdp', 'tp'\)"
     with pytest.raises(PlanError, match=message):
-        jaxtp.explain(declared, plan={"gate": Rowwise()}, mesh=OVER_TP)
+        explain(declared, plan={"gate": Rowwise()}, mesh=OVER_TP)
 
 
 def test_other_names_of_axes_are_mapped_or_refused():
@@ -254,10 +255,7 @@ def test_a_model_that_is_split_already_goes_back_to_what_it_declares():
     with use_mesh(**OVER_BOTH):
         model = jaxtp.parallelize(declared, plan)
     for mesh in (OVER_BOTH, OVER_FOUR):
-        assert (
-            jaxtp.explain(model, mesh=mesh).rows
-            == jaxtp.explain(declared, plan=plan, mesh=mesh).rows
-        )
+        assert explain(model, mesh=mesh).rows == explain(declared, plan=plan, mesh=mesh).rows
 
 
 PARTS = st.sampled_from(["a", "b", "0", "1", "*", "?", "["])
@@ -281,8 +279,8 @@ def test_flops_that_tp_does_not_divide_are_noted():
     (note,) = plan.notes
     assert "tp does not divide 100% of this model's FLOPs" in note
     assert "has its own parameters, down 4x32x16, up 4x16x32" in str(plan)
-    assert jaxtp.explain(make, IDS, plan=plan, mesh=OVER_FOUR).notes == (note,)
-    assert not jaxtp.explain(make, IDS, plan=plan, mesh={"fsdp": 4}).notes
+    assert explain(make, IDS, plan=plan, mesh=OVER_FOUR).notes == (note,)
+    assert not explain(make, IDS, plan=plan, mesh={"fsdp": 4}).notes
 
 
 def by_optax(logits, labels):
@@ -327,7 +325,7 @@ def test_a_head_stays_split_in_a_loss(cross_entropy):
     plan = jaxtp.propose_plan(*given, mesh=OVER_BOTH, report=None, call=loss)
     assert plan["head"] == Colwise()
     found, counted = (
-        jaxtp.explain(*given, plan=plan, mesh=OVER_BOTH, call=call) for call in (loss, with_count)
+        explain(*given, plan=plan, mesh=OVER_BOTH, call=call) for call in (loss, with_count)
     )
     assert not found.notes
     assert counted.flops == found.flops

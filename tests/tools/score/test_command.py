@@ -16,6 +16,7 @@ import pytest
 from corpora import jsonl, prepared, write
 from evaluations import TEXTS
 from flax import nnx
+from numpy.testing import assert_allclose
 from runs import contents, records
 from support import assert_refused, swept
 from tables import read_json
@@ -94,14 +95,14 @@ def assert_scores(log_probs, data, out, temperature=1.0, **settings):
 def assert_log_probs(row, expected, has_label):
     labels = np.where(has_label, row["labels"], 0)
     of_labels = expected[np.arange(len(labels)), labels]
-    np.testing.assert_allclose(row["log_probs"], np.where(has_label, of_labels, 0), atol=1e-5)
+    assert_allclose(row["log_probs"], np.where(has_label, of_labels, 0), atol=1e-5)
 
 
 def assert_top_log_probs(row, expected, has_label):
     found = row["top_log_probs"]
     best = -np.sort(-expected, axis=1)[:, : found.shape[1]]
     for each in (found, np.take_along_axis(expected, row["top_ids"], 1)):
-        np.testing.assert_allclose(each[has_label], best[has_label], atol=1e-5)
+        assert_allclose(each[has_label], best[has_label], atol=1e-5)
     assert not row["top_ids"][~has_label].any()
 
 

@@ -1,4 +1,5 @@
-"""Makes the reference models of models.yaml: `python tests/hf/make_references.py [NAME ...]`.
+"""Makes the reference models of `tests/hf/models.yaml`:
+`PYTHONPATH=tests python scripts/make_references.py [NAME ...]`.
 
 It needs torch (2.15; 2.13 for `OWN_SIZES` and `FAMILIES`) and transformers 5.23 or 5.24, which the
 tests do not. Weights are random and well away from their defaults; all is computed in float64, but
@@ -19,14 +20,13 @@ import numpy as np
 import torch
 import transformers
 import yaml
+from hf_reference import FOLDER, GRADIENT, LOGITS, SIZE, TRAINED, pack
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from hf_reference import FOLDER, GRADIENT, LOGITS, SIZE, TRAINED, pack
-
-TABLES = yaml.safe_load((Path(__file__).parent / "models.yaml").read_text())
+TESTS = Path(__file__).parent.parent / "tests"
+TABLES = yaml.safe_load((TESTS / "hf/models.yaml").read_text())
 
 
 def resolved(value):
@@ -90,7 +90,10 @@ class InDouble(torch.overrides.TorchFunctionMode):
                 raise CloseChoiceError
         if function is torch.Tensor.float:
             function = torch.Tensor.double
-        wide = lambda value: torch.float64 if value is torch.float32 else value
+
+        def wide(value):
+            return torch.float64 if value is torch.float32 else value
+
         return function(
             *map(wide, arguments), **{name: wide(value) for name, value in (keywords or {}).items()}
         )

@@ -1,25 +1,21 @@
-"""Makes preference.npz, what TRL's DPOTrainer computes:
-`python tests/train/make_preference_references.py`.
+"""Makes `tests/train/preference.npz`, what TRL's DPOTrainer computes:
+`PYTHONPATH=tests python scripts/make_preference_references.py`.
 
 It needs trl 1.16 and transformers 5.24, which the tests do not. The model is one of
 `tests/hf/references`; the reference's weights are `SCALE` of its weights. TRL has the loss with
 label smoothing as `aot_unpaired` of single pairs.
 """
 
-import sys
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import torch
 from datasets import Dataset
+from hf_reference import FOLDER, pack
+from make_references import TESTS, InDouble
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer
-
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "hf")]
-from hf_reference import FOLDER, pack  # noqa: E402
-from make_references import InDouble  # noqa: E402
 
 MODEL = "llama_linear"
 SCALE = 0.9
@@ -85,7 +81,10 @@ def computed(settings, examples, folder):
 
 def main():
     random = np.random.default_rng(0)
-    ids = lambda count: random.integers(3, 64, count).tolist()
+
+    def ids(count):
+        return random.integers(3, 64, count).tolist()
+
     examples = [
         {"prompt_ids": ids(prompt), "chosen_ids": ids(chosen), "rejected_ids": ids(rejected)}
         for prompt, chosen, rejected in LENGTHS
@@ -101,7 +100,7 @@ def main():
                 grads, f"{name}/grad", 64
             )
             print(name, loss, *metrics)
-    np.savez_compressed(Path(__file__).parent / "preference.npz", **found)
+    np.savez_compressed(TESTS / "train/preference.npz", **found)
 
 
 if __name__ == "__main__":
