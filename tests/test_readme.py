@@ -375,7 +375,10 @@ def anchors(page):
 
 def test_links_lead_somewhere():
     for page in (*PAGES, *MAP, *ROOT.glob("tests/*/README.md")):
-        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+        text = page.read_text()
+        links = re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text)
+        images = re.findall(r"src(?:set)?=\"(.+?)()\"", text)
+        for target, anchor in links + images:
             if target.startswith("https://"):
                 continue
             place = page.parent / target if target else page
