@@ -32,6 +32,7 @@ CURVES = (
 )
 """Metrics that are drawn by default, if a run has them; the panel of `loss` also has
 `eval_loss`."""
+STYLE = Path(__file__).parent / "style.mplstyle"
 EVALUATED = "eval_"  # Prefix of a metric on the validation data
 _TITLES = {
     "loss": ("loss", ""),
@@ -175,6 +176,7 @@ def write_picture(path: Path, draw: Callable[[Any], None]) -> None:
       ConfigError: matplotlib is missing, or the file cannot be written as a picture.
     """
     try:
+        from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("a picture needs matplotlib: pip install 'jaxtp[plot]'") from None
@@ -183,9 +185,10 @@ def write_picture(path: Path, draw: Callable[[Any], None]) -> None:
     if path.suffix.removeprefix(".") not in formats:
         raise ConfigError(f"--out {path}: pictures are .{', .'.join(sorted(formats))}")
     require_writable("--out", path)
-    draw(figure)
-    with writing("--out", path):
-        figure.savefig(path, dpi=120)
+    with style.context(STYLE):
+        draw(figure)
+        with writing("--out", path):
+            figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> int:
