@@ -29,10 +29,22 @@ PARTS = {
     "update": "update",
 }
 """The label of each part of a step that computes."""
-COLORS = (
-    *("tab:blue", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink"),
-    *("teal", "goldenrod", "slateblue", "yellowgreen", "lightcoral", "skyblue", "silver", "black"),
-)
+COLORS = {
+    "parameters": "#0072B2",
+    "optimizer": "#E69F00",
+    "gradients": "#009E73",
+    "gathered weights": "#CC79A7",
+    "activations": "#56B4E9",
+    "head and logits": "#D55E00",
+    "products with weights": "#9A9A9A",
+    "attention": "#C4C4C4",
+    "elementwise": "#6E6E6E",
+    "update": "#DEDEDE",
+    "over fsdp": "#7A3E60",
+    "over tp": "#004766",
+}
+"""Memory has the colours of `style.mplstyle`; time is grey where a device computes."""
+OTHER_COLORS = ("#8A5F00", "#005C43", "#B58FBF", "#803800", "#2F6B8A", "#B8B04A", "black")
 
 
 def draw(estimate: Numbers, figure: Any) -> None:
@@ -43,7 +55,7 @@ def draw(estimate: Numbers, figure: Any) -> None:
         by_tp.setdefault(setting[TP], setting)
     settings = [by_tp[tp] for tp in sorted(by_tp)]
     devices = f"{estimate['devices']} x {estimate['hardware']['name']}"
-    figure.set_size_inches(13, 6.5)
+    figure.set_size_inches(9, 5.2)
     figure.suptitle(f"{estimate['parameters']:,} parameters on {devices}", fontsize=13)
     memory_panel, time_panel = figure.subplots(1, 2)
     memory = list(map(_gigabytes, settings))
@@ -53,7 +65,7 @@ def draw(estimate: Numbers, figure: Any) -> None:
     memory_panel.set_title("Memory of each device", fontsize=11)
     memory_panel.set_ylabel("GB")
     _draw_bars(time_panel, seconds, colors, "{:.2f}")
-    time_panel.set_title("Time of a step, modelled, if nothing overlaps", fontsize=11)
+    time_panel.set_title("Time of a step, modelled, without overlap", fontsize=11)
     time_panel.set_ylabel("seconds")
     for panel in (memory_panel, time_panel):
         _name_bars(panel, settings, best=ranked[0])
@@ -92,7 +104,8 @@ def _part_colors(bars: Sequence[Mapping[str, float]]) -> dict[str, str]:
     parts = dict[str, None]()
     for bar in bars:
         parts |= dict.fromkeys(part for part, value in bar.items() if value)
-    return dict(zip(parts, cycle(COLORS), strict=False))
+    others = parts.keys() - COLORS.keys()
+    return COLORS | dict(zip(sorted(others), cycle(OTHER_COLORS), strict=False))
 
 
 def _draw_bars(
@@ -121,7 +134,7 @@ def _draw_bars(
     panel.margins(y=0.12)
     panel.spines[["top", "right"]].set_visible(False)
     panel.legend(
-        frameon=False, fontsize=9, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16)
+        frameon=False, fontsize=9, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.22)
     )
 
 
@@ -132,11 +145,11 @@ def _name_bars(panel: Any, settings: Sequence[Numbers], best: Numbers) -> None:
         if setting["fits"]:
             mark = "best" if setting is best else ""
         mesh = describe_split({axis: setting[axis] for axis in AXES})
-        names.append(f"{mesh}\n{setting['remat']}\n{mark}")
+        names.append(f"{mesh}\n{setting['remat']}\n{mark}".replace(" x ", "\n"))
     panel.set_xticks(range(len(settings)), names, fontsize=9)
     for text, setting in zip(panel.get_xticklabels(), settings, strict=True):
         if not setting["fits"]:
-            text.set_color("tab:red")
+            text.set_color("#B00020")
         elif setting is best:
             text.set_fontweight("bold")
 

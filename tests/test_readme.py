@@ -372,8 +372,10 @@ def test_the_commands_and_the_guides_are_listed():
 
 
 def links(page):
-    """Returns pairs of a link's file and anchor, without those to other sites."""
-    found = re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", page.read_text())
+    """Returns pairs of a file and an anchor, of links and images, without those to other sites."""
+    text = page.read_text()
+    found = re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text)
+    found += re.findall(r"src(?:set)?=\"(.+?)()\"", text)
     return [pair for pair in found if not pair[0].startswith("https://")]
 
 

@@ -48,8 +48,7 @@ _OF_RUN = re.compile(
     r"|step_seconds.*|data_wait_seconds|lost_to_.*|memory_.*|slowest_device|balance_loss|router_z_loss|experts/.*"
 )
 """Names of the metrics that a run logs itself."""
-# Okabe and Ito's colours, which the colour-blind can tell apart, without yellow and black
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+_STYLE = Path(__file__).with_name("style.mplstyle")
 _INK = "#010203"  # stands for the text colour of the page, light or dark
 _INK_SETTINGS = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
 
@@ -85,7 +84,7 @@ class Panel:
         axes.set_xlabel(self.x)
         # Numbers of tokens are wide.
         axes.locator_params(axis="x", nbins=5)
-        axes.grid(alpha=0.3)
+        axes.grid()
 
     @property
     def has_validation(self) -> bool:
@@ -151,13 +150,12 @@ def as_svg(panel: Panel, *, names_runs: bool) -> str:
         "svg.hashsalt": panel.title,
         "font.family": "sans-serif",
     }
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(style, _STYLE):
         figure = matplotlib.figure.Figure(figsize=(4.8, 3.2), layout="constrained")
         axes = figure.add_subplot()
         panel.draw(axes, names_runs=names_runs)
         if names_runs or panel.has_validation:
-            axes.legend(framealpha=0)
-        axes.patch.set_alpha(0)
+            axes.legend()
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     _, start, svg = text.getvalue().partition("<svg")
@@ -168,12 +166,15 @@ def require_matplotlib():  # type: ignore[no-untyped-def]  # the module, which m
     """Returns matplotlib; raises ConfigError if it is missing."""
     try:
         import matplotlib.figure
-        from cycler import cycler
     except ImportError:
         raise ConfigError("a picture needs matplotlib: pip install 'jaxtp[plot]'") from None
-    # `C0` to `C5` are these colours in all pictures.
-    matplotlib.rcParams["axes.prop_cycle"] = cycler(color=COLOURS)
     return matplotlib
+
+
+def colours() -> list[str]:
+    """Returns the colours of the pictures' style, as in `#0072B2`."""
+    style = require_matplotlib().rc_params_from_file(_STYLE, use_default_template=False)
+    return [f"#{colour.lstrip('#')}" for colour in style["axes.prop_cycle"].by_key()["color"]]
 
 
 def write_picture(path: Path, draw: "Callable[[Figure], None]") -> None:
@@ -182,14 +183,16 @@ def write_picture(path: Path, draw: "Callable[[Figure], None]") -> None:
     Raises:
       ConfigError: matplotlib is missing, or the file cannot be written as a picture.
     """
-    figure = require_matplotlib().figure.Figure(layout="constrained")
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in formats:
-        raise ConfigError(f"--out {path}: pictures are .{', .'.join(sorted(formats))}")
-    require_writable("--out", path)
-    draw(figure)
-    with writing("--out", path):
-        figure.savefig(path, dpi=120)
+    matplotlib = require_matplotlib()
+    with matplotlib.rc_context(fname=_STYLE):
+        figure = matplotlib.figure.Figure(layout="constrained")
+        formats = figure.canvas.get_supported_filetypes()
+        if path.suffix.removeprefix(".") not in formats:
+            raise ConfigError(f"--out {path}: pictures are .{', .'.join(sorted(formats))}")
+        require_writable("--out", path)
+        draw(figure)
+        with writing("--out", path):
+            figure.savefig(path, dpi=120)
 
 
 def _read(run: Path) -> list[dict[str, float]]:
@@ -233,4 +236,4 @@ def _draw_line(
     # A line of one point is invisible without a marker.
     marker = "." if len(points) < 20 else ""
     xs, ys = zip(*points, strict=True)
-    axes.plot(xs, ys, line, color=f"C{number}", label=label, linewidth=1.2, marker=marker)
+    axes.plot(xs, ys, line, color=f"C{number}", label=label, marker=marker)

@@ -9,7 +9,7 @@ from jaxtp.config.console import size_text
 from jaxtp.config.hints import dotted
 from jaxtp.config.schema import ConfigError, leaves, to_plain
 from jaxtp.mesh import Sizes, describe_mesh
-from jaxtp.tools.report.curves import COLOURS, Panel, as_svg
+from jaxtp.tools.report.curves import Panel, as_svg, colours
 from jaxtp.tools.report.run import Run
 from jaxtp.train.config import TrainConfig
 
@@ -31,7 +31,7 @@ def page(runs: Sequence[Run], panels: Sequence[Panel], estimate: Mapping[str, An
         runs=runs,
         curves=[as_svg(panel, names_runs=len(runs) > 1) for panel in panels],
         settings=list(_settings(runs)),
-        colours=dict(zip(causes, cycle(COLOURS), strict=False)),
+        colours=dict(zip(causes, cycle(colours()), strict=False)),
         estimates=estimates,
     )
 

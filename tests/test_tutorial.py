@@ -1,0 +1,44 @@
+"""The tutorial, its notebook, and the pictures of the pages."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+MAKE = SCRIPTS / "tutorial/make_notebook.py"
+NOTEBOOK = SCRIPTS / "tutorial/tensor_parallelism.ipynb"
+
+
+def run(script, out):
+    command = [sys.executable, str(script), f"--out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def cells(notebook):
+    return [
+        (cell["source"], [output["output_type"] for output in cell.get("outputs", [])])
+        for cell in json.loads(notebook.read_text())["cells"]
+    ]
+
+
+@pytest.mark.journey
+def test_the_tutorial_runs_in_one_namespace_and_its_notebook_shows_it(tmp_path):
+    pytest.importorskip("matplotlib")
+    made = tmp_path / "made.ipynb"
+    run(MAKE, made)
+    assert cells(made) == cells(NOTEBOOK), f"python {MAKE} makes it again"
+    assert NOTEBOOK.stat().st_size < 300_000
+
+
+@pytest.mark.journey
+def test_the_pictures_show_what_explain_says(tmp_path):
+    pytest.importorskip("matplotlib")
+    run(SCRIPTS / "pictures.py", tmp_path)
+    for picture in tmp_path.iterdir():
+        assert picture.read_text() == (SCRIPTS / "results" / picture.name).read_text()
+    # Four sums of the block, and two in the legend
+    assert (tmp_path / "block_dark.svg").read_text().count("Σ") == 6
