@@ -4,7 +4,7 @@
 # A freight train does not fit into the garage of a smart car. You own eight such garages. What
 # now?
 #
-# 1. Park other *wagons* in each garage. (Pipeline parallelism; not in this package.)
+# 1. Park different *wagons* in each garage. (Pipeline parallelism; not in this package.)
 # 2. Take every wagon apart, keep an eighth of its parts in each garage, and put one wagon
 #    together at a time, wherever it is needed. (FSDP: fully sharded data parallelism.)
 # 3. Cut every wagon *lengthwise*. Each garage has a slice of each wagon, and no wagon is ever put
@@ -15,8 +15,9 @@
 # way. You need Python, NumPy and two minutes of your laptop; no GPU. Every number that the text
 # promises is asserted in a cell.
 #
-# Run it as a notebook, in an editor that knows cells (`# %%`), or by `python
-# scripts/tutorial/tensor_parallelism.py`, which only prints.
+# Install the package with `pip install -e '.[plot]'`. Then run this page as a notebook, in an
+# editor that knows cells (`# %%`), or by `python scripts/tutorial/tensor_parallelism.py`, which
+# only prints.
 
 # %%
 import tempfile
@@ -34,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp.collectives import device_view
-from jaxtp.layers import HeadConfig, LayerContext
+from jaxtp.layers import HeadConfig
 from jaxtp.losses import vocab_parallel_cross_entropy
 from jaxtp.plans import Colwise, Rowwise
 
@@ -68,6 +69,12 @@ TP = 4
 X = random.normal(size=(8, 16)).astype(np.float32)  # 8 tokens, 16 features
 W = random.normal(size=(16, 32)).astype(np.float32)
 
+
+def difference(found, expected):
+    """Returns the largest difference, as a part of the largest number."""
+    return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
+
+
 columns = [X @ part for part in np.split(W, TP, axis=1)]
 by_columns = np.concatenate(columns, axis=1)
 
@@ -77,8 +84,8 @@ by_rows = sum(summands)
 
 print("columns, on each device:", columns[0].shape, " put together:", by_columns.shape)
 print("summands, on each device:", summands[0].shape, " added up:", by_rows.shape)
-np.testing.assert_allclose(by_columns, X @ W, rtol=1e-4, atol=1e-5)
-np.testing.assert_allclose(by_rows, X @ W, rtol=1e-4, atol=1e-5)
+assert difference(by_columns, X @ W) < 1e-6
+assert difference(by_rows, X @ W) < 1e-6
 
 # %% [markdown]
 # ## Two chefs
@@ -87,8 +94,8 @@ np.testing.assert_allclose(by_rows, X @ W, rtol=1e-4, atol=1e-5)
 # whole cookbook.
 #
 # Two chefs who cook one soup for all guests are *tensor parallel*: each has half of the cookbook.
-# First each prepares other ingredients from the same order (columns). Then each cooks a pot of
-# his own ingredients (rows). At last they pour both pots together (the sum). They meet once.
+# First each prepares other ingredients, from the same order (columns). Then each cooks a pot from
+# his own ingredients alone (rows). At last they pour the pots together (the sum). They meet once.
 #
 # The soup is the MLP of a transformer block, `Y = relu(X A) B`: `A` in columns, `B` in rows.
 
@@ -107,7 +114,8 @@ second_rows = np.split(B, TP, axis=0)
 hidden = [relu(X @ a) for a in first_columns]  # nobody talks
 pots = [h @ b for h, b in zip(hidden, second_rows, strict=True)]  # nobody talks
 Y = sum(pots)  # the one collective of the forward pass: an all-reduce
-np.testing.assert_allclose(Y, relu(X @ A) @ B, rtol=1e-4, atol=1e-5)
+print(f"{TP} pots, each {pots[0].shape}; one soup {Y.shape}")
+assert difference(Y, relu(X @ A) @ B) < 1e-6
 
 # %% [markdown]
 # The backward pass starts from `G`, the gradient of `Y`, which every device has. The gradients of
@@ -124,13 +132,9 @@ input_grad = sum(g @ a.T for g, a in zip(hidden_grad, first_columns, strict=True
 
 whole_hidden = relu(X @ A)
 whole_grad = (G @ B.T) * (whole_hidden > 0)
-np.testing.assert_allclose(
-    np.concatenate(first_grad, axis=1), X.T @ whole_grad, rtol=1e-4, atol=1e-4
-)
-np.testing.assert_allclose(
-    np.concatenate(second_grad, axis=0), whole_hidden.T @ G, rtol=1e-4, atol=1e-4
-)
-np.testing.assert_allclose(input_grad, whole_grad @ A.T, rtol=1e-4, atol=1e-4)
+assert difference(np.concatenate(first_grad, axis=1), X.T @ whole_grad) < 1e-6
+assert difference(np.concatenate(second_grad, axis=0), whole_hidden.T @ G) < 1e-6
+assert difference(input_grad, whole_grad @ A.T) < 1e-6
 print("one sum forward, one sum backward, and every gradient is that of one device")
 
 # %% [markdown]
@@ -138,7 +142,8 @@ print("one sum forward, one sum backward, and every gradient is that of one devi
 #
 # A grid of devices whose directions have names. JAX has it as `jax.sharding.Mesh`, PyTorch as
 # `DeviceMesh`. A name lets you say *which* devices hold other pieces: neighbours along `tp` have
-# slices of one wagon, neighbours along `fsdp` see other rows of the batch.
+# slices of one wagon, neighbours along `fsdp` see other rows of the batch. `make_mesh` always has
+# four axes: `dp`, `fsdp`, `cp` and `tp`. Those that you do not name have size 1.
 
 # %%
 blackboard.mesh_grid(mesh)
@@ -153,8 +158,8 @@ on_mesh = jax.device_put(W, NamedSharding(mesh, P("fsdp", "tp")))
 print("the array", on_mesh.shape)
 for shard in on_mesh.addressable_shards[:3]:
     rows, cols = shard.index
-    print(f"device {shard.device.id} has rows {rows.start}:{rows.stop}, columns", end=" ")
-    print(f"{cols.start}:{cols.stop}, an array {shard.data.shape}")
+    place = f"rows {rows.start}:{rows.stop}, columns {cols.start}:{cols.stop}"
+    print(f"device {shard.device.id} has {place}, an array {shard.data.shape}")
 assert {shard.data.shape for shard in on_mesh.addressable_shards} == {(8, 8)}
 
 # %% [markdown]
@@ -180,14 +185,8 @@ with jax.set_mesh(mesh):
     (_, y), (_, found_grad) = gradient(nnx.List([up, down]), jnp.asarray(X))
 
 print("A is cut by", up.kernels[0][...].sharding.spec, "and B by", down.kernel[...].sharding.spec)
-
-
-def relative_error(found, expected):
-    return float(np.abs(np.asarray(found) - expected).max() / np.abs(expected).max())
-
-
-forward_error = relative_error(y, Y)
-backward_error = relative_error(found_grad, input_grad)
+forward_error = difference(y, Y)
+backward_error = difference(found_grad, input_grad)
 print(f"difference from NumPy: forward {forward_error:.0e}, backward {backward_error:.0e}")
 assert forward_error < 1e-6
 assert backward_error < 1e-6
@@ -202,10 +201,10 @@ assert backward_error < 1e-6
 
 # %%
 class MLPs(nnx.Module):
-    def __init__(self, count, context=LayerContext()):
+    def __init__(self, count):
         config = jaxtp.MLPConfig(d_ff=256, mlp="plain", activation="relu")
         rngs = nnx.Rngs(0)
-        self.mlps = nnx.List([jaxtp.MLP(64, config, context, rngs=rngs) for _ in range(count)])
+        self.mlps = nnx.List([jaxtp.MLP(64, config, rngs=rngs) for _ in range(count)])
 
     def __call__(self, x):
         for mlp in self.mlps:
@@ -237,17 +236,18 @@ passes = [collective["pass"] for collective in collectives]
 assert (passes.count("forward"), passes.count("backward")) == (2, 1)
 size = 8 * 16 * 64 * 4  # bytes of an activation in float32
 assert explanation.sent("tp") == 3 * 2 * (3 / 4) * size
+print(f"3 all-reduces of {size:,} bytes: {explanation.sent('tp'):,.0f} bytes from each device")
 
 # %% [markdown]
 # ## Why columns, then rows?
 #
 # Between the two matrices is a function that is not linear, and the relu of a sum is not the sum
-# of relus. Had the chefs to season before they pour together, they had to meet before, too.
+# of relus. If the chefs had to season before they pour together, they would have to meet twice.
 
 # %%
 wrong = sum(relu(x @ a) for x, a in zip(inputs, np.split(A, TP, axis=0), strict=True))
-print(f"rows first, and no sum before the relu: wrong by {relative_error(wrong, relu(X @ A)):.0%}")
-assert relative_error(wrong, relu(X @ A)) > 0.1
+print(f"rows first, and no sum before the relu: wrong by {difference(wrong, relu(X @ A)):.0%}")
+assert difference(wrong, relu(X @ A)) > 0.1
 
 # %% [markdown]
 # So every other order has to move the hidden features, which are four times as many as the
@@ -284,7 +284,9 @@ assert all(other >= 2 * sent["Col, Row"] for name, other in sent.items() if name
 # something that is local, rows, one sum.
 
 # %%
-HEADS, WIDTH, LENGTH = 8, 4, 8
+HEADS = 8
+WIDTH = 4
+LENGTH = 8
 sequence = random.normal(size=(LENGTH, 32)).astype(np.float32)
 queries, keys, values = random.normal(size=(3, 32, HEADS * WIDTH)).astype(np.float32) / 6
 out = random.normal(size=(HEADS * WIDTH, 32)).astype(np.float32) / 6
@@ -304,7 +306,7 @@ whole, weights = attention(sequence, queries, keys, values)
 cut = [np.split(matrix, TP, axis=1) for matrix in (queries, keys, values)]
 heads = [attention(sequence, *matrices)[0] for matrices in zip(*cut, strict=True)]
 attended = sum(h @ rows for h, rows in zip(heads, np.split(out, TP, axis=0), strict=True))
-assert relative_error(attended, whole @ out) < 1e-6
+assert difference(attended, whole @ out) < 1e-6
 blackboard.heads(weights)
 
 # %% [markdown]
@@ -319,8 +321,8 @@ with jax.set_mesh(mesh):
     for parameter, array in zip(kernels, (queries, keys, values, out), strict=True):
         parameter[...] = jax.device_put(array, parameter[...].sharding)
     rows = layer(jnp.stack([sequence, sequence]))  # a batch of two rows, for fsdp 2
-print(f"difference from NumPy: {relative_error(rows[0], attended):.0e}")
-assert relative_error(rows[0], attended) < 1e-6
+print(f"difference from NumPy: {difference(rows[0], attended):.0e}")
+assert difference(rows[0], attended) < 1e-6
 
 # %% [markdown]
 # A block therefore has **four collectives over tp: two forward, two backward**. This is the whole
@@ -331,9 +333,9 @@ assert relative_error(rows[0], attended) < 1e-6
 # ## The loss: three numbers for a token
 #
 # The last matrix has a row for each word. Cut between words, each device has the logits of a part
-# of the vocabulary. To gather them would move 128,000 numbers for each token of Llama 3. But the
-# cross-entropy is `log(sum(exp(logits))) - logits[label]`, and a maximum, a sum and one logit are
-# enough to know.
+# of the vocabulary. Gathering them would move 128,000 numbers for each token of Llama 3. But the
+# cross-entropy is `log(sum(exp(logits))) - logits[label]`: a maximum, a sum and one logit are
+# enough.
 
 # %%
 logits = random.normal(size=(LENGTH, 64)).astype(np.float32) * 2
@@ -351,7 +353,7 @@ for device, part in enumerate(parts):  # the third one: only one device has the 
 losses = np.log(total) + highest - label_logit
 
 expected = np.log(np.exp(logits).sum(1)) - logits[label_of, labels]
-assert relative_error(losses, expected) < 1e-6
+assert difference(losses, expected) < 1e-6
 blackboard.vocabulary(logits[0], labels[0])
 
 # %% [markdown]
@@ -368,7 +370,7 @@ picture = features @ table.T
 picked = np.take_along_axis(picture, ids[..., None], axis=-1)[..., 0]
 expected = (np.log(np.exp(picture).sum(-1)) - picked).sum()
 print(f"summed over {int(count)} tokens {float(summed):.4f}, in NumPy {expected:.4f}")
-assert relative_error(summed, expected) < 1e-6
+assert difference(summed, expected) < 1e-6
 
 # %% [markdown]
 # ## Sequence parallelism: the same bytes, less memory
@@ -410,10 +412,19 @@ assert abs(split.sent("tp") / whole.sent("tp") - 1) < 0.01
 assert split.saved < 0.75 * whole.saved
 
 # %% [markdown]
-# The rest, below one percent, are gradients of the norms: their weights now see other tokens on
-# each device. `ModelConfig` turns sequence parallelism on by itself where tp divides the
-# sequence.
-#
+# What is sent more, less than one percent, are gradients of the norms: their weights now see
+# other tokens on each device. `ModelConfig` turns sequence parallelism on by itself where tp
+# divides the sequence. The three numbers of the loss are in this count, too:
+
+# %%
+of_loss = 0
+for collective in whole.record()["collectives"]:
+    if collective["module"] == "the model itself" and collective["pass"] == "forward":
+        print(f"{collective['collective']}: {collective['bytes_sent']:,.0f} bytes")
+        of_loss += collective["bytes_sent"]
+assert of_loss == 3 * 4 * (8 * 32) * 2 * (3 / 4)  # 3 floats of 4 bytes for each of 8 x 32 tokens
+
+# %% [markdown]
 # ## fsdp beside tp: where the lines cross
 #
 # FSDP moves *weights*, whatever the batch. Tensor parallelism moves *activations*, whatever the
@@ -462,10 +473,10 @@ assert abs(crossing / (4.5 * 256) - 1) < 0.25
 # 1. **Prepare** is `parallelize(build, plan)` under a mesh: it compiles the *initialisation*, so
 #    that each piece of a parameter is born on its device. No device ever holds the whole model.
 # 2. **Train** is one function, a step, that `jit` compiles *once* into a program that all devices
-#    run. What cuts an array is part of its type, and collectives are part of the program: no
+#    run. How an array is cut stands in its sharding, and collectives are part of the program: no
 #    ranks, no wrapper around the optimizer, no hooks.
 #
-# The model below is plain Flax, written for one device. It learns the same on both.
+# The model below is plain Flax, written for one device. It learns the same on one and on eight.
 
 
 # %%
@@ -499,7 +510,7 @@ blackboard.curves(
     {"one device": (steps, one, "-"), "fsdp 2 x tp 4": (steps, eight, ":")}, x="step", y="loss"
 )
 assert one[-1] < 0.7 * one[0]
-np.testing.assert_allclose(eight, one, rtol=1e-4)
+assert difference(eight, np.array(one)) < 1e-4
 
 # %% [markdown]
 # `jaxtp.Trainer` is this loop with all that a long run needs: it resumes on any mesh, evaluates,
@@ -507,7 +518,7 @@ np.testing.assert_allclose(eight, one, rtol=1e-4)
 #
 # ## A planted bug, and who finds it
 #
-# Two mistakes that everybody makes once. The first: to forget the sum. Here you cannot.
+# Two mistakes that everybody makes once. The first is to forget the sum. Here you cannot.
 # `device_view` runs a function on the pieces of each device; all layers are made with it. JAX
 # knows that the result differs between devices, and the spec says that it does not:
 
@@ -522,7 +533,7 @@ except ValueError as error:
     print("refused:", error)
 
 # %% [markdown]
-# The second no type can see. A row layer with a bias, written by a tired person:
+# The second mistake no type can see. A row layer with a bias, written by a tired person:
 
 # %%
 BUGGY = """
@@ -592,7 +603,7 @@ assert "worst gradient down.bias" in verdict
 # %%
 words = "estimate --config configs/llama3_8b.yaml --hardware h100x8"
 table = blackboard.jaxtp_command(words, keep="^mesh|^fsdp|^dp|^tp|^best|^memory|^step")
-assert "best    fsdp 8" in table
+assert "best    fsdp" in table
 assert "does not fit" in table
 
 # %% [markdown]
