@@ -153,7 +153,7 @@ def save(
     else:
         chosen = whole.family
         text = whole.text
-        written = changed_config(whole, dtype, attributes.get(MAX_POSITIONS))
+        written = changed_config(whole, config.vocab_size, dtype, attributes.get(MAX_POSITIONS))
         if not tokenizer_from and has_tokenizer(whole.folder.path):
             tokenizer_from = whole.folder.path
     variables = named_variables(nnx.state(model))

@@ -130,6 +130,10 @@ class OriginConfig(Settings):
     """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not
     change the model's results. Can be given several times."""
 
+    add_tokens: Annotated[tuple[str, ...], STEP, Argument("TOKEN")] = ()
+    """New tokens for that model, as in --add-tokens of jaxtp prepare. Their rows of the embedding
+    and of the head start as the mean of all others."""
+
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
     """Model of your own: a function that returns a Flax NNX model or a Decoder of your own, its
     class, or a subclass of ModelConfig. The settings below then have no effect, except for
