@@ -21,6 +21,7 @@ from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.data.tokenizer import read_tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import MAX_POSITIONS, TokenizerError
 from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.hf.adapters import ROWS, initial_rows
 from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype, vocabulary_size
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
@@ -185,6 +186,20 @@ class Pretrained(InitSource):
         if base is not None and restored is not None:
             check_base(restored.info, base, origin)
         lines = [f"weights from {origin}", *changes, *self.describe_new_rows()]
+        if (model.lora.tokens or model.lora.tables) and restored is None:
+            # Spare rows of the frozen tables stay as they are, so that every command reads the same
+            # base model, but new tokens do not begin as those.
+            new_ids = None if self.new_tokens is None else self.new_tokens.ids
+            tables, _ = load_base(
+                self.path,
+                model,
+                blueprint.mesh,
+                ROWS.__contains__,
+                has_notes=False,
+                new_ids=new_ids,
+            )
+            rows = initial_rows(tables, blueprint.abstract["model"], model.lora)
+            weights = nnx.merge_state(weights, rows)
         if model.lora.from_peft is not None and restored is None:
             with raise_everywhere():
                 folder = self.adapters or self.open_adapters(model)
@@ -194,8 +209,8 @@ class Pretrained(InitSource):
         state = blueprint.create(run.seed, weights)
         with raise_everywhere():
             if jax.process_index() == 0 and self.files is not None:
-                changes = changed_files(self.files, self.data, self.new_tokens)
-                copy_hf_files(self.files, run.dir, changes)
+                changed = changed_files(self.files, self.data, self.new_tokens)
+                copy_hf_files(self.files, run.dir, changed)
         # A checkpoint of adapters does not contain the frozen model.
         if restored is not None:
             state = nnx.merge_state(state, restored.state)
@@ -363,15 +378,31 @@ def resolve_pretrained(
         config = _with_sizes(config, folder, model, new)
         source = HFSource(path=folder, files=folder, model=config.model, data=data, new_tokens=new)
     if lora.from_peft is None:
-        return config, source
+        return _with_new_rows(config, source), source
     # A run that was initialised with these adapters no longer needs their folder.
     if resumed is not None:
         old = own_or_decoder(config.run.dir, resumed).config.lora
         if old.rank and old.from_peft == lora.from_peft:
-            return _with_adapters(config, old, explicit), source
+            config = _with_adapters(config, old, explicit)
+            return _with_new_rows(config, source), source
     adapters = source.open_adapters(config.model)
     source = dataclasses.replace(source, adapters=adapters)
-    return _with_adapters(config, adapters.lora, explicit), source
+    config = _with_adapters(config, adapters.lora, explicit)
+    return _with_new_rows(config, source), source
+
+
+def _with_new_rows(config: TrainConfig, source: Pretrained) -> TrainConfig:
+    """Adapters also train the rows of new tokens."""
+    lora = config.model.lora
+    if not lora.rank or lora.tables or source.new_tokens is None:
+        return config
+    tokens = tuple(dict.fromkeys((*lora.tokens, *source.new_tokens.ids)))
+    if source.adapters is not None and source.adapters.lora.tokens not in ((), tokens):
+        raise ConfigError(
+            f"adapters in {lora.from_peft} have rows of the tokens {_text(lora.tokens)}, and "
+            f"model.add_tokens has {_text(tokens)}"
+        )
+    return replace_nested(config, {"model.lora.tokens": tokens})
 
 
 def _dtype_default(name: str, dtype: str, reason: str) -> Default:
@@ -419,7 +450,10 @@ def _with_sizes(
 def _with_adapters(config: TrainConfig, stored: LoraConfig, explicit: Set[str]) -> TrainConfig:
     lora = config.model.lora
     problems = []
-    for name in ("rank", "alpha", "rslora", "targets"):
+    names = ["rank", "alpha", "rslora", "targets"]
+    if stored.tokens:
+        names.append("tokens")
+    for name in names:
         requested = getattr(lora, name)
         actual = getattr(stored, name)
         is_requested = f"model.lora.{name}" in explicit or requested != getattr(LoraConfig(), name)
@@ -433,9 +467,16 @@ def _with_adapters(config: TrainConfig, stored: LoraConfig, explicit: Set[str]) 
             f"adapters in {lora.from_peft} do not match: {'; '.join(problems)}; remove these "
             "settings"
         )
-    stored = dataclasses.replace(stored, from_peft=lora.from_peft, dtype=lora.dtype, base=lora.base)
+    stored = dataclasses.replace(
+        stored,
+        from_peft=lora.from_peft,
+        dtype=lora.dtype,
+        base=lora.base,
+        tokens=() if stored.tables else stored.tokens or lora.tokens,
+        tables=stored.tables or lora.tables,
+    )
     return replace_nested(config, {"model.lora": stored})
 
 
 def _text(value: object) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -141,6 +141,43 @@ def test_a_base_model_learns_a_template_with_new_tokens(chats, tmp_path, monkeyp
     assert train([*further, f"--run.dir={tmp_path}/further"]) == 0, "the export needs no new tokens"
 
 
+@pytest.mark.journey
+def test_adapters_train_the_rows_of_new_tokens(chats, tmp_path):
+    """On two meshes, also in micro-batches; the base model has a spare row, and is not changed."""
+    base = base_model(tmp_path / "base", rows=NUM_TOKENS + 1)
+    words = [f"--model.from-hf={base}", f"--data.path={chats}/data", *SHORT]
+    words += ["--model.lora.rank=2", "--model.add-tokens", *NEW]
+    meshes = {"tp": ["--mesh=tp=2"], "dp": ["--mesh=dp=2,fsdp=2"]}
+    for name, flags in meshes.items():
+        assert train([*words, *flags, f"--run.dir={tmp_path}/{name}"]) == 0
+    assert_same_records(tmp_path / "tp", tmp_path / "dp", "loss", rtol=1e-4)
+    run = str(tmp_path / "tp")
+    again = ["--mesh=dp=2", "--train.accumulation=2", "--train.steps=5", f"--run.dir={run}"]
+    assert train([*words, *again]) == 0
+    assert records(run)[5] < records(run)[1]
+    assert convert(["export", run, str(tmp_path / "adapters")]) == 0
+    assert convert(["export", run, str(tmp_path / "merged"), "--merged"]) == 0
+
+    before = read_tensors(base / "model.safetensors")
+    merged = read_tensors(tmp_path / "merged/model.safetensors")
+    adapters = read_tensors(tmp_path / "adapters/adapter_model.safetensors")
+    new = list(range(NUM_TOKENS, NUM_TOKENS + 2))
+    indices = read_json(tmp_path / "adapters/adapter_config.json")["trainable_token_indices"]
+    assert indices == {"embed_tokens": new, "lm_head": new}
+    for table in TABLES:
+        module = f"base_model.model.{table.removesuffix('.weight')}"
+        rows = adapters[f"{module}.token_adapter.trainable_tokens_delta"]
+        np.testing.assert_array_equal(merged[table][:NUM_TOKENS], before[table][:NUM_TOKENS])
+        np.testing.assert_array_equal(merged[table][NUM_TOKENS:], rows)
+        distance = np.abs(rows - before[table][:NUM_TOKENS].mean(0)).max()
+        assert 0 < distance < 0.2, "they begin as the mean, and move"
+
+    further = [f"--model.from-hf={base}", f"--data.path={chats}/data", *SHORT, "--mesh=tp=2"]
+    further += [f"--model.lora.from-peft={tmp_path}/adapters", f"--run.dir={tmp_path}/further"]
+    assert train([*further, "--model.add-tokens", *NEW]) == 0
+    assert records(tmp_path / "further")[1] < records(run)[1]
+
+
 @pytest.mark.parametrize(
     ("data", "new", "message"),
     [
