@@ -1053,6 +1053,9 @@ def _expert_products(
 
 def embedding_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bool) -> Costs:
     """Yields the costs of gathering the table over fsdp, or exchanging looked-up rows."""
+    has_rows = layer.token_rows is not None
+    if has_rows:
+        work = replace(work, frozen=False)
     yield Weight(
         module=EMBEDDING,
         size=layer.vocab_size * layer.features,
@@ -1060,6 +1063,8 @@ def embedding_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges:
         split=PaddedDim((layer.vocab_size,)),
         again=False,
         gathered=not exchanges,
+        adapter=has_rows,
+        tied=has_rows and bool(layer.tokens),  # `_token_row_costs` has the sum over dp
     )
     token = layer.features * compute_itemsize(layer)
     if exchanges:

@@ -57,14 +57,22 @@ from jaxtp.layers import remat
 from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Sequences
+from jaxtp.layers.embedding import EMBEDDING
 from jaxtp.layers.gated_delta import DELTA, INSIDE, GatedDeltaConfig, GatedDeltaNet
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.loss import LOSS
-from jaxtp.layers.parameter import PARAMETERS, PaddedDim, Precision, mark_unreduced
+from jaxtp.layers.parameter import (
+    GRADIENTS,
+    PARAMETERS,
+    PaddedDim,
+    Precision,
+    mark_unreduced,
+)
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import (
     BATCH,
     CP,
+    DP,
     SEQUENCE,
     TOKENS,
     TP,
@@ -324,6 +332,18 @@ def decoder_costs(model: Decoder, work: Workload) -> Costs:
         yield collective_cost(ALL_REDUCE, BATCH, BALANCE, work, FLOAT32 * (experts + 4))
 
 
+def _token_row_costs(config: ModelConfig, work: Workload) -> Costs:
+    """Yields the sums of the gradients of trained rows, whose tables have gradients, too."""
+    row_bytes = config.d_model * itemsize(config.lora.dtype) / work.shards
+    gradient = len(config.lora.tokens) * row_bytes
+    yield collective_cost(ALL_REDUCE, (TP,), EMBEDDING, work, gradient, 2)
+    if work.accumulation > 1:
+        tables = 1 if config.tie_embeddings else 2
+        yield replace(
+            collective_cost(ALL_REDUCE, (DP,), GRADIENTS, work, gradient, tables), once=True
+        )
+
+
 def loss_costs(config: ModelConfig, work: Workload) -> Costs:
     """Yields the costs of head and loss.
 
@@ -332,12 +352,19 @@ def loss_costs(config: ModelConfig, work: Workload) -> Costs:
     compute = itemsize(config.precision.compute)
     tokens = work.tokens
     features = config.d_model
+    lora = config.lora
+    has_rows = bool(lora.rank and lora.tokens)
+    trained = has_rows or bool(lora.rank and lora.tables)
+    if trained:
+        work = replace(work, frozen=False)
+    if has_rows:
+        yield from _token_row_costs(config, work)
     size = config.vocab_size * features
     vocab = PaddedDim((config.vocab_size,))
     local = vocab.padded(work.tp) // work.tp
     tied = config.tie_embeddings
     weight = partial(Weight, module=LOSS, split=vocab, precision=config.precision, again=False)
-    yield weight(size=size, tied=tied)
+    yield weight(size=size, tied=tied or has_rows, adapter=trained)
     if config.head_bias:
         yield weight(size=config.vocab_size, fsdp=False)
     hidden = tokens * features * compute

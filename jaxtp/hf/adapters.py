@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import NamedSharding
 
-from jaxtp.checkpoint.logical import Variable, named_variables, replace_arrays
+from jaxtp.checkpoint.logical import Variable, named_variables, replace_arrays, select_paths
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import TARGETS, LoraConfig, Target, freeze_as
-from jaxtp.layers.parameter import DType
+from jaxtp.layers.parameter import DType, spec_of
 from jaxtp.mesh import current_mesh
 from jaxtp.models.block import adapter_kernels
 from jaxtp.models.config import ModelConfig
@@ -45,6 +46,51 @@ def adapters(config: ModelConfig) -> dict[str, Adapter]:
     return by_kernel
 
 
+ROWS = {"embedding.embedding": "embedding.token_rows", "head.kernel": "head.token_rows"}
+"""Paths of tables, and of the rows that replace some of theirs."""
+
+
+def initial_rows(weights: nnx.State, abstract: nnx.State, lora: LoraConfig) -> nnx.State:
+    """Returns the rows of `lora.tokens` in a model's tables, as adapters begin to train them."""
+    rows = select_paths(abstract, lambda path: path in ROWS.values())
+    variables = named_variables(weights)
+    arrays: dict[str, Array] = {}
+    for table, path in ROWS.items():
+        if path in named_variables(rows):
+            array = variables[table][...]
+            sharding = None
+            if isinstance(array.sharding, NamedSharding):
+                spec = spec_of(named_variables(rows)[path])
+                sharding = NamedSharding(array.sharding.mesh, spec)
+            take = jax.jit(_rows_at, static_argnums=(1, 2), out_shardings=sharding)
+            arrays[path] = take(array, lora.tokens, lora.dtype)
+    return replace_arrays(rows, arrays)
+
+
+def _rows_at(table: Array, ids: tuple[int, ...], dtype: DType) -> Array:
+    # Without ids all rows are trained.
+    return (table[jnp.array(ids)] if ids else table).astype(dtype)
+
+
+def tables_with_rows(model: Decoder, dtype: DType) -> dict[str, Variable]:
+    """Returns the tables that have trained rows, with these rows, by path."""
+    variables = named_variables(nnx.state(model))
+    tables: dict[str, Variable] = {}
+    for path, name in ROWS.items():
+        if name in variables:
+            table = variables[path][...]
+            put = jax.jit(_put_rows, static_argnums=(2, 3), out_shardings=table.sharding)
+            array = put(table, variables[name][...], model.config.lora.tokens, dtype)
+            tables[path] = variables[path].replace(array)
+    return tables
+
+
+def _put_rows(table: Array, rows: Array, ids: tuple[int, ...], dtype: DType) -> Array:
+    if not ids:
+        return rows.astype(dtype)
+    return table.astype(dtype).at[jnp.array(ids)].set(rows.astype(dtype))
+
+
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
     """Returns a copy of a model, sharing its arrays, with new adapters that initially add zero.
 
@@ -73,7 +119,9 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
     if current_mesh() is not None:
         shardings = nnx.get_named_sharding(factors, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
-    return nnx.merge(graph, nnx.merge_state(freeze_as(nnx.state(model), abstract), created))
+    rows = initial_rows(nnx.state(model), abstract, lora)
+    weights = freeze_as(nnx.state(model), abstract)
+    return nnx.merge(graph, nnx.merge_state(weights, created, rows))
 
 
 def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
@@ -123,8 +171,11 @@ def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
 def merged_variables(model: Decoder, dtype: DType) -> Iterator[tuple[str, Variable]]:
     """Yields the variables by path, without adapters; each kernel is merged when it is yielded."""
     factors = factors_by_kernel(model)
+    tables = tables_with_rows(model, dtype)
     for path, variable in named_variables(nnx.state(model)).items():
-        if path in factors:
+        if path in tables:
+            yield path, tables[path]
+        elif path in factors:
             kernel = variable[...]
             merge = jax.jit(_merge_layers, static_argnums=4, out_shardings=kernel.sharding)
             yield path, variable.replace(merge(kernel, *factors[path], dtype))

@@ -179,6 +179,12 @@ def model_config(
         )
 
 
+def vocabulary_size(attributes: Attributes) -> int:
+    """Returns the number of token ids in config.json."""
+    family = family_of(attributes, CONFIG)
+    return int(_fields(text_attributes(attributes), family)["vocab_size"])
+
+
 def open_whole(path: Path, config: ModelConfig) -> Whole:
     """Opens the folder that a model came from; raises `HFError` if it has another model."""
     folder = open_folder(path)
@@ -187,6 +193,8 @@ def open_whole(path: Path, config: ModelConfig) -> Whole:
     text = text_attributes(folder.attributes)
     with prefix_errors(path):
         stored = validate(ModelConfig, _fields(text, family), source=source)
+        # Training may have added tokens.
+        stored = replace(stored, vocab_size=max(stored.vocab_size, config.vocab_size))
         if lost := differences(_comparable(stored), _comparable(config), "model."):
             raise HFError(
                 f"another model (it has -> yours has): {join_problems(list(map(truncate, lost)))}"
@@ -194,10 +202,14 @@ def open_whole(path: Path, config: ModelConfig) -> Whole:
         return Whole(folder, family, full_names(folder.tensors, family, config.num_layers))
 
 
-def changed_config(whole: Whole, dtype: DType, max_positions: object) -> dict[str, Any]:
-    """Returns the config.json of `whole` for another dtype of the text tensors, or longer texts."""
+def changed_config(
+    whole: Whole, num_ids: int, dtype: DType, max_positions: object
+) -> dict[str, Any]:
+    """Returns the config.json of `whole` with other token ids, dtype or length of texts."""
     text = text_attributes(whole.folder.attributes)
     changes = MutableAttributes()
+    if num_ids != vocabulary_size(whole.folder.attributes):
+        changes["vocab_size"] = num_ids
     if dtype != dtype_of(whole.folder):
         changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
     if max_positions is not None and max_positions != text.get(MAX_POSITIONS):

@@ -26,7 +26,7 @@ from jaxtp.checkpoint.logical import (
 )
 from jaxtp.config.entry import say
 from jaxtp.config.schema import to_plain
-from jaxtp.hf.config_json import dtype_of, family_of, model_config
+from jaxtp.hf.config_json import dtype_of, family_of, model_config, vocabulary_size
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, Shape, StoredTensor, StoredTensors
 from jaxtp.hf.tensor_map import (
@@ -139,17 +139,29 @@ def load_state(
     *,
     progress: Progress | None = None,
     only: Callable[[str], bool] = lambda path: True,
+    new_ids: range | None = None,
 ) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
     """Returns the graph of `load_folder`'s model, and its variables that are to be loaded.
 
-    `only` chooses them by their dotted path.
+    Args:
+      only: chooses the variables by their dotted path.
+      new_ids: the ids of new tokens, whose rows become the mean of the rows before them; by default
+        those that the model has, and the folder lacks.
     """
     with prefix_errors(folder.path):
         validate_model(config, mesh_sizes(mesh), fixed=True)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
         require_prediction_heads(folder, family, config.num_layers)
         graph, abstract = abstract_decoder(config)
-        stored, needed = match_tensors(folder.tensors, named_variables(abstract), config, family)
+        num_ids = vocabulary_size(folder.attributes)
+        stored, needed = match_tensors(
+            folder.tensors,
+            named_variables(abstract),
+            config,
+            family,
+            num_ids,
+            range(num_ids, config.vocab_size) if new_ids is None else new_ids,
+        )
         copies = {}
         if config.tie_embeddings:
             copies[name_of(TABLE, family)] = stored.get(name_of(HEAD, family))

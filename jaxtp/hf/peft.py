@@ -17,9 +17,9 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, product
+from itertools import chain, compress, product
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,10 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import named_variables, select_paths
 from jaxtp.config import reading
 from jaxtp.config.reading import truncate
-from jaxtp.hf.adapters import Adapter, adapters
+from jaxtp.hf.adapters import ROWS, Adapter, adapters, initial_rows
 from jaxtp.hf.config_json import check_adaptable, choose_family
 from jaxtp.hf.families.family import EXPERT, TEXT_IN_MEMORY, TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.loading import Progress, load_tensors, print_notes
@@ -56,12 +56,15 @@ from jaxtp.hf.model_folder import (
 from jaxtp.hf.safetensors import DTYPES, StoredTensor, StoredTensors, read_header
 from jaxtp.hf.saving import json_bytes, write_folder
 from jaxtp.hf.tensor_map import (
+    HEAD,
+    TABLE,
     Parameters,
     TensorPart,
     TensorParts,
     dims,
     group_by_tensor,
     layout_of,
+    name_of,
     tensor_parts,
 )
 from jaxtp.layers.experts import EXPERT_TARGETS
@@ -75,13 +78,20 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 """Beginning of every tensor's name."""
+_TOKENS = "trainable_token_indices"
+_ROWS = ".token_adapter.trainable_tokens_delta"
+"""Attribute with the tokens whose rows are trained, and the end of the names of these rows, which
+replace those of the base model."""
+_SAVED = "modules_to_save"
+"""Attribute with the modules of tables of which all rows are trained."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _ATTRIBUTES = """
     peft_type r lora_alpha use_rslora lora_dropout bias target_modules exclude_modules
     layers_to_transform layers_pattern init_lora_weights fan_in_fan_out task_type
     target_parameters rank_pattern alpha_pattern
     base_model_name_or_path revision auto_mapping inference_mode peft_version megatron_core
-    qalora_group_size runtime_config eva_config ensure_weight_tying
+    qalora_group_size runtime_config eva_config ensure_weight_tying trainable_token_indices
+    modules_to_save
 """
 """Attributes that an import reads; those from base_model_name_or_path on have no effect on outputs,
 or only with another attribute, which is refused."""
@@ -196,6 +206,36 @@ def _factors(
     return group_by_tensor(parts)
 
 
+def _row_modules(config: ModelConfig, family: Family) -> dict[str, str]:
+    """Returns the modules in transformers' memory of tables, by the paths of their `token_rows`."""
+    tables = [TABLE] if config.tie_embeddings else [TABLE, HEAD]
+    return {
+        ROWS[path]: _in_memory(name_of(path, family), family).removesuffix(".weight")
+        for path in tables
+    }
+
+
+def _row_parts(config: ModelConfig, family: Family) -> dict[str, list[TensorPart]]:
+    """Returns the trained rows of tables by the name of their tensor; empty without any."""
+    lora = config.lora
+    parts: dict[str, list[TensorPart]] = {}
+    if not (lora.tokens or lora.tables):
+        return parts
+    shape = (config.vocab_size if lora.tables else len(lora.tokens), config.d_model)
+    for path, module in _row_modules(config, family).items():
+        name = f"{PREFIX}{module}{'.weight' if lora.tables else _ROWS}"
+        parts[name] = [TensorPart(path, name, None, transposed=False, shape=shape)]
+    return parts
+
+
+def _row_attributes(config: ModelConfig, family: Family) -> MutableAttributes:
+    lora = config.lora
+    names = [module.rpartition(".")[2] for module in _row_modules(config, family).values()]
+    if lora.tables:
+        return {_SAVED: names}
+    return {_TOKENS: {name: list(lora.tokens) for name in names}} if lora.tokens else {}
+
+
 def save_adapters(
     model: Decoder,
     path: str | Path,
@@ -234,10 +274,14 @@ def save_adapters(
     trainable = {name: kernels for name, kernels in modules.items() if _trained(kernels, trained)}
     used = _nonzero_modules(trainable, arrays) or trainable
     diagonal = not _have_equal_a(trainable.values(), arrays)
-    parts = _factors(used, trained, variables, diagonal=diagonal)
+    parts = {
+        **_factors(used, trained, variables, diagonal=diagonal),
+        **_row_parts(config, chosen),
+    }
     # A vision tower has modules of the same names.
     are_short = len(used) == len(trainable) and chosen.wrapper is None
     attributes = _peft_config(config, used, are_short=are_short, diagonal=diagonal)
+    attributes |= _row_attributes(config, chosen)
     attributes["base_model_name_or_path"] = None if base is None else str(base)
     write_folder(
         Path(path),
@@ -382,16 +426,22 @@ def with_peft(model: Decoder, folder: PeftFolder, mesh: Mesh | None) -> Decoder:
     """Returns a copy of a model with an open folder's adapters; see `load_adapters`."""
     print_notes(folder.path, folder.notes)
     graph, abstract = abstract_decoder(replace(model.config, lora=folder.lora))
-    return nnx.merge(
-        graph, nnx.merge_state(freeze_state(nnx.state(model)), read_peft(folder, abstract, mesh))
-    )
+    weights = nnx.state(model)
+    rows = initial_rows(weights, abstract, folder.lora)
+    read = read_peft(folder, abstract, mesh)
+    return nnx.merge(graph, nnx.merge_state(freeze_state(weights), rows, read))
 
 
 def read_peft(folder: PeftFolder, abstract: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """Reads the adapters of an abstract state, in its shapes and shardings."""
-    return load_tensors(
-        folder.tensors, folder.parts, nnx.filter_state(abstract, nnx.LoRAParam), mesh
-    )
+    """Reads the adapters of an abstract state, in its shapes and shardings.
+
+    Rows of tokens that the folder lacks are left out.
+    """
+    paths = {part.path for part in chain.from_iterable(folder.parts.values())}
+    lacking = {*ROWS.values()} - paths
+    factors = nnx.filter_state(abstract, nnx.LoRAParam)
+    factors = select_paths(factors, lambda path: path not in lacking)
+    return load_tensors(folder.tensors, folder.parts, factors, mesh)
 
 
 def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> PeftFolder:
@@ -458,6 +508,7 @@ class _StoredModule(NamedTuple):
 def _match_model(
     path: Path, stored: StoredTensors, attributes: Attributes, config: ModelConfig, family: Family
 ) -> PeftFolder:
+    lora_of_rows, rows, stored = _split_rows(stored, attributes, config, family)
     parameters = _names("target_parameters", attributes)
     modules = _modules(config, family, layout_of(stored) if parameters else "separate")
     possible = {
@@ -471,7 +522,12 @@ def _match_model(
     _check_names(attributes, stems, adapted)
     lora, diagonal = _lora_config(attributes, adapted)
     trained = adapters(replace(config, lora=lora))
-    lora = replace(lora, targets=_used_targets(trained, adapted, diagonal=diagonal))
+    lora = replace(
+        lora,
+        targets=_used_targets(trained, adapted, diagonal=diagonal),
+        tokens=lora_of_rows.tokens,
+        tables=lora_of_rows.tables,
+    )
     config = replace(config, lora=lora)
     trained = adapters(config)
     variables = named_variables(nnx.filter_state(abstract_decoder(config)[1], nnx.LoRAParam))
@@ -480,9 +536,85 @@ def _match_model(
     tensors = {
         name: replace(stored[name], shape=kernels[0].shape) for name, kernels in parts.items()
     }
+    row_parts = _row_parts(config, family)
+    parts = {**parts, **{name: row_parts[name] for name in rows}}
+    tensors |= rows
     trainable = [kernels for kernels in modules.values() if _trained(kernels, trained)]
     notes = tuple(_notes(attributes, len(adapted), len(trainable)))
     return PeftFolder(path, lora, tensors, parts, notes)
+
+
+def _tokens(attributes: Attributes, config: ModelConfig, family: Family) -> tuple[int, ...]:
+    """Returns the tokens whose rows are trained; raises `HFError` if tables have different ones."""
+    value = attributes.get(_TOKENS)
+    if not value:
+        return ()
+    names = [module.rpartition(".")[2] for module in _row_modules(config, family).values()]
+    lists: list[Any] = [value]
+    if isinstance(value, dict):
+        lists = list(value.values())
+        for name in value:
+            if name.rpartition(".")[2] not in names:
+                raise HFError(
+                    f"{_TOKENS} of {quote(name)} is not supported, only {', '.join(names)}"
+                )
+    tokens = lists[0]
+    is_list = isinstance(tokens, list) and set(map(type, tokens)) == {int}
+    if not is_list or len({*tokens}) < len(tokens) or any(other != tokens for other in lists):
+        raise HFError(
+            f"{_TOKENS} = {quote(value)}: should be different ids, for all tables the same"
+        )
+    if min(tokens) < 0 or max(tokens) >= config.vocab_size:
+        raise HFError(
+            f"{_TOKENS} has the id {max(tokens)}, and the model has {config.vocab_size} rows; "
+            f"--model.add-tokens or --model.vocab-size {max(tokens) + 1} of jaxtp train adds rows"
+        )
+    return tuple(tokens)
+
+
+def _split_rows(
+    stored: StoredTensors, attributes: Attributes, config: ModelConfig, family: Family
+) -> tuple[LoraConfig, dict[str, StoredTensor], dict[str, StoredTensor]]:
+    """Returns which rows of tables are trained, these by their names, and the other tensors.
+
+    PEFT also saves tables by themselves where the model got more rows.
+    """
+    modules = _row_modules(config, family)
+    tokens = _tokens(attributes, config, family)
+    ends = product(modules.values(), (".weight", _ROWS))
+    possible = {f"{PREFIX}{module}{end}" for module, end in ends}
+    rows: dict[str, StoredTensor] = {}
+    factors: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        in_memory = PREFIX + _in_memory(name.removeprefix(PREFIX), family)
+        if in_memory in possible:
+            rows[in_memory] = tensor
+        else:
+            factors[name] = tensor
+    tables = any(name.endswith(".weight") for name in rows)
+    lora = LoraConfig(rank=1, tokens=() if tables else tokens, tables=tables)
+    parts = _row_parts(replace(config, lora=lora), family)
+    for name, tensor in rows.items():
+        shape = parts[name][0].shape if name in parts else (len(tokens), config.d_model)
+        if name not in parts or tensor.shape != shape or tensor.dtype not in DTYPES:
+            raise HFError(
+                f"{truncate(tensor.name, 200)} is {tensor.dtype} {dims(tensor.shape)}, and this "
+                f"model needs {dims(shape)}; --model.add-tokens or --model.vocab-size of jaxtp "
+                "train gives it more rows"
+            )
+    needed = {f"{PREFIX}{modules[ROWS[TABLE]]}{_ROWS}"} if tokens else set()
+    for saved in _names(_SAVED, attributes):
+        matching = [name for name in possible if saved in _suffixes(name.removesuffix(".weight"))]
+        if not matching:
+            raise HFError(
+                f"{_SAVED} = {quote(attributes[_SAVED])} is not supported, only "
+                f"{' and '.join(modules.values())}"
+            )
+        needed.update(matching)
+    missing = sorted(needed - rows.keys())
+    if missing:
+        raise HFError(f"missing: {missing[0]}, which {CONFIG} requires")
+    return lora, rows, factors
 
 
 def _notes(attributes: Attributes, num_adapted: int, num_trainable: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ A run that starts from a Hugging Face model also stores its config.json and toke
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -214,12 +215,16 @@ def load_base(
     only: Callable[[str], bool] = lambda name: True,
     *,
     has_notes: bool = True,
+    new_ids: range | None = None,
 ) -> tuple[nnx.State, Path]:
     """Returns the base model's parameters in a folder, run or checkpoint, and its path.
 
     All processes must call it.
 
-    `only` chooses the parameters by dotted path; `has_notes` prints the folder's notes.
+    Args:
+      only: chooses the parameters by dotted path.
+      has_notes: whether to print the folder's notes.
+      new_ids: as in `load_state`.
     """
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
@@ -229,7 +234,7 @@ def load_base(
                 print_notes(hf_folder.path, hf_folder.notes)
             if config.lora.rank:
                 check_adaptable(hf_folder.attributes)
-            return load_state(hf_folder, whole, mesh, only=only)[1], path
+            return load_state(hf_folder, whole, mesh, only=only, new_ids=new_ids)[1], path
     folder, info = read_info_on_all(path, lambda: newest_checkpoint(path))
     if _has_adapters(info):
         raise CheckpointError(
@@ -273,8 +278,10 @@ def check_base(info: Info, now: Mapping[str, str], origin: Path) -> None:
         )
 
 
-def copy_hf_files(source: Path, run: Path) -> None:
-    """Copies config.json and tokenizer files to a run, unless the run has them.
+def copy_hf_files(
+    source: Path, run: Path, changes: Mapping[str, bytes] = MappingProxyType({})
+) -> None:
+    """Copies config.json and tokenizer files to a run, with changes, unless the run has them.
 
     Copies all files or none; raises `HFError`. If the source has more than a text model, an export
     needs the source, so `ORIGIN` records it.
@@ -284,7 +291,7 @@ def copy_hf_files(source: Path, run: Path) -> None:
     names = [CONFIG, *TOKENIZER_FILES]
     if source.name == HF_FILES:
         names.append(ORIGIN)
-    files = read_files(source, names)
+    files = {**read_files(source, names), **changes}
     if not files:
         return
     if CONFIG in files and ORIGIN not in files:

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,43 @@ def _mxfp4_pairs() -> NDArray[np.uint32]:
     with np.errstate(over="ignore"):
         pairs = (scales[:, None, None] * numbers).astype(DTYPES["BF16"])
     return pairs.view(np.uint32)[..., 0]
+
+
+@dataclass(frozen=True)
+class TableWithNewRows(StoredTensor):
+    """A table whose rows of new tokens are the mean of the rows before them; reads as float32.
+
+    The mean is the same on every mesh, since each process computes it of all rows, in float64.
+    """
+
+    stored: StoredTensor
+    new: range
+    """The rows of new tokens, which the file may have, as spare rows, or not."""
+
+    @classmethod
+    def of(cls, stored: StoredTensor, new: range, num_rows: int) -> "TableWithNewRows":
+        """Returns a table of `num_rows`."""
+        changes = {"dtype": "F32", "shape": (num_rows, *stored.shape[1:])}
+        return cls(**{**vars(stored), **changes}, stored=stored, new=new)
+
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
+        """Yields rows as `StoredTensor.blocks`; each block has its own buffer."""
+        last = self.shape[0] if last is None else last
+        end = self.stored.shape[0]
+        for row, stored in self.stored.blocks(first, min(last, end)):
+            block = stored.astype(np.float32)
+            block[max(self.new.start - row, 0) : max(self.new.stop - row, 0)] = self._mean
+            yield row, block
+        if last > end:
+            begin = max(first, end)
+            yield begin, np.tile(self._mean, (last - begin, *[1] * (len(self.shape) - 1)))
+
+    @cached_property
+    def _mean(self) -> Block:
+        total = np.zeros(self.shape[1:])
+        for _, block in self.stored.blocks(0, self.new.start):
+            total += block.sum(axis=0, dtype=np.float64)
+        return (total / self.new.start).astype(np.float32)
 
 
 @dataclass(frozen=True)

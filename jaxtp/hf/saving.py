@@ -28,7 +28,7 @@ from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.entry import say
 from jaxtp.config.files import sync_folder, write_atomically
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
-from jaxtp.hf.adapters import Factors, factors_by_kernel, merge_layer
+from jaxtp.hf.adapters import Factors, factors_by_kernel, merge_layer, tables_with_rows
 from jaxtp.hf.config_json import changed_config, choose_family, open_whole, write_attributes
 from jaxtp.hf.families.family import Family, Layout
 from jaxtp.hf.loading import Progress
@@ -153,7 +153,7 @@ def save(
     else:
         chosen = whole.family
         text = whole.text
-        written = changed_config(whole, dtype, attributes.get(MAX_POSITIONS))
+        written = changed_config(whole, config.vocab_size, dtype, attributes.get(MAX_POSITIONS))
         if not tokenizer_from and has_tokenizer(whole.folder.path):
             tokenizer_from = whole.folder.path
     variables = named_variables(nnx.state(model))
@@ -234,6 +234,7 @@ def stream_weights(
     chosen = choose_family(config, family)
     factors = factors_by_kernel(model)
     variables = named_variables(nnx.state(model, nnx.Not(nnx.LoRAParam)))
+    variables |= tables_with_rows(model, dtype)
     tensors = group_by_tensor(tensor_parts(variables, config, chosen, experts))
     fixed = constants(chosen, config.num_layers, dtype)
     arrays = gather_tensors(variables, tensors, dtype, factors=factors)

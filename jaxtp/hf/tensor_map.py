@@ -15,7 +15,15 @@ from jaxtp.config.reading import truncate
 from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.hf.families.family import HEAD as EACH_HEAD
 from jaxtp.hf.model_folder import HFError, join_names
-from jaxtp.hf.safetensors import DTYPES, FORMATS, Constant, ScaledTensor, Shape, StoredTensors
+from jaxtp.hf.safetensors import (
+    DTYPES,
+    FORMATS,
+    Constant,
+    ScaledTensor,
+    Shape,
+    StoredTensors,
+    TableWithNewRows,
+)
 from jaxtp.hf.wrapper import HEAD as HEAD
 from jaxtp.hf.wrapper import TABLE as TABLE
 from jaxtp.hf.wrapper import full_names as full_names
@@ -32,6 +40,8 @@ _MAX_LISTED = 3
 _MAX_COLUMNS = 2**24
 
 Columns = NDArray[np.int64]
+_TABLES = (TABLE, HEAD, "head.bias")
+"""Paths of the parameters with a row for each token."""
 # By dotted path, abstract or real
 Parameters = Mapping[str, Variable]
 _SHARED_KEY = "blocks.attention.latent_down.kernel"
@@ -317,13 +327,23 @@ def dtypes(stored: StoredTensors, family: Family) -> set[str]:
 
 
 def match_tensors(
-    tensors: StoredTensors, parameters: Parameters, config: ModelConfig, family: Family
+    tensors: StoredTensors,
+    parameters: Parameters,
+    config: ModelConfig,
+    family: Family,
+    num_ids: int,
+    new_ids: range,
 ) -> tuple[StoredTensors, TensorParts]:
     """Returns a file's tensors by full name, and the parts of each that a model needs.
 
+    The tables of a file for `num_ids` get rows for the model's, and those of `new_ids` are new.
     Raises `HFError` for wrong names, shapes or dtypes; the file may also hold a tied head.
     """
-    stored = full_names(tensors, family, config.num_layers)
+    stored = dict(full_names(tensors, family, config.num_layers))
+    tables = {tensor.name for tensor in family.tensors if tensor.path in _TABLES}
+    for name in tables & stored.keys() if new_ids else ():
+        if stored[name].shape[:1] == (num_ids,) and stored[name].dtype in DTYPES:
+            stored[name] = TableWithNewRows.of(stored[name], new_ids, config.vocab_size)
     _check_counts(stored, config, family)
     by_general = general_names(stored)
     parts = tensor_parts(parameters, config, family, layout_of(stored), by_general)

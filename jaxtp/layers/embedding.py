@@ -29,7 +29,15 @@ from jaxtp.collectives import (
 from jaxtp.config.schema import ConfigError, short_repr
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.linear import LayerContext, default_kernel_init
-from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import (
+    PaddedDim,
+    Precision,
+    Variable,
+    check_sizes,
+    parameter,
+    spec_of,
+)
 from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
@@ -90,7 +98,43 @@ def vocabulary_table(
     return parameter("vocabulary table", table, TABLE_SPEC, padding=padding)
 
 
-class VocabParallelEmbedding(nnx.Module):
+class _Table(nnx.Module):
+    """A table `[V, D]`, of which adapters may replace all rows, or those of some tokens."""
+
+    def __init__(self, vocab_size: int, features: int, lora: LoraConfig):
+        self.tokens = lora.tokens
+        rows = None
+        if lora.rank and lora.tables:
+            zeros = jnp.zeros((vocab_size, features), lora.dtype)
+            padding = ((-2, PaddedDim((vocab_size,))),)
+            rows = parameter("token rows", zeros, TABLE_SPEC, kind=nnx.LoRAParam, padding=padding)
+        elif lora.rank and lora.tokens:
+            zeros = jnp.zeros((len(lora.tokens), features), lora.dtype)
+            rows = parameter("token rows", zeros, P(None, STORAGE), kind=nnx.LoRAParam)
+        self.token_rows = rows
+
+    def with_rows(self, table: Variable) -> tuple[Array, P]:
+        """Returns the whole table, `[V padded, D]`, and its spec."""
+        spec = spec_of(table)
+        if self.token_rows is None:
+            return jnp.asarray(table[...]), spec
+        rows_spec = spec_of(self.token_rows)
+        if not self.tokens:
+            return jnp.asarray(self.token_rows[...]), rows_spec
+        # `mark_unreduced` may have changed the spec of the rows.
+        whole_spec = P(TP, *rows_spec[1:])
+
+        def put(shard: Array, rows: Array) -> Array:
+            index = jnp.array(self.tokens) - axis_index(TP) * len(shard)
+            # Rows of other devices are beyond the shard, where a negative index is not.
+            index = jnp.where(index < 0, len(shard), index)
+            return shard.at[index].set(rows.astype(shard.dtype), mode="drop")
+
+        view = device_view(put, EMBEDDING, (spec, rows_spec), whole_spec)
+        return view(table[...], self.token_rows[...]), whole_spec
+
+
+class VocabParallelEmbedding(_Table):
     """Token embedding, split over tp by vocabulary.
 
     `scale` multiplies every vector, rounded to the compute dtype (Gemma: sqrt(D)).
@@ -103,8 +147,10 @@ class VocabParallelEmbedding(nnx.Module):
         context: LayerContext = LayerContext(),
         *,
         scale: float | None = None,
+        lora: LoraConfig = LoraConfig(),
         rngs: nnx.Rngs,
     ):
+        super().__init__(vocab_size, features, lora)
         self.vocab_size = vocab_size
         self.features = features
         self.scale = scale
@@ -123,9 +169,9 @@ class VocabParallelEmbedding(nnx.Module):
         length = ids_BT.shape[1]
         shape = LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length)
         look_up = partial(self._look_up, split_dim, self.exchanges(shape))
-        in_specs = (token_spec(), spec_of(self.embedding))
-        view = device_view(look_up, EMBEDDING, in_specs, out_specs=out_spec)
-        return view(ids_BT, self.embedding[...])
+        table, spec = self.with_rows(self.embedding)
+        view = device_view(look_up, EMBEDDING, (token_spec(), spec), out_specs=out_spec)
+        return view(ids_BT, table)
 
     def _look_up(self, split_dim: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
         # Read as float32, so that gradients of a frequent token accumulate in float32. XLA fuses
@@ -204,7 +250,7 @@ class LearnedPositions(nnx.Module):
         return view(positions_BT, self.table[...])
 
 
-class VocabParallelHead(nnx.Module):
+class VocabParallelHead(_Table):
     """The output projection `[V, D]` and its bias `[V]`, if any.
 
     The projection is None if `tied` to the embedding.
@@ -218,8 +264,10 @@ class VocabParallelHead(nnx.Module):
         *,
         use_bias: bool = False,
         tied: bool = False,
+        lora: LoraConfig = LoraConfig(),
         rngs: nnx.Rngs,
     ):
+        super().__init__(vocab_size, features, LoraConfig() if tied else lora)
         precision = context.precision
         self.kernel = None if tied else vocabulary_table(vocab_size, features, precision, rngs)
         padding = ((-1, PaddedDim((vocab_size,))),)

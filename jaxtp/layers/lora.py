@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from jaxtp.collectives import PROJECTED
 from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.hints import dotted
-from jaxtp.config.schema import OptionalFolder, Positive, Rank, Settings
+from jaxtp.config.schema import CountOrZero, OptionalFolder, Positive, Rank, Settings
 from jaxtp.layers.float8 import Float8
 from jaxtp.layers.parameter import (
     DType,
@@ -43,6 +43,8 @@ _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 Target = Literal[_Llama, _Latent, "b_proj", "a_proj"]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
+TOKEN_ROWS = "token_rows"
+"""Attribute of a table's module: the rows of `LoraConfig.tokens`, or None."""
 _Module = TypeVar("_Module", bound=nnx.Module)
 
 
@@ -67,6 +69,15 @@ class LoraConfig(Settings):
     targets: tuple[Target, ...] = TARGETS
     """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek, and as in FLA
     for Gated DeltaNet; others than the model's are skipped."""
+
+    tokens: tuple[CountOrZero, ...] = ()
+    """Ids of tokens whose rows of the embedding and of the head are trained too, in place of the
+    frozen ones; by default those of model.add_tokens. PEFT calls them trainable_token_indices. A
+    step then has a copy of both tables, and their gradients."""
+
+    tables: bool = False
+    """Train all rows of the embedding and of the head too, split like the frozen ones, which stay.
+    PEFT calls them modules_to_save."""
 
     dtype: Annotated[DType, STEP] = "float32"
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in
@@ -124,6 +135,8 @@ def without_adapters(model: _Module) -> _Module:
                 setattr(module, name, nnx.List([]))
             elif name == "adapted":
                 setattr(module, name, ())
+            elif name == TOKEN_ROWS:
+                setattr(module, name, None)
             elif isinstance(value, Lora) and name.endswith("_lora"):
                 delattr(module, name)
     return copy

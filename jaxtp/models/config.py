@@ -130,6 +130,10 @@ class OriginConfig(Settings):
     """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not
     change the model's results. Can be given several times."""
 
+    add_tokens: Annotated[tuple[str, ...], STEP, Argument("TOKEN")] = ()
+    """New tokens for that model, as in --add-tokens of jaxtp prepare. Their rows of the embedding
+    and of the head start as the mean of all others."""
+
     build: Annotated[Reference | None, STEP, SHORT_HELP] = None
     """Model of your own: a function that returns a Flax NNX model or a Decoder of your own, its
     class, or a subclass of ModelConfig. The settings below then have no effect, except for
@@ -459,7 +463,7 @@ def _switches(config: ModelConfig) -> Iterator[Switch]:
     has_delta = any(block.delta_value_heads for block in config.block_kinds())
     delta = ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv")
     yield "model.delta_value_heads", has_delta, delta
-    lora = ["lora.alpha", "lora.rslora", "lora.base"]
+    lora = ["lora.alpha", "lora.rslora", "lora.base", "lora.tokens", "lora.tables"]
     # Runs of 0.1 have other defaults.
     if config.lora.targets != LLAMA_TARGETS:
         lora.append("lora.targets")
@@ -494,6 +498,13 @@ def _context_problems(config: ModelConfig, cp: int) -> Iterator[Problem]:
 def _lora_problems(config: ModelConfig) -> Iterator[Problem]:
     """Adapters have targets in the model."""
     lora = config.lora
+    if max(lora.tokens, default=0) >= config.vocab_size or len({*lora.tokens}) < len(lora.tokens):
+        yield Problem(
+            f"model.lora.tokens={' '.join(map(str, lora.tokens))}: should be different ids, and at "
+            f"most {config.vocab_size - 1} with model.vocab_size={config.vocab_size}"
+        )
+    if lora.tokens and lora.tables:
+        yield Problem("model.lora.tables=True trains the rows of all tokens; leave lora.tokens out")
     # These targets mean all that there are.
     if lora.rank and lora.targets not in (TARGETS, LLAMA_TARGETS):
         kernels = chain.from_iterable(adapter_kernels(block) for block in config.block_kinds())

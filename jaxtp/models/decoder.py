@@ -246,10 +246,11 @@ class EmbeddingAndHead(nnx.Module):
     def projection(self, temperature: float = 1.0) -> Projection:
         """Returns what makes logits of hidden states, divided by a temperature."""
         config = self.config
-        table = self.embedding.embedding
+        table, spec = self.embedding.with_rows(self.embedding.embedding)
         bias = None
         if self.head is not None:
-            table = table if self.head.kernel is None else self.head.kernel
+            if self.head.kernel is not None:
+                table, spec = self.head.with_rows(self.head.kernel)
             bias = self.head.bias
         head = HeadConfig(
             config.vocab_size,
@@ -258,12 +259,12 @@ class EmbeddingAndHead(nnx.Module):
             softcap=config.logit_softcap,
             temperature=temperature,
             chunk_size=config.loss_chunk,
-            table_spec=spec_of(table),
+            table_spec=spec,
         )
         if bias is None:
-            return jnp.asarray(table[...]), head, None
+            return table, head, None
         head = replace(head, bias_spec=spec_of(bias))
-        return jnp.asarray(table[...]), head, jnp.asarray(bias[...])
+        return table, head, jnp.asarray(bias[...])
 
 
 class Decoder(EmbeddingAndHead):
@@ -286,7 +287,7 @@ class Decoder(EmbeddingAndHead):
         width = config.d_model
         context = config.layer_context
         self.embedding = VocabParallelEmbedding(
-            vocab_size, width, context, scale=config.embedding_scale, rngs=rngs
+            vocab_size, width, context, scale=config.embedding_scale, lora=config.lora, rngs=rngs
         )
         positions = None
         if config.learned_positions is not None:
@@ -302,7 +303,13 @@ class Decoder(EmbeddingAndHead):
         head = None
         if not tied or config.head_bias:
             head = VocabParallelHead(
-                vocab_size, width, context, tied=tied, use_bias=config.head_bias, rngs=rngs
+                vocab_size,
+                width,
+                context,
+                tied=tied,
+                use_bias=config.head_bias,
+                lora=config.lora,
+                rngs=rngs,
             )
         self.head = head
         if config.lora.rank:

@@ -130,6 +130,11 @@ def resolve(
         raise ConfigError(
             "--ignore-config applies to the model of --model.from-hf, and there is none"
         )
+    if folder is None and config.origin.add_tokens:
+        raise ConfigError(
+            "--model.add-tokens is for the tokenizer of --model.from-hf, and there is none; "
+            "`jaxtp convert export RUN FOLDER` makes one of a run"
+        )
     if config.origin.build is not None:
         return config, OwnModelRun(run) if run is not None else InitSource()
     if run is not None or folder is not None:

@@ -101,8 +101,9 @@ class ModelSource:
         if size < needed:
             raise ConfigError(
                 f"the ids of {corpus.description} go up to {needed - 1}, and "
-                f"model.vocab_size={size} has fewer; a new model needs at least "
-                f"--model.vocab-size {needed}; a run's size is in --config RUN/config.yaml"
+                f"model.vocab_size={size} has fewer; a new model, or one of --model.from-hf, which "
+                f"gets further rows, needs at least --model.vocab-size {needed}; a run's size is "
+                "in --config RUN/config.yaml"
             )
 
     def default_folder(self, config: TrainConfig) -> tuple[Path, str] | None:

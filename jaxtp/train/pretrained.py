@@ -1,7 +1,10 @@
 """Initial weights from another run or a Hugging Face folder, and initial adapters."""
 
 import dataclasses
+import hashlib
+import shlex
 from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -13,10 +16,13 @@ from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.storage import Info, newest_checkpoint, read_info
 from jaxtp.config.files import sha256
 from jaxtp.config.schema import ConfigError, differences, replace_nested
+from jaxtp.data.added_tokens import NewTokens, added_tokens, with_tokens
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
-from jaxtp.data.tokenizer_files import MAX_POSITIONS
+from jaxtp.data.tokenizer import read_tokenizer, tokenizer_file
+from jaxtp.data.tokenizer_files import MAX_POSITIONS, TokenizerError
 from jaxtp.distributed.agreement import raise_everywhere
-from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype
+from jaxtp.hf.adapters import ROWS, initial_rows
+from jaxtp.hf.config_json import dtype_of, read_config, stored_dtype, vocabulary_size
 from jaxtp.hf.model_folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.peft import PeftFolder, open_peft, read_peft
 from jaxtp.hf.runs import (
@@ -28,6 +34,7 @@ from jaxtp.hf.runs import (
     own_or_decoder,
     run_model_config,
 )
+from jaxtp.hf.tokenizer_changes import changed_files
 from jaxtp.hf.wrapper import text_attributes
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
@@ -56,6 +63,10 @@ class Pretrained(InitSource):
     # Folder of the tokenizer and config.json, if there is one
     files: Path | None
     model: ModelConfig
+    data: Path | None = None
+    """The dataset, or the first of a mixture."""
+    new_tokens: NewTokens | None = None
+    """Tokens that the model's tokenizer lacks."""
     adapters: PeftFolder | None = None
     """Initial adapters; None if there are none, or if the resumed run already has them."""
 
@@ -150,6 +161,10 @@ class Pretrained(InitSource):
         family = self.attributes.get("model_type")
         return open_peft(Path(str(model.lora.from_peft)), self.model, family)
 
+    def describe_new_rows(self) -> list[str]:
+        """Describes the rows of the vocabulary that its files do not have."""
+        return []
+
     def create_state(
         self, run: RunConfig, blueprint: Blueprint, restored: Restored | None = None
     ) -> InitialState:
@@ -164,12 +179,27 @@ class Pretrained(InitSource):
                 abstract = blueprint.abstract["model"]
                 weights, base, origin = load_frozen(self.path, model, blueprint.mesh, abstract)
             else:
-                weights, origin = load_base(self.path, model, blueprint.mesh)
+                new_ids = None if self.new_tokens is None else self.new_tokens.ids
+                weights, origin = load_base(self.path, model, blueprint.mesh, new_ids=new_ids)
         except CheckpointError as error:
             raise CheckpointError("; ".join([str(error), *changes])) from None
         if base is not None and restored is not None:
             check_base(restored.info, base, origin)
-        lines = [f"weights from {origin}", *changes]
+        lines = [f"weights from {origin}", *changes, *self.describe_new_rows()]
+        if (model.lora.tokens or model.lora.tables) and restored is None:
+            # Spare rows of the frozen tables stay as they are, so that every command reads the same
+            # base model, but new tokens do not begin as those.
+            new_ids = None if self.new_tokens is None else self.new_tokens.ids
+            tables, _ = load_base(
+                self.path,
+                model,
+                blueprint.mesh,
+                ROWS.__contains__,
+                has_notes=False,
+                new_ids=new_ids,
+            )
+            rows = initial_rows(tables, blueprint.abstract["model"], model.lora)
+            weights = nnx.merge_state(weights, rows)
         if model.lora.from_peft is not None and restored is None:
             with raise_everywhere():
                 folder = self.adapters or self.open_adapters(model)
@@ -179,7 +209,8 @@ class Pretrained(InitSource):
         state = blueprint.create(run.seed, weights)
         with raise_everywhere():
             if jax.process_index() == 0 and self.files is not None:
-                copy_hf_files(self.files, run.dir)
+                changed = changed_files(self.files, self.data, self.new_tokens)
+                copy_hf_files(self.files, run.dir, changed)
         # A checkpoint of adapters does not contain the frozen model.
         if restored is not None:
             state = nnx.merge_state(state, restored.state)
@@ -259,15 +290,30 @@ class HFSource(Pretrained):
             dtype = stored_dtype(self.path)
         return dtype if dtype in get_args(DType) else "float32"  # type: ignore[return-value]
 
+    def describe_new_rows(self) -> list[str]:
+        """Describes the rows of the vocabulary that its files do not have."""
+        num_stored = vocabulary_size(read_attributes(self.path))
+        ids = range(num_stored, self.model.vocab_size)
+        tokens = ""
+        if self.new_tokens is not None:
+            ids = self.new_tokens.ids
+            tokens = f" of {' '.join(self.new_tokens.tokens)}"
+        if not ids:
+            return []
+        spare = ", spare ones so far," if ids.stop <= num_stored else ""
+        return [
+            f"the rows {ids[0]:,} to {ids[-1]:,}{tokens}{spare} begin as the mean of those before"
+        ]
+
     def check_tokenizer(self, tokenizer: TokenizerInfo) -> None:
         """Compares the tokenizers."""
         file = self.path / TOKENIZER
         if file.is_file():
-            if sha256(file) != tokenizer.sha256:
-                raise ConfigError(
-                    "the data were not made with the model's tokenizer; prepare them with "
-                    f"--tokenizer {file}"
-                )
+            expected = sha256(file)
+            if self.new_tokens is not None:
+                expected = hashlib.sha256(self.new_tokens.tokenizer).hexdigest()
+            if expected != tokenizer.sha256:
+                raise ConfigError(self._explain_data(file, tokenizer))
             return
         has_other = any((self.path / name).exists() for name in _OTHER_TOKENIZERS)
         if has_other and tokenizer.sha256 is None:
@@ -275,6 +321,26 @@ class HFSource(Pretrained):
                 f"the data are bytes, and {self.path} has its own tokenizer, but no {TOKENIZER} "
                 "for jaxtp prepare; transformers writes one: AutoTokenizer.save_pretrained(folder)"
             )
+
+    def _explain_data(self, file: Path, tokenizer: TokenizerInfo) -> str:
+        """Explains why a dataset's tokenizer is not the run's."""
+        flags = f"--tokenizer {file}"
+        if self.new_tokens is not None:
+            flags += f" --add-tokens {shlex.join(self.new_tokens.tokens)}"
+        if self.data is not None and (self.data / TOKENIZER).is_file():
+            path = self.data / TOKENIZER
+            content = read_tokenizer(file)
+            before = added_tokens(content, str(file))
+            tokens = added_tokens(read_tokenizer(path), str(path))
+            new = [token for token in tokens if token not in before]
+            with suppress(TokenizerError):
+                added = with_tokens(content, new, str(file)).tokenizer
+                if new and hashlib.sha256(added).hexdigest() == tokenizer.sha256:
+                    return (
+                        "the data were prepared with new tokens; name the same here, by "
+                        f"--model.add-tokens {shlex.join(new)}"
+                    )
+        return f"the data were not made with the model's tokenizer; prepare them with {flags}"
 
 
 def resolve_pretrained(
@@ -284,13 +350,19 @@ def resolve_pretrained(
     run = config.run.init_from
     folder = config.origin.from_hf
     lora = config.model.lora
+    data = config.data.path or next(map(Path, config.data.mixture), None)
     source: Pretrained
     if run is not None:
         checkpoint = newest_checkpoint(run)
         info = read_info(checkpoint)
         model = run_model_config(checkpoint, info)
         source = RunSource(
-            path=run, files=hf_files_of(checkpoint), model=model, checkpoint=checkpoint, info=info
+            path=run,
+            files=hf_files_of(checkpoint),
+            model=model,
+            data=data,
+            checkpoint=checkpoint,
+            info=info,
         )
     else:
         assert folder is not None
@@ -299,18 +371,38 @@ def resolve_pretrained(
         else:
             # A resumed run has the weights and the sizes, so the folder may be gone.
             model = own_or_decoder(config.run.dir, resumed).config
-        config = _with_sizes(config, folder, model)
-        source = HFSource(path=folder, files=folder, model=config.model)
+        new = None
+        if config.origin.add_tokens and folder.exists():
+            file = tokenizer_file(folder)
+            new = with_tokens(read_tokenizer(file), config.origin.add_tokens, str(file))
+        config = _with_sizes(config, folder, model, new)
+        source = HFSource(path=folder, files=folder, model=config.model, data=data, new_tokens=new)
     if lora.from_peft is None:
-        return config, source
+        return _with_new_rows(config, source), source
     # A run that was initialised with these adapters no longer needs their folder.
     if resumed is not None:
         old = own_or_decoder(config.run.dir, resumed).config.lora
         if old.rank and old.from_peft == lora.from_peft:
-            return _with_adapters(config, old, explicit), source
+            config = _with_adapters(config, old, explicit)
+            return _with_new_rows(config, source), source
     adapters = source.open_adapters(config.model)
     source = dataclasses.replace(source, adapters=adapters)
-    return _with_adapters(config, adapters.lora, explicit), source
+    config = _with_adapters(config, adapters.lora, explicit)
+    return _with_new_rows(config, source), source
+
+
+def _with_new_rows(config: TrainConfig, source: Pretrained) -> TrainConfig:
+    """Adapters also train the rows of new tokens."""
+    lora = config.model.lora
+    if not lora.rank or lora.tables or source.new_tokens is None:
+        return config
+    tokens = tuple(dict.fromkeys((*lora.tokens, *source.new_tokens.ids)))
+    if source.adapters is not None and source.adapters.lora.tokens not in ((), tokens):
+        raise ConfigError(
+            f"adapters in {lora.from_peft} have rows of the tokens {_text(lora.tokens)}, and "
+            f"model.add_tokens has {_text(tokens)}"
+        )
+    return replace_nested(config, {"model.lora.tokens": tokens})
 
 
 def _dtype_default(name: str, dtype: str, reason: str) -> Default:
@@ -325,9 +417,18 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in architecture(model).items() if name != "lora"}
 
 
-def _with_sizes(config: TrainConfig, folder: Path, model: ModelConfig) -> TrainConfig:
-    stored = _sizes(model)
+def _with_sizes(
+    config: TrainConfig, folder: Path, model: ModelConfig, new: NewTokens | None
+) -> TrainConfig:
     default = _sizes(ModelConfig())
+    # The model gets rows for more ids than its files have; fewer are refused below.
+    sizes = [model.vocab_size]
+    if new is not None:
+        sizes.append(new.ids.stop)
+    if config.model.vocab_size != default["vocab_size"]:
+        sizes.append(config.model.vocab_size)
+    model = dataclasses.replace(model, vocab_size=max(sizes))
+    stored = _sizes(model)
     problems = [
         f"model.{name}={value}, but the model has {stored[name]}"
         for name, value in _sizes(config.model).items()
@@ -349,7 +450,10 @@ def _with_sizes(config: TrainConfig, folder: Path, model: ModelConfig) -> TrainC
 def _with_adapters(config: TrainConfig, stored: LoraConfig, explicit: Set[str]) -> TrainConfig:
     lora = config.model.lora
     problems = []
-    for name in ("rank", "alpha", "rslora", "targets"):
+    names = ["rank", "alpha", "rslora", "targets"]
+    if stored.tokens:
+        names.append("tokens")
+    for name in names:
         requested = getattr(lora, name)
         actual = getattr(stored, name)
         is_requested = f"model.lora.{name}" in explicit or requested != getattr(LoraConfig(), name)
@@ -363,9 +467,16 @@ def _with_adapters(config: TrainConfig, stored: LoraConfig, explicit: Set[str]) 
             f"adapters in {lora.from_peft} do not match: {'; '.join(problems)}; remove these "
             "settings"
         )
-    stored = dataclasses.replace(stored, from_peft=lora.from_peft, dtype=lora.dtype, base=lora.base)
+    stored = dataclasses.replace(
+        stored,
+        from_peft=lora.from_peft,
+        dtype=lora.dtype,
+        base=lora.base,
+        tokens=() if stored.tables else stored.tokens or lora.tokens,
+        tables=stored.tables or lora.tables,
+    )
     return replace_nested(config, {"model.lora": stored})
 
 
 def _text(value: object) -> str:
-    return " ".join(value) if isinstance(value, tuple) else str(value)
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)

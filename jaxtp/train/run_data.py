@@ -99,8 +99,9 @@ def load_tokens(config: TrainConfig, source: InitSource, parts: "Parts") -> Data
     """Opens jaxtp's token data and plans its rows; raises a `UserError` for a mistake."""
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
-    parts.model.check_vocabulary(corpus, config.model.vocab_size)
+    # Before the sizes, which new tokens explain
     source.check_tokenizer(corpus.tokenizer)
+    parts.model.check_vocabulary(corpus, config.model.vocab_size)
     settings = RowSettings(
         data.sequence_length, config.model.vocab_size, data.packing, data.long_documents
     )

@@ -58,6 +58,21 @@ KINDS = {
         "target_modules": ["q_proj", "v_proj"],
         "exclude_modules": [FULL.format(0, "q")],
     },
+    "rows of two tokens": {
+        "r": 2,
+        "target_modules": ["v_proj"],
+        "trainable_token_indices": {"embed_tokens": [36, 3], "lm_head": [36, 3]},
+    },
+    "whole tables": {
+        "r": 2,
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head"],
+    },
+    "rows of the embedding": {
+        "r": 2,
+        "target_modules": ["v_proj"],
+        "trainable_token_indices": [5],
+    },
     "dropped out": {
         "r": 2,
         "target_modules": ["k_proj"],
@@ -186,7 +201,7 @@ def by_peft(base, folder, **settings):
         loaded(base), peft.LoraConfig(task_type="CAUSAL_LM", **settings)
     ).eval()
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if any(part in name for part in ("lora_B", "trainable_tokens_delta", "modules_to_save")):
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder)
     return in_double(model, IDS)
@@ -209,6 +224,14 @@ def test_adapters_of_peft_are_read_on_a_mesh_and_merged_by_the_command(kind, bas
     )
     np.testing.assert_allclose(theirs(tmp_path / "merged", IDS), begun, atol=1e-4)
     assert_trained_on(base, begun, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama_tied_bias"])
+def test_rows_of_tokens_of_tied_tables(name, tmp_path):
+    settings = {"r": 2, "target_modules": ["c_attn" if name == "gpt2" else "q_proj"]}
+    settings["trainable_token_indices"] = [1, 30]
+    begun = by_peft(FOLDER / name, tmp_path / "theirs", **settings)
+    assert_trained_on(FOLDER / name, begun, tmp_path)
 
 
 TRAINED = [  # models, modules, and parameters of experts

@@ -7,6 +7,7 @@ from itertools import chain, islice
 import numpy as np
 
 from jaxtp.config.files import sha256, write_atomically
+from jaxtp.data.added_tokens import with_tokens
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import TOKENIZER
 from jaxtp.data.prepare.prepare_config import PrepareConfig
@@ -32,9 +33,10 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer:
     if eos is None and not config.no_eos:
         # If it is None, the tokenizer searches for a well-known name.
         eos = end_token(file.parent)
-    tokenizer = IsolatedTokenizer(
-        read_tokenizer(file), str(file), eos=eos, special_tokens=config.special_tokens
-    )
+    content = read_tokenizer(file)
+    if config.add_tokens:
+        content = with_tokens(content, config.add_tokens, str(file)).tokenizer
+    tokenizer = IsolatedTokenizer(content, str(file), eos=eos, special_tokens=config.special_tokens)
     if config.no_eos:
         tokenizer.info = replace(tokenizer.info, eos_id=None)
     elif tokenizer.info.eos_id is None:

@@ -63,6 +63,10 @@ class PrepareConfig:
     """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default
     each byte is a token."""
 
+    add_tokens: Annotated[tuple[str, ...], Argument("TOKEN")] = ()
+    """New special tokens for the tokenizer, such as '<|im_start|>' '<|im_end|>' of --template for a
+    base model without them; give the same to jaxtp train as --model.add-tokens."""
+
     eos: Annotated[str | None, Argument("TOKEN")] = None
     """Token that ends each document. By default the eos_token in the tokenizer_config.json next to
     tokenizer.json, the first eos_token_id in config.json or generation_config.json there, or a
@@ -254,8 +258,9 @@ def _contradictions(config: PrepareConfig, has_layout: bool) -> Iterator[str]:
         yield "--show writes no file; leave --json out"
     if config.out is None and config.show is None:
         yield "name the folder of the dataset by --out DIR"
-    if config.tokenizer is None and (config.eos is not None or config.special_tokens):
-        yield "bytes have no special tokens; --eos and --special-tokens need --tokenizer"
+    named = config.eos is not None or config.special_tokens or config.add_tokens
+    if config.tokenizer is None and named:
+        yield "bytes have no special tokens; --eos, --special-tokens, --add-tokens need --tokenizer"
     if config.eos is not None and config.no_eos:
         yield "--eos and --no-eos contradict each other"
     if config.eos == "":

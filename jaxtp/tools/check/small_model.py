@@ -77,9 +77,12 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
         # The same settings of the small block
         shrunk = {**changes, **shrink_block(block, small)}
         listed.append({name: shrunk[name] for name in changes})
+    vocab_size = small.size(config.vocab_size, _MIN_VOCAB)
+    tokens = tuple(range(min(len(config.lora.tokens), vocab_size)))
     return replace(
         config,
-        vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
+        vocab_size=vocab_size,
+        lora=replace(config.lora, tokens=tokens),
         d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
         num_layers=num_first + period * min(turns, _MAX_TURNS) + remainder,
         loss_chunk=small.positions(config.loss_chunk),
