@@ -364,19 +364,13 @@ def test_the_commands_and_the_guides_are_listed():
     assert set(re.findall(r"`jaxtp (\w+)`", README.read_text())) >= set(commands())
     index = ROOT / "jaxtp/guides/README.md"
     listed = {
-        (page.parent / target).resolve() for page in (README, index) for target, _ in links(page)
+        (page.parent / target).resolve()
+        for page in (README, index)
+        for target in re.findall(r"\]\(([^)#]+)", page.read_text())
     }
     assert set(PAGES[1:]) <= listed
     named = set(re.findall(r"\bjaxtp ([a-z]+) -", "".join(map(Path.read_text, PAGES))))
     assert named <= {*commands()}
-
-
-def links(page):
-    """Returns pairs of a file and an anchor, of links and images, without those to other sites."""
-    text = page.read_text()
-    found = re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text)
-    found += re.findall(r"src(?:set)?=\"(.+?)()\"", text)
-    return [pair for pair in found if not pair[0].startswith("https://")]
 
 
 def anchors(page):
@@ -386,7 +380,12 @@ def anchors(page):
 
 def test_links_lead_somewhere():
     for page in (*PAGES, *MAP, *ROOT.glob("tests/*/README.md")):
-        for target, anchor in links(page):
+        text = page.read_text()
+        links = re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text)
+        images = re.findall(r"src(?:set)?=\"(.+?)()\"", text)
+        for target, anchor in links + images:
+            if target.startswith("https://"):
+                continue
             place = page.parent / target if target else page
             assert place.exists(), f"{page}: {target}"
             if anchor:
