@@ -35,6 +35,7 @@ from jaxtp.data.chat_template import (
 from jaxtp.data.documents import Tokens
 from jaxtp.data.prepare.messages import (
     MARKS,
+    RESERVED,
     arguments_of,
     as_messages,
     calls_of,
@@ -254,6 +255,9 @@ class Conversations:
         Templates write the arguments of tool calls as JSON; most of them get objects, others get
         the JSON. The first of both that a template writes once is right.
         """
+        for name in arguments.keys() - RESERVED:
+            if re.search(rf"\b{re.escape(name)}\b", self.template.text) is None:
+                self.notes.add(f"the template reads no argument {name!r}")
         escaped = self._tokens.escape(arguments, keep=self._config.special_tokens)
         try:
             return self._rendered(messages, answers, escaped, as_text=False)

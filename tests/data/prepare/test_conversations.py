@@ -75,7 +75,7 @@ def test_images_are_refused_counted_or_read_as_words():
         {"type": "text", "text": "What is "},
         {"type": "image_url", "image_url": {"url": "x.png"}},
     ]
-    heard = conversation("<audio> and?", "no")
+    heard = conversation("<audio> and?", "the tag <video> and <audio>...</audio>")
     write(
         "b.jsonl", [ROWS[0], conversation(parts, "a cat"), heard, conversation(parts[:1], "this")]
     )
@@ -564,12 +564,13 @@ def test_arguments_of_the_template_and_prompts_that_open_the_reasoning():
     assert [prompt.endswith("assistant\n") for prompt in prompts] == [True, True]
     flag = "--template-arguments.thinks true"
     write("c.jsonl", [plain])
-    out = output(
-        f"c.jsonl --template all.jinja --messages messages --tokenizer t {flag} --overwrite"
-    )
+    command = "c.jsonl --template all.jinja --messages messages --tokenizer t --overwrite"
+    out = output(f"{command} {flag}")
     assert "prompts end before '<think>', with which the template opens the reasoning" in out
     assert open_dataset(Path("d")).folder.joinpath("tokenizer_config.json").exists()
     assert template_arguments(Path("d")) == {"thinks": True}
+    mistyped = f"{command} --template-arguments.thinking true"
+    assert "note        the template reads no argument 'thinking'\n" in output(mistyped)
     assert [answer for _, answer in texts_of([thought])] == ["(c)b<|stop|>\n"]
     assert "does not write all of its 'reasoning_content': c" in refused(thought, CHAT_TEMPLATE)
     assert "may not have 'tools'" in refused({**plain, "chat_template_kwargs": {"tools": []}})
