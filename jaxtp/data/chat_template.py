@@ -109,9 +109,11 @@ class ChatTemplate:
 
     def _writes_content(self) -> bool:
         try:
-            return _WORD in self.render([{"role": "user", "content": _WORD}])
+            text = self.render([{"role": "user", "content": _WORD}])
         except RenderError:
             return False
+        # In quotes it is a list of parts as Python writes it.
+        return _WORD in text and repr(_WORD) not in text
 
     def _variables(
         self, messages: Sequence[Message], answer: bool, arguments: Mapping[str, object]
