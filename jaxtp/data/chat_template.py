@@ -47,6 +47,7 @@ _END = "\ufdd3"
 _NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
 _MARKS = re.compile(f"[{_BEFORE}{_AFTER}]")
 _ESCAPED = re.compile(f"{_SPELLED}([0-9]{{1,9}}){_END}|[{_SPELLED}{_END}]")
+_WORD = "Qx7"
 
 
 class ChatError(UserError):
@@ -77,7 +78,11 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens)
         self._name = name
         self.day = day
+        self._reads_parts = False
         self._request([])
+        if not self._writes_content():
+            self._reads_parts = True
+            self._reads_parts = self._writes_content()
 
     def render(
         self,
@@ -102,9 +107,23 @@ class ChatTemplate:
         prompt, whole = self._request([before, self._variables(messages, False, arguments)])
         return prompt, whole
 
+    def _writes_content(self) -> bool:
+        try:
+            text = self.render([{"role": "user", "content": _WORD}])
+        except RenderError:
+            return False
+        # In quotes it is a list of parts as Python writes it.
+        return _WORD in text and repr(_WORD) not in text
+
     def _variables(
         self, messages: Sequence[Message], answer: bool, arguments: Mapping[str, object]
     ) -> dict[str, object]:
+        if self._reads_parts:
+            # Templates of multimodal models may read a content as a list of parts only.
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                for message in messages
+            ]
         return {
             # Templates test whether they are none, and some fail where they are not defined.
             "tools": None,

@@ -3,15 +3,17 @@ transformers renders, or it is refused. Needs the libraries transformers and trl
 """
 
 import json
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from corpora import write
-from small_tokenizers import byte_level
+from small_tokenizers import byte_fallback, byte_level
+from tokenizers import Tokenizer
 
 from jaxtp.config.entry import UserError
-from jaxtp.data.chat_template import without_marks
+from jaxtp.data.chat_template import ChatTokenizer, without_marks
 from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
@@ -24,8 +26,8 @@ FOLDER = Path(find_spec("trl").submodule_search_locations[0], "chat_templates")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "get_weather", "description": "Tells it.", "parameters": PARAMETERS}
-OF_PARTS = ("idefics3", "smolvlm")
-"""Templates that read a message as a list of parts, and write nothing of a string."""
+REASONING = ("reasoning", "thinking", "reasoning_content")
+WORD = "Zqvx"
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
@@ -44,14 +46,34 @@ def calling(arguments, **more):
     return [user("Is it warm?"), call | more, result, answer("Yes.")]
 
 
+CALL = calling({"city": "Rom"})
+SYSTEM = {"role": "system", "content": "be brief"}
 SHAPES = {
     "one": [user("hi"), answer("yo")],
-    "system": [{"role": "system", "content": "be brief"}, user("hi"), answer("yo")],
+    "system": [SYSTEM, user("hi"), answer("yo")],
     "several": [user("hi"), answer("yo"), user("more"), answer("<b>fine</b>")],
+    "system, several": [SYSTEM, user("hi"), answer("yo"), user("more"), answer("fine")],
     "reasoning": [user("2+2?"), answer("4", reasoning="two and two")],
+    "thinking": [user("2+2?"), answer("4", thinking="two\n\nand two\n")],
+    "reasoning twice": [
+        *(user("2+2?"), answer("4", reasoning_content="two and two")),
+        *(user("+1?"), answer("5", reasoning_content="and one")),
+    ],
     "in a text": [user("2+2?"), answer("<think>\ntwo and two\n</think>\n\n4")],
-    "line breaks": [user("hi"), answer("\n\nyo")],
+    "line breaks": [user("hi\n"), answer("\n\nyo\n")],
+    "spaces": [user("  hi "), answer("  yo  ")],
+    "scripts": [user("Кто ты? 你是谁"), answer("機械です 🤖. Straße.")],
+    "short": [SYSTEM | {"content": "a"}, user("a"), answer("a"), user("a"), answer("a")],
+    "names": [user("hi") | {"name": "bob"}, answer("yo", name="ann")],
+    "two answers": [user("hi"), answer("yo"), answer("and more")],
+    "ends with a user": [user("hi"), answer("yo"), user("more")],
+    "parts": [user([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]), answer("yo")],
+    "nulls": [user("hi"), answer("yo", refusal=None, tool_calls=None, reasoning_content=None)],
     "calls": calling({"city": 'a "b"', "day": 3}),
+    "calls, nested": calling({"city": ["a", {"b": None}], "day": 2.5, "is": True}),
+    "calls without arguments": calling({}),
+    "call at the end": CALL[:2],
+    "calls, system and more": [SYSTEM, *CALL, user("Thanks"), answer("Bye.")],
     "text beside a call": calling({"city": "Rom"}, content="Let me look."),
     "reasoning before a call": calling({"city": "Rom"}, reasoning_content="must look"),
 }
@@ -73,37 +95,81 @@ def as_texts(messages):
     return copied
 
 
+def in_parts(messages):
+    return [
+        message | {"content": [{"type": "text", "text": message["content"]}]}
+        for message in messages
+    ]
+
+
+def expected(template, messages, tools):
+    """Text and prompt of the last message as transformers renders it, in each form of the input."""
+    joined = [
+        {key: part for key, part in message.items() if part is not None} for message in messages
+    ]
+    for message in joined:
+        if isinstance(message["content"], list):
+            message["content"] = "".join(part["text"] for part in message["content"])
+    for given in (joined, as_texts(joined), in_parts(joined)):
+        with suppress(Exception):  # of the template
+            whole = rendered(template, given, tools=tools)
+            settings = {"tools": tools, "add_generation_prompt": True}
+            yield whole, rendered(template, given[:-1], **settings)
+
+
+def check(template, turn, messages, tools):
+    """Compares an answer with transformers' texts, and its span with those of another answer."""
+    start = without_marks(turn.prompt)
+    text = start + without_marks(turn.text)
+    prompts = [prompt for whole, prompt in expected(template, messages, tools) if whole == text]
+    assert any(
+        prompt == start or (prompt.startswith(start) and "think" in prompt[len(start) :])
+        for prompt in prompts
+    )
+    last = messages[-1]
+    name = next((name for name in REASONING if last.get(name)), "content")
+    changed = [*messages[:-1], last | {name: WORD}]
+    texts = [whole for whole, _ in expected(template, changed, tools) if WORD in whole]
+    if last["content"] and "<think>" not in last["content"]:
+        assert any(whole.startswith(start) and WORD in whole[len(start) :] for whole in texts)
+
+
+def check_ids(tokenizer, turns):
+    """Compares ids: those of a prompt are its own, and all text is there."""
+    library = Tokenizer.from_str(json.dumps(tokenizer.file()))
+    ids_of = lambda text: library.encode(text, add_special_tokens=False).ids
+    spelled = lambda ids: library.decode(ids, skip_special_tokens=False)
+    pairs = [(turn.prompt, turn.text) for turn in turns]
+    for pair, ids in zip(pairs, ChatTokenizer(tokenizer).encode(pairs), strict=True):
+        prompt, text = map(without_marks, pair)
+        before, learned = (part.tolist() for part in ids)
+        assert before == ids_of(prompt)
+        assert spelled(before + learned) == spelled(ids_of(prompt + text))
+
+
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.jinja")), ids=lambda file: file.stem)
 def test_what_is_prepared_is_what_transformers_renders(file, folder):
-    content = byte_level(["hello"], 300, list(SPECIAL.values()))
-    write("t/tokenizer.json", content)
     write("t/tokenizer_config.json", json.dumps(SPECIAL))
-    tokenizer = HuggingFaceTokenizer(Path("t/tokenizer.json").read_bytes(), "t", eos="</s>")
+    write("t/tokenizer.json", byte_level(["hello", "\n\n"], 300, list(SPECIAL.values())))
+    pieces = Tokenizer.from_str(byte_fallback().decode())
+    pieces.add_special_tokens(list(SPECIAL.values()))
+    tokenizers = [
+        HuggingFaceTokenizer(content, "t", eos="</s>")
+        for content in (Path("t/tokenizer.json").read_bytes(), pieces.to_str().encode())
+    ]
     config = PrepareConfig(template=file, tokenizer=Path("t"))
-    try:
-        conversations = Conversations(config, tokenizer)
-    except UserError:
-        return  # it reads parts of images
+    conversations = Conversations(config, tokenizers[0])
+    prepared = []
     for name, messages in SHAPES.items():
         tools = TOOLS if "call" in name else None
         try:
             turns = conversations.turns(messages, {"tools": tools})
         except UserError:
-            assert name != "one" or file.stem.startswith(OF_PARTS)
+            assert name != "one"
             continue
         answers = [index for index, each in enumerate(messages) if each["role"] == "assistant"]
         for index, turn in zip(answers, turns, strict=True):
-            text = without_marks(turn.prompt + turn.text)
-            prompts = []
-            for given in (messages, as_texts(messages)):
-                try:
-                    if rendered(file.read_text(), given[: index + 1], tools=tools) == text:
-                        settings = {"tools": tools, "add_generation_prompt": True}
-                        prompts.append(rendered(file.read_text(), given[:index], **settings))
-                except Exception:  # of the template
-                    continue
-            start = without_marks(turn.prompt)
-            assert any(
-                prompt == start or (prompt.startswith(start) and "think" in prompt[len(start) :])
-                for prompt in prompts
-            ), name
+            check(file.read_text(), turn, messages[: index + 1], tools)
+        prepared += turns
+    for tokenizer in tokenizers:
+        check_ids(tokenizer, prepared)

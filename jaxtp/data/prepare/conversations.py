@@ -13,7 +13,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from jaxtp.data.chat_template import (
 from jaxtp.data.documents import Tokens
 from jaxtp.data.prepare.messages import (
     MARKS,
+    RESERVED,
     arguments_of,
     as_messages,
     calls_of,
@@ -74,14 +75,18 @@ _THOUGHT = re.compile(_TAG, re.IGNORECASE)
 _OPENED = re.compile(rf"{_TAG}(?:{_TAG}|\s)*\Z", re.IGNORECASE)
 """A tag of reasoning, and such tags at the end of a prompt, as Qwen, DeepSeek, Mistral, Cohere and
 Gemma write them."""
+_TAGS = re.compile(f"({_TAG})", re.IGNORECASE)
 _LONGEST_OPENED = 200
 _WITHIN = re.compile(r"\w\w|[-.]\d|\d\.\d")
 """Two characters that do not separate words or numbers."""
 _WRITTEN = {"role", "content", "tool_calls", "reasoning_content", "thinking", "reasoning"}
 """Keys of messages that `_turn` compares with the text."""
 _MAX_KEYS = 100
+_MAX_KNOWN = 10_000
 _WORD = "Qx7"
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _WORD}]
+_TOOL = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
+_TOOLS = [{"type": "function", "function": _TOOL}]
 
 
 class NotWrittenError(ChatError):
@@ -112,14 +117,10 @@ class Conversations:
         """Keys of messages that the template does not write, with the role of the messages."""
         self._keys = set[tuple[str, str]]()
         """All keys that `_find_ignored` has tried."""
+        self._known: dict[object, frozenset[int]] = {}
+        """The results of `_doubtful`, by what decides them."""
         self._tokens = ChatTokenizer(tokenizer)
-        try:
-            (turn,) = self.turns(_PROBE, config.template_arguments)
-        except NotWrittenError:
-            raise ChatError(
-                f"{name} does not write a message whose content is a text; give another one by "
-                "--template FILE"
-            ) from None
+        turn = self._probe(name)
         end = turn.text.rpartition(_WORD)[2]
         ((first, _), (last, _)) = self._tokens.encode([(turn.prompt or "", ""), (end, "")])
         self.ends: list[int] = [
@@ -137,6 +138,25 @@ class Conversations:
             self.notes.add(
                 "the template writes no end after an answer, so a model would not learn to stop"
             )
+
+    def _probe(self, name: str) -> Turn:
+        """Returns a short answer; raises `ChatError` where the template cannot write it."""
+        arguments = self._config.template_arguments
+        try:
+            (turn,) = self.turns(_PROBE, arguments)
+        except ChatError as error:
+            problem = error
+            # Templates for rows with tools may need them.
+            with suppress(ChatError):
+                (turn,) = self.turns(_PROBE, {**arguments, "tools": _TOOLS})
+                return turn
+            if isinstance(problem, NotWrittenError):
+                problem = ChatError(
+                    f"{name} does not write a message whose content is a text; give another one by "
+                    "--template FILE"
+                )
+            raise problem from None
+        return turn
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the `turns` of a row's conversation."""
@@ -235,6 +255,9 @@ class Conversations:
         Templates write the arguments of tool calls as JSON; most of them get objects, others get
         the JSON. The first of both that a template writes once is right.
         """
+        for name in arguments.keys() - RESERVED:
+            if re.search(rf"\b{re.escape(name)}\b", self.template.text) is None:
+                self.notes.add(f"the template reads no argument {name!r}")
         escaped = self._tokens.escape(arguments, keep=self._config.special_tokens)
         try:
             return self._rendered(messages, answers, escaped, as_text=False)
@@ -301,7 +324,13 @@ class Conversations:
                 for key, value in message.items()
                 if value is not None and key not in MARKS
             }
-            escaped.append(self._tokens.escape(present, keep=keep))
+            written = self._tokens.escape(present, keep=keep)
+            if message["role"] == ASSISTANT and not keep:
+                # Tags of reasoning in an answer are the tokens that the model writes.
+                parts = _TAGS.split(message["content"])
+                parts[::2] = self._tokens.escape(parts[::2])
+                written["content"] = "".join(parts)
+            escaped.append(written)
         return escaped
 
     def _limited(self, turns: Iterable[Turn]) -> tuple[Turn, ...]:
@@ -322,11 +351,14 @@ class Conversations:
           start: the number of messages that have been checked.
         """
         prompt, whole = self.template.render_turn(messages, arguments)
-        self._require_prompt(messages[:-1], start, prompt, arguments)
+        doubtful = self._doubtful(messages, start, arguments)
+        self._require_prompt(messages[:-1], start, prompt, arguments, doubtful)
         if not whole.startswith(prompt):
             prompt = self._shared_prompt(prompt, whole, len(messages))
         answer = whole[len(prompt) :]
         require_answer(messages[-1], len(messages), answer)
+        if len(messages) - 1 in doubtful:
+            self._require_content(messages, whole, False, arguments, len(messages) - 1)
         self._require_each_call(messages, arguments)
         return Turn(self._tokens.mark(prompt), self._tokens.mark(answer), is_rendered=True)
 
@@ -349,8 +381,60 @@ class Conversations:
             "another template by --template FILE"
         )
 
+    def _doubtful(
+        self, messages: list[Message], start: int, arguments: Mapping[str, object]
+    ) -> frozenset[int]:
+        """Returns the positions from `start` on whose contents a template may leave out.
+
+        In messages like these it leaves out words that nothing else has. A short content may stand
+        elsewhere in the text.
+        """
+        key = (start, tuple(map(_shape, messages)), tuple(arguments))
+        if key not in self._known:
+            changed = list(messages)
+            words = {}
+            for index in range(start, len(messages)):
+                if messages[index]["content"]:
+                    words[index] = f"{_WORD}{index}x"
+                    changed[index] = {**messages[index], "content": words[index]}
+            try:
+                prompt, whole = self.template.render_turn(changed, arguments)
+            except ChatError:
+                words = {}
+            last = len(messages) - 1
+            if len(self._known) == _MAX_KNOWN:
+                self._known.clear()
+            self._known[key] = frozenset(
+                index
+                for index, word in words.items()
+                if word not in (whole if index == last else prompt)
+            )
+        return self._known[key]
+
+    def _require_content(
+        self,
+        messages: list[Message],
+        text: str,
+        answer: bool,
+        arguments: Mapping[str, object],
+        index: int,
+    ) -> None:
+        """Raises `ChatError` if the template writes a text whatever the content of a message."""
+        changed = list(messages)
+        changed[index] = {**messages[index], "content": f"{messages[index]['content']} {_WORD}"}
+        if self._writes(text, changed, answer, arguments):
+            raise NotWrittenError(
+                f"message {index + 1}: the template does not write it, whose role is "
+                f"{messages[index]['role']!r}"
+            )
+
     def _require_prompt(
-        self, messages: list[Message], start: int, prompt: str, arguments: Mapping[str, Any]
+        self,
+        messages: list[Message],
+        start: int,
+        prompt: str,
+        arguments: Mapping[str, Any],
+        doubtful: frozenset[int],
     ) -> None:
         """Raises `ChatError` if a prompt lacks a message from `start` on, or a tool or documents.
 
@@ -366,14 +450,14 @@ class Conversations:
                         "another template by --template FILE"
                     )
         for index, message in enumerate(messages[start:], start):
-            if not _is_written(message["content"], prompt):
-                changed = list(messages)
-                changed[index] = {**message, "content": f"{message['content']} {_WORD}"}
-                if self._writes(prompt, changed, True, arguments):
-                    raise NotWrittenError(
-                        f"message {index + 1}: the template does not write it, whose role is "
-                        f"{message['role']!r}"
-                    )
+            if index in doubtful or not _is_written(message["content"], prompt):
+                if message["role"] == ASSISTANT:
+                    # A template may leave out what an earlier answer has before its calls.
+                    ended = messages[: index + 1]
+                    text = self.template.render(ended, answer=False, arguments=arguments)
+                    self._require_content(ended, text, False, arguments, index)
+                else:
+                    self._require_content(messages, prompt, True, arguments, index)
             require_calls(message, index + 1, prompt)
             self._require_each_call(messages[: index + 1], arguments)
 
@@ -435,6 +519,11 @@ def naming(field: str) -> Iterator[None]:
         yield
     except ChatError as error:
         raise BadInputError(NO_CONVERSATION, f"{field!r}: {error}") from None
+
+
+def _shape(message: Message) -> tuple[str, ...]:
+    """Returns a message's role and the names of its parts."""
+    return (message["role"], *(name for name, part in message.items() if part))
 
 
 def is_empty(message: Message) -> bool:
@@ -515,7 +604,9 @@ def _is_value(value: object, text: str) -> bool:
     if isinstance(value, str):
         stripped = value.strip()
         escaped = (json.dumps(part, ensure_ascii=False)[1:-1] for part in (value, stripped))
-        spellings = {value, stripped, *escaped}
+        # LFM2 writes strings between single quotes.
+        quoted = value.replace("\\", r"\\").replace("'", r"\'").replace("\n", r"\n")
+        spellings = {value, stripped, quoted, *escaped}
     return any(_has_whole(spelling, text) for spelling in spellings)
 
 

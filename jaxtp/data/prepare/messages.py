@@ -38,7 +38,9 @@ _TEXTS = (None, "text", "input_text", "output_text")
 _THOUGHTS = ("reasoning", "thinking")
 """Types of the parts of a content: its text, and its reasoning."""
 _MEDIUM = re.compile("image|audio|video")
-_MEDIA = re.compile(f"<({_MEDIUM.pattern})>")
+_MEDIA = re.compile(r"<image>|^\s*<(audio|video)>(?!.*</\1>)|<(audio|video)>\s*$", re.DOTALL)
+"""Words for media in a content. Audio and video are also tags of HTML, which a text may speak of;
+as media they stand at its start or end."""
 
 
 def arguments_of(row: Row, arguments: Mapping[str, object]) -> dict[str, object]:
@@ -187,8 +189,8 @@ def checked(messages: object, template: str, media_as_text: bool) -> list[Messag
         if media and not media_as_text:
             raise BadInputError(
                 MEDIA,
-                f"message {number} has {media[0]}, and only text is read; --media-as-text keeps "
-                "that word as text",
+                f"message {number} has {media[0].strip()}, and only text is read; --media-as-text "
+                "keeps that word as text",
             )
         is_learned(message, number)
         if is_after_call and merged[-1]["role"] == ASSISTANT:

@@ -109,9 +109,10 @@ class PrepareConfig:
 
     preference: bool = False
     """Reads pairs of answers, for losses such as jaxtp.losses:DPO, from the fields prompt, chosen
-    and rejected. They are texts, or lists of messages for the chat template (with --template FILE,
-    texts are messages too). Without a prompt, chosen and rejected are whole conversations that
-    differ in the last message, or texts with the same beginning."""
+    and rejected; the default if the first row has the last two and no other layout. They are texts,
+    or lists of messages for the chat template (with --template FILE, texts are messages too).
+    Without a prompt, chosen and rejected are whole conversations that differ in the last message,
+    or texts with the same beginning."""
 
     template: OptionalFile = None
     """Chat template for --messages, in Jinja; by default the template next to the tokenizer

@@ -49,6 +49,7 @@ _LAYOUTS: tuple[dict[str, Any], ...] = (
     {"messages": "conversations"},
     {"messages": "instruction"},
     {"prompt_field": PROMPT_FIELD, "completion_field": "completion"},
+    {"preference": True},
 )
 """Settings that read the well-known layouts of rows."""
 _SAVED = ("state.json", "dataset_dict.json")  # Files of a folder that `save_to_disk` has written

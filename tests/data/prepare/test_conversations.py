@@ -23,6 +23,7 @@ from corpora import (
     write_chat_tokenizer,
 )
 from runs import SMALL, mesh
+from small_tokenizers import byte_level
 from tables import assert_errors, read_table
 
 from jaxtp.data.chat_template import ChatTemplate
@@ -74,7 +75,7 @@ def test_images_are_refused_counted_or_read_as_words():
         {"type": "text", "text": "What is "},
         {"type": "image_url", "image_url": {"url": "x.png"}},
     ]
-    heard = conversation("<audio> and?", "no")
+    heard = conversation("<audio> and?", "the tag <video> and <audio>...</audio>")
     write(
         "b.jsonl", [ROWS[0], conversation(parts, "a cat"), heard, conversation(parts[:1], "this")]
     )
@@ -563,12 +564,13 @@ def test_arguments_of_the_template_and_prompts_that_open_the_reasoning():
     assert [prompt.endswith("assistant\n") for prompt in prompts] == [True, True]
     flag = "--template-arguments.thinks true"
     write("c.jsonl", [plain])
-    out = output(
-        f"c.jsonl --template all.jinja --messages messages --tokenizer t {flag} --overwrite"
-    )
+    command = "c.jsonl --template all.jinja --messages messages --tokenizer t --overwrite"
+    out = output(f"{command} {flag}")
     assert "prompts end before '<think>', with which the template opens the reasoning" in out
     assert open_dataset(Path("d")).folder.joinpath("tokenizer_config.json").exists()
     assert template_arguments(Path("d")) == {"thinks": True}
+    mistyped = f"{command} --template-arguments.thinking true"
+    assert "note        the template reads no argument 'thinking'\n" in output(mistyped)
     assert [answer for _, answer in texts_of([thought])] == ["(c)b<|stop|>\n"]
     assert "does not write all of its 'reasoning_content': c" in refused(thought, CHAT_TEMPLATE)
     assert "may not have 'tools'" in refused({**plain, "chat_template_kwargs": {"tools": []}})
@@ -752,4 +754,39 @@ def test_each_message_is_checked_once(monkeypatch):
     texts = [text for number in range(20) for text in (f"Who {number}?", "b")]
     upper = WRITES_ALL.replace("{{ m.content }}", "{{ m.content | replace('Who', 'Q') }}")
     assert len(texts_of([conversation(*texts)], template=upper)) == 20
-    assert len(rendered) == 20
+    assert len(rendered) == 1 + 20  # one is the first test of the template
+
+
+def test_a_message_that_is_left_out_is_found_though_its_text_stands_elsewhere():
+    names_it = "{% if m.role != 'system' %}{{ m.content }}{% endif %}{% for c in"
+    template = WRITES_ALL.replace("{{ m.content }}{% for c in", names_it)
+    row = {"messages": [{"role": "system", "content": "stop"}, *conversation("a", "b")["messages"]]}
+    assert "message 1: the template does not write it" in refused(row, template)
+
+
+def test_a_text_before_calls_may_be_gone_from_later_prompts():
+    """As in the template of gpt-oss."""
+    text = "{{ m.content if loop.last or not m.tool_calls }}"
+    row = calling({"city": "Rom"})
+    row["messages"][1] |= {"content": "Let me look.", "weight": 0}
+    ((prompt, answer),) = texts_of([row], template=WRITES_ALL.replace("{{ m.content }}", text))
+    assert ("Let me" in prompt, answer) == (False, "Yes.<|stop|>\n")
+
+
+def test_templates_may_read_parts_only_or_need_tools():
+    parts = WRITES_ALL.replace("{{ m.content }}", "{{ m.content[0].text }}")
+    expected = texts_of([calling({"city": "Rom"})])
+    assert texts_of([calling({"city": "Rom"})], template=parts) == expected
+    needs = WRITES_ALL.replace("{%- if tools %}", "{%- if tools|length %}")
+    row = conversation("a", "b") | {"tools": TOOLS}
+    assert texts_of([row], template=needs) == texts_of([row])
+
+
+def test_tags_of_reasoning_in_an_answer_are_tokens_where_they_are_special():
+    tags = ["<think>", "</think>"]
+    write("s/tokenizer.json", byte_level(["a"], 300, [*tags, "</s>"]))
+    write("c.jsonl", [conversation("<think>?", "<think>so</think>b")])
+    write("all.jinja", WRITES_ALL)
+    found = dataset("c.jsonl --template all.jinja --tokenizer s --eos </s> --messages messages")
+    ((prompt, answer),) = prompts_and_answers(found)
+    assert [len({0, 1} & set(ids)) for ids in (prompt, answer)] == [0, 2]

@@ -197,6 +197,8 @@ def test_pairs_are_messages_if_the_first_row_has_them():
     out = output(f"{command} --tokenizer t")
     assert "layout      pairs of conversations, 'chosen' and 'rejected'\n" in out
     assert len(prompts_and_answers(open_dataset(Path("d")))) == 2
+    command = "s.jsonl --on-error skip --held-out 0 --overwrite --tokenizer t"
+    assert "layout      pairs of conversations, 'chosen' and 'rejected'\n" in output(command)
 
 
 SAID = st.sampled_from([None, 3, "", "a", "a b", [], {}, ["a"]])
