@@ -145,6 +145,42 @@ def test_reasoning_of_a_gpt_oss_is_not_read_again(monkeypatch):
     assert talk(monkeypatch, "a\nb\n", answer, "5") == ["[a]", "[a][4][b]"]
 
 
+READS = (
+    "{% for m in messages %}[{{ m.reasoning_content or '' }}|{{ m.content }}]{% endfor %}"
+    "{% if add_generation_prompt %}OPENED{% endif %}"
+)
+THOUGHTS = [
+    # The end of the prompt, the answer, what of it is dimmed, and what the template gets of it.
+    ("", "<think>\nhm</think>\n\nyes", ">\nhm</think>", "hm|yes"),
+    ("<think>\n", "hm</think>yes", "hm</think>", "hm|yes"),
+    ("<think>\n", "hm", "hm", "hm|"),
+    ("<think>\n\n</think>\n\n", "the <think> tag", "", "|the <think> tag"),
+    ("", "[THINK]a[/THINK]b <think>", "]a[/THINK]", "a|b <think>"),
+    ("", "a</think>b", "", "|a</think>b"),
+]
+
+
+@pytest.mark.parametrize(("opened", "answer", "dimmed", "message"), THOUGHTS)
+def test_a_terminal_shows_reasoning_dimmed(opened, answer, dimmed, message, monkeypatch):
+    for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    template = READS.replace("OPENED", opened)
+    before, after = answer.split(dimmed) if dimmed else (answer, "")
+    coloured = f"{before}\x1b[2m{dimmed}\x1b[0m{after}" if dimmed else answer
+    for out, no_colour, expected in (
+        (Terminal(), "", coloured),
+        (Terminal(), "1", answer),
+        (io.StringIO(), "", answer),
+    ):
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setenv("NO_COLOR", no_colour)
+        _, second = talk(monkeypatch, "a\nb\n", answer, "x", template=template)
+        assert second == f"[|a][{message}][|b]{opened}"
+        first = out.getvalue().replace("\x1b[0m\x1b[2m", "").rpartition("\n")[0]
+        assert first.rpartition("\n")[0] == expected
+
+
 def test_an_interrupt_at_the_prompt_of_a_terminal_does_not_end_the_chat(monkeypatch, capsys):
     class Interrupted(Terminal):
         interrupts = 1
@@ -264,7 +300,7 @@ generator = test_chat.Answers("xyz", "more", each=wait)
 conversations = test_chat.conversations_of(test_chat.PLAIN, test_chat.ByteTokenizer())
 test_chat.Chat(conversations, test_chat.SETTINGS).run(generator)
 print(generator.asked)
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.journey

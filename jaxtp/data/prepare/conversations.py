@@ -425,7 +425,7 @@ class Conversations:
                 without = {**arguments, name: None}
                 if arguments.get(name) and self._writes(prompt, messages, True, without):
                     raise NotWrittenError(
-                        f"the template does not write {name!r}; take them out of the row, or give "
+                        f"the template does not write {name!r}; leave them out, or give "
                         "another template by --template FILE"
                     )
         for index, message in enumerate(messages[start:], start):
@@ -536,8 +536,8 @@ def require_tools(tools: Iterable[Mapping[str, Any]], prompt: str) -> None:
         for part in (function["name"], function.get("description")):
             if isinstance(part, str) and not _is_written(part, prompt):
                 raise NotWrittenError(
-                    f"the template does not write the tool {truncate(function['name'], 40)}; take "
-                    "'tools' out of the row, or give another template by --template FILE"
+                    f"the template does not write the tool {truncate(function['name'], 40)}; leave "
+                    "'tools' out, or give another template by --template FILE"
                 )
 
 
