@@ -76,7 +76,7 @@ class ChatTemplate:
             raise ChatError("a chat template needs the library jinja2: pip install 'jaxtp[chat]'")
         self.text = template
         self.special_tokens = dict(special_tokens)
-        self._name = name
+        self.name = name
         self.day = day
         self._reads_parts = False
         self._request([])
@@ -157,7 +157,7 @@ class ChatTemplate:
                     f" takes more than {limits[died.code]}, the limit for a chat template, {when}"
                 )
         if problem:
-            raise RenderError(f"{self._name}{problem}")
+            raise RenderError(f"{self.name}{problem}")
         return list(texts)
 
 

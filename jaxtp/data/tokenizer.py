@@ -13,7 +13,7 @@ import os
 import pickle
 import re
 import signal
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ from jaxtp.data.worker import WORKER, WorkerDiedError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
+
+    from jaxtp.data.prepare.conversations import Conversations
 
 END_TOKENS = (
     "<|endoftext|>",
@@ -58,7 +60,42 @@ SECONDS_OF_TEXT = 1e-4
 character of a text. The library takes up to about 150 bytes and 10 microseconds for a character."""
 
 
-class ByteTokenizer:
+class ChatMixin:
+    """Writes the prompts of conversations, for a tokenizer that has a chat template."""
+
+    open_conversations: "Callable[[], Conversations] | None" = None
+    """Opens the chat template on first use, because it needs another library and a process."""
+
+    @cached_property
+    def conversations(self) -> "Conversations":
+        """The chat template; raises `UserError` if it is missing or unusable."""
+        if self.open_conversations is None:
+            raise TokenizerError(
+                "the tokenizer has no chat template; open one by jaxtp.generate.open_tokenizer, or "
+                "set the conversations of this one"
+            )
+        return self.open_conversations()
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: object = None,
+        **template_arguments: object,
+    ) -> list[int]:
+        """Returns the ids of the prompt of the next answer: those that `jaxtp prepare` makes.
+
+        Args:
+          messages: `role` and `content`, and what else `jaxtp prepare` reads.
+          tools: as `jaxtp prepare` reads them: objects, or JSON.
+          **template_arguments: of the chat template, such as `enable_thinking`; and `documents`.
+
+        Raises:
+          UserError: there is no chat template, or it does not write a part of the conversation.
+        """
+        return self.conversations.chat(messages, tools, **template_arguments)
+
+
+class ByteTokenizer(ChatMixin):
     """A tokenizer for which each byte of UTF-8 is a token."""
 
     info = BYTE_TOKENIZER
@@ -72,7 +109,7 @@ class ByteTokenizer:
         return np.asarray(ids).astype(np.uint8).tobytes()
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(ChatMixin):
     """A tokenizer that is the `content` of a `tokenizer.json`; raises `TokenizerError`.
 
     Args:

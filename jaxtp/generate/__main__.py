@@ -15,7 +15,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from dataclasses import field as dataclass_field
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -29,6 +30,7 @@ from jaxtp.config.console import is_terminal
 from jaxtp.config.entry import Interrupt, shown
 from jaxtp.config.files import require_writable, writing
 from jaxtp.config.hints import closest
+from jaxtp.config.reading import MAX_JSON, read_bytes
 from jaxtp.config.schema import (
     ConfigError,
     Count,
@@ -37,9 +39,13 @@ from jaxtp.config.schema import (
     OptionalFolder,
     nearest_file,
 )
-from jaxtp.data.chat_template import ChatError, ChatTemplate
+from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
+from jaxtp.data.prepare.conversations import Conversations
+from jaxtp.data.prepare.messages import RESERVED, arguments_of
+from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import Row
 from jaxtp.data.tokenizer_files import read_template
-from jaxtp.generate.chat import Chat, ConversationEncoder
+from jaxtp.generate.chat import Chat
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import (
     InferenceMeshConfig,
@@ -52,7 +58,14 @@ from jaxtp.generate.loading import (
     print_status,
     request_devices,
 )
-from jaxtp.generate.request import GenerationError, Ids, Limits, Result, encode_prompts, limits_of
+from jaxtp.generate.request import (
+    GenerationError,
+    Ids,
+    Prompt,
+    Result,
+    encode_prompts,
+    limits_of,
+)
 from jaxtp.generate.sampling import Settings, settings_problems
 
 PROGRAM = "jaxtp generate"
@@ -68,7 +81,8 @@ mesh and in any batch, except for rounding.
 
 jaxtp generate --model DIR --chat --temperature 0.7 --max-tokens 1000
 
-chats with a model that has a chat template; /quit ends the chat.
+chats with a model that has a chat template; /quit ends the chat. --messages FIELD --prompt-file
+FILE.jsonl answers the conversation in that field of each line.
 
 --mesh tp=2 splits the model and its KV cache over devices, virtual ones on a CPU. The speed of
 reading prompts (prefill) and generating (decode) is printed at the end, on standard error.
@@ -78,6 +92,9 @@ STDOUT = Path("-")
 # Maximum size of a prompt file
 MAX_BYTES = 2**30
 _DEFAULT_FIELD = "prompt"
+
+Asked = Sequence[str | list[Message] | None]
+"""Texts or conversations; None for a blank line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +115,11 @@ class GenerateConfig(SourceConfig):
     field: str = _DEFAULT_FIELD
     """Field of the text in JSONL."""
 
+    messages: Annotated[str | None, Argument("FIELD")] = None
+    """Field of the conversation in JSONL, such as messages, as jaxtp prepare --messages reads it; a
+    row may have tools, documents and chat_template_kwargs. Answers at the end of a conversation are
+    left out, and the model gives its own."""
+
     chat: bool = False
     """Chat with the model: each line is answered, /reset starts again, Ctrl-C stops an answer,
     /quit or Ctrl-D ends the chat."""
@@ -105,8 +127,15 @@ class GenerateConfig(SourceConfig):
     system: str | None = None
     """System message of a chat."""
 
+    tools: OptionalFile = None
+    """JSON file with a list of tools, for a chat, and for rows of --messages without tools."""
+
     template: OptionalFile = None
     """Chat template in Jinja, instead of the model's."""
+
+    template_arguments: dict[str, object] = dataclass_field(default_factory=dict)
+    """Arguments of the chat template, such as --template-arguments.enable-thinking false; they
+    override those of the run's data."""
 
     date: Day | None = None
     """The day that a chat template with a date writes (strftime_now); by default the day that it
@@ -151,28 +180,41 @@ def _generate(config: GenerateConfig) -> None:
         raise ConfigError("; ".join(problems))
     if config.json != STDOUT:
         require_writable("--json", config.json)
-    prompts: list[str | None] = list(config.prompt)
-    if config.prompt_file is not None:
-        prompts += read_prompts(config.prompt_file, config.field)
+    prompts: Asked = config.prompt
+    rows: list[Row | None] = []
+    if config.prompt_file is not None and config.messages is not None:
+        rows = _read_rows(config.prompt_file, config.messages, "--messages")
+    elif config.prompt_file is not None:
+        prompts = [*config.prompt, *read_prompts(config.prompt_file, config.field)]
     request_devices(config.mesh)
     source = open_source(config.model, config)
     context = None if config.beyond_context else source.context
     limits = limits_of(source.config, context)
-    encoder = _chat_encoder(config, source, limits) if config.chat else None
+    end_ids = source.end_ids
+    encoded: Sequence[Prompt | None] = prompts
+    if config.chat or rows:
+        conversations = _open_conversations(config, source)
+        end_ids = end_ids.union(conversations.ends)
+    chat = None
+    if config.chat:
+        chat = Chat(conversations, config.sampling, config.system)
+        if problem := limits.problem(chat.encode("a")):
+            raise GenerationError(f"an empty conversation {problem}")
+    if rows:
+        prompts, encoded = _encode_rows(rows, conversations, config)
     encoded = encode_prompts(
-        prompts, source.tokenizer, source.prefix, limits, partial(_prompt_name, config)
+        encoded, source.tokenizer, source.prefix, limits, partial(_prompt_name, config)
     )
     generator = Generator(
         load_model(source, inference_mesh(config.mesh, source.config)),
         source.tokenizer,
-        end_ids=source.end_ids,
+        end_ids=end_ids,
         batch_size=config.batch_size,
         context=context,
         donate=True,
     )
-    if encoder is not None:
-        chat = Chat(generator, encoder, config.sampling)
-        chat.run()
+    if chat is not None:
+        chat.run(generator)
         speed = chat.speed
     else:
         _continue_prompts(generator, prompts, encoded, config)
@@ -184,7 +226,8 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
     if config.model is None:
         yield "name the model by --model DIR"
     has_prompts = bool(config.prompt) or config.prompt_file is not None
-    if not has_prompts and not config.chat:
+    has_fields = config.prompt_file is not None and _is_jsonl(config.prompt_file)
+    if not has_prompts and not config.chat and config.messages is None:
         yield "give texts by --prompt TEXT or --prompt-file FILE, or chat with the model by --chat"
     if config.chat and (has_prompts or config.json is not None):
         yield (
@@ -193,17 +236,25 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
         )
     if config.chat and config.sampling.samples > 1:
         yield f"--samples {config.sampling.samples}: a chat has one answer; leave it out"
-    if not config.chat and (config.system is not None or config.template is not None):
-        yield "--system and --template need --chat"
-    if not config.chat and config.date is not None:
-        yield "--date is the day that a chat template writes; it needs --chat"
+    if config.system is not None and not config.chat:
+        yield "--system needs --chat"
+    for name in ("tools", "template", "template_arguments", "date"):
+        if getattr(config, name) and not config.chat and config.messages is None:
+            yield f"--{name.replace('_', '-')} is for chat templates; it needs --chat or --messages"
+    if config.messages is not None and (config.chat or config.prompt or not has_fields):
+        yield (
+            f"--messages {config.messages} reads conversations of --prompt-file FILE.jsonl; give "
+            "that, and leave --prompt and --chat out"
+        )
+    for name in RESERVED:
+        if name in config.template_arguments:
+            yield f"--template-arguments.{name}: no argument has this name; a row has {name}"
     cp = config.mesh.cp
     if cp != 1:
         yield (
             f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: "
             f"--mesh.tp {cp}"
         )
-    has_fields = config.prompt_file is not None and _is_jsonl(config.prompt_file)
     if config.field != _DEFAULT_FIELD and not has_fields:
         yield f"--field {config.field} needs --prompt-file FILE.jsonl"
 
@@ -221,6 +272,24 @@ def read_prompts(path: Path, field: str) -> list[str | None]:
     Raises:
       ConfigError: the file is unreadable or has no prompts; the message names the line.
     """
+    if not _is_jsonl(path):
+        return _read_lines(path)
+    texts: list[str | None] = []
+    for number, row in enumerate(_read_rows(path, field, "--field"), 1):
+        if row is None:
+            texts.append(None)
+            continue
+        text = row[field]
+        if not isinstance(text, str):
+            raise ConfigError(
+                f"{path}, line {number}: {field} = {json.dumps(text)[:60]}: should be text, or a "
+                f"conversation for --messages {field}"
+            )
+        texts.append(text)
+    return texts
+
+
+def _read_lines(path: Path) -> list[str | None]:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -238,32 +307,34 @@ def read_prompts(path: Path, field: str) -> list[str | None]:
     texts = [line.removesuffix("\r") if line.strip() else None for line in lines]
     if not any(texts):
         raise ConfigError(f"{path}: no prompts in it")
-    if not _is_jsonl(path):
-        return texts
-    return [
-        None if line is None else _json_field(f"{path}, line {number}", line, field)
-        for number, line in enumerate(texts, 1)
-    ]
+    return texts
 
 
-def _json_field(where: str, line: str, field: str) -> str:
+def _read_rows(path: Path, field: str, flag: str) -> list[Row | None]:
+    rows: list[Row | None] = []
+    for number, line in enumerate(_read_lines(path), 1):
+        where = f"{path}, line {number}"
+        rows.append(None if line is None else _row(where, line, field, flag))
+    return rows
+
+
+def _row(where: str, line: str, field: str, flag: str) -> Row:
+    """Returns an object that has a field; raises `ConfigError`."""
     try:
-        record = json.loads(line)
+        row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from None
-    if not isinstance(record, dict):
+    if not isinstance(row, dict):
         raise ConfigError(
             f"{where}: expected an object such as {{{json.dumps(field)}: ...}}, found {line[:60]}"
         )
-    if field not in record:
-        hint = f"it has {', '.join(record) or 'none'}"
-        close = closest(field, record, cutoff=0.5)
+    if field not in row:
+        hint = f"it has {', '.join(row) or 'none'}"
+        close = closest(field, row, cutoff=0.5)
         if close:
-            hint = f"did you mean --field {close}?"
+            hint = f"did you mean {flag} {close}?"
         raise ConfigError(f"{where}: no field {field!r}; {hint}")
-    if not isinstance(record[field], str):
-        raise ConfigError(f"{where}: {field} = {json.dumps(record[field])[:60]}: should be text")
-    return record[field]
+    return row
 
 
 def _prompt_name(config: GenerateConfig, index: int) -> str:
@@ -273,33 +344,64 @@ def _prompt_name(config: GenerateConfig, index: int) -> str:
     return f"prompt {index} ({config.prompt_file}, line {line:,})"
 
 
-def _chat_encoder(
-    config: GenerateConfig, source: ModelSource, limits: Limits
-) -> ConversationEncoder:
-    text = source.template
-    name = f"the chat template of {source.name}"
+def _open_conversations(config: GenerateConfig, source: ModelSource) -> Conversations:
+    chat = replace(source.chat, day=config.date or source.chat.day)
     if config.template is not None:
-        text = read_template(config.template)
-        name = str(config.template)
-    if text is None:
-        raise ChatError(
-            f"{source.name} has no chat template; give one by --template FILE, or texts by "
-            "--prompt TEXT"
-        )
-    template = ChatTemplate(text, name, source.special_tokens, config.date or source.template_day)
-    encoder = ConversationEncoder(
-        source.tokenizer, template, config.system, special_tokens=config.special_tokens
+        chat = replace(chat, text=read_template(config.template), name=str(config.template))
+    arguments = dict(config.template_arguments)
+    if config.tools is not None:
+        arguments |= _read_tools(config.tools)
+    settings = PrepareConfig(
+        messages=config.messages or "messages",
+        special_tokens=config.special_tokens,
+        template_arguments=arguments,
+        media_as_text=config.chat,
     )
-    if problem := limits.problem(
-        encoder.encode([*encoder.system, {"role": "user", "content": "a"}])
-    ):
-        raise GenerationError(f"an empty conversation {problem}")
-    return encoder
+    return chat.conversations(source.tokenizer, settings)
+
+
+def _read_tools(path: Path) -> dict[str, object]:
+    """Returns the tools in a JSON file as arguments of a template; raises `ConfigError`."""
+    try:
+        return arguments_of({"tools": read_bytes(path, MAX_JSON).decode()}, {})
+    except OSError as error:
+        raise ConfigError(f"--tools {path}: {error.strerror}{nearest_file(path)}") from None
+    except (ChatError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--tools {path}: {error}") from None
+
+
+def _encode_rows(
+    rows: Sequence[Row | None], conversations: Conversations, config: GenerateConfig
+) -> tuple[Asked, list[list[int] | None]]:
+    """Returns the conversation of each row, without answers at its end, and its ids."""
+    prompts: list[list[Message] | None] = []
+    encoded: list[list[int] | None] = []
+    num_left_out = 0
+    for index, row in enumerate(rows):
+        messages = None
+        ids = None
+        if row is not None:
+            try:
+                messages, arguments = conversations.read(row)
+                while messages and messages[-1]["role"] == ASSISTANT:
+                    messages.pop()
+                    num_left_out += 1
+                ids = conversations.prompt(messages, arguments)
+            except ChatError as error:
+                raise ChatError(f"{_prompt_name(config, index)}: {error}") from None
+        prompts.append(messages)
+        encoded.append(ids)
+    if num_left_out:
+        print_status(
+            f"left out {num_left_out:,} answers at the end of conversations, in place of which the "
+            "model gives its own"
+        )
+    return prompts, encoded
 
 
 def _continue_prompts(
     generator: Generator,
-    prompts: Sequence[str | None],
+    prompts: Asked,
     encoded: Sequence[Ids | None],
     config: GenerateConfig,
 ) -> None:
@@ -340,7 +442,7 @@ class _Results:
     A single text is not printed here: `_continue_prompts` streams its pieces.
     """
 
-    def __init__(self, prompts: Sequence[str | None], config: GenerateConfig):
+    def __init__(self, prompts: Asked, config: GenerateConfig):
         self._prompts = prompts
         self._config = config
         self._samples = config.sampling.samples
@@ -364,7 +466,8 @@ class _Results:
             name = f"{result.index}"
             if self._samples > 1:
                 name += f", sample {result.sample}"
-            quoted = shown(json.dumps(prompt, ensure_ascii=False))
+            last = prompt[-1]["content"] if isinstance(prompt, list) and prompt else prompt
+            quoted = shown(json.dumps(last, ensure_ascii=False))
             _write_line(sys.stdout, f"--- {name}: {quoted}\n{shown(result.text)}")
         if self.file is None or self._config.json is None:
             return

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import jax
 import numpy as np
@@ -49,6 +50,7 @@ from jaxtp.generate.request import (
     Prompt,
     Request,
     Result,
+    encode_conversations,
     encode_prompts,
     limits_of,
     requests_of,
@@ -219,7 +221,7 @@ class Generator:
         self._batch_parts = batch_parts(mesh_sizes(self._mesh))
         self._batch_size = batch_size
         self._chunk = chunk or (CPU_CHUNK if current_platform() == "cpu" else CHUNK)
-        self._programs: dict[tuple[Shape, Settings], Programs] = {}
+        self._programs: dict[tuple[Shape, Settings, frozenset[int]], Programs] = {}
         self._cache: Cache | None = None
         self._is_streaming = False
 
@@ -257,10 +259,15 @@ class Generator:
             programs.weights = nnx.state(self._model)
 
     def generate(
-        self, prompts: Sequence[Prompt | None], settings: Settings = Settings()
+        self,
+        prompts: Sequence[Prompt | None],
+        settings: Settings = Settings(),
+        *,
+        tools: object = None,
+        **template_arguments: Any,
     ) -> list[Result]:
         """Returns the continuations in the order of prompts; see `stream`."""
-        pieces = self.stream(prompts, settings)
+        pieces = self.stream(prompts, settings, tools=tools, **template_arguments)
         results = [piece.result for piece in pieces if piece.result is not None]
         return sorted(results, key=lambda result: (result.index, result.sample))
 
@@ -271,16 +278,22 @@ class Generator:
         *,
         keep: bool = False,
         progress: Callable[[int, int], None] = lambda read, total: None,
+        tools: object = None,
+        **template_arguments: Any,
     ) -> Iterator[Piece]:
         """Yields the continuations as they are generated, one piece per token.
 
         Args:
-          prompts: texts, or lists of ids, used unchanged; None is skipped but counted.
+          prompts: texts; lists of ids, used unchanged; or conversations, which are lists of
+            messages. Their answers also end at the end that the tokenizer's chat template writes.
+            None is skipped but counted.
           keep: reuses the last call's KV cache for prompts that begin with its tokens, e.g. chat
             turns.
           progress: called after each chunk with prompt tokens read so far and in total.
+          tools, **template_arguments: of conversations, as in `tokenizer.chat`.
 
         Raises:
+          ChatError: the chat template does not write a conversation.
           ConfigError: an invalid setting.
           GenerationError: `prompts` is a single string, or the model cannot read a prompt.
           NumericsError: the logits are not finite.
@@ -288,13 +301,18 @@ class Generator:
         check_settings(settings)
         if isinstance(prompts, str):
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
+        arguments = {"tools": tools, **template_arguments}
+        rendered = encode_conversations(prompts, self.tokenizer, arguments)
+        end_ids = self.end_ids
+        if rendered is not prompts:
+            end_ids = end_ids.union(self.tokenizer.conversations.ends)
         prefix = getattr(self.tokenizer, "prefix", ())
-        encoded = encode_prompts(prompts, self.tokenizer, prefix, self.limits)
-        requests = requests_of(encoded, self.tokenizer, settings, self.end_ids, self.limits.context)
+        encoded = encode_prompts(rendered, self.tokenizer, prefix, self.limits)
+        requests = requests_of(encoded, self.tokenizer, settings, end_ids, self.limits.context)
         self.speed = Speed()
         if not requests:
             return
-        programs, cache = self._prepare(requests, settings, keep)
+        programs, cache = self._prepare(requests, settings, end_ids, keep)
         compiled = programs.compile_seconds
         scheduler = Scheduler(programs, cache, self._batch_parts, self._chunk, progress, self.speed)
         self._is_streaming = True
@@ -311,7 +329,11 @@ class Generator:
                 self._cache = cache
 
     def _prepare(
-        self, requests: Sequence[Request], settings: Settings, keep: bool
+        self,
+        requests: Sequence[Request],
+        settings: Settings,
+        end_ids: frozenset[int],
+        keep: bool,
     ) -> tuple[Programs, Cache]:
         """Reuses a KV cache with as many rows and enough slots.
 
@@ -343,10 +365,10 @@ class Generator:
         # Frees a cache that is not reused.
         self._cache = None
         # These settings do not affect the programs.
-        key = shape, replace(settings, max_tokens=1, samples=1, seed=0, stop=())
+        key = shape, replace(settings, max_tokens=1, samples=1, seed=0, stop=()), end_ids
         if key not in self._programs:
             self._programs[key] = Programs(
-                self._model, self._mesh, shape, settings, self._num_ids, self.end_ids
+                self._model, self._mesh, shape, settings, self._num_ids, end_ids
             )
         programs = self._programs[key]
         tokens = [list[int]() for _ in range(rows)]

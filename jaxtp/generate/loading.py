@@ -29,8 +29,11 @@ from jaxtp.config.schema import (
     missing_model,
     nearest_file,
 )
+from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES, MANIFEST, TOKENIZER
+from jaxtp.data.prepare.conversations import Conversations
+from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -162,6 +165,50 @@ def _default_tp(config: InferenceMeshConfig, model: ModelConfig) -> int:
     return 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatSource:
+    """A chat template on disk, if there is one, and what it reads beside messages."""
+
+    name: str
+    """Its folder or file in messages."""
+    text: str | None = None
+    """The template, in Jinja."""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    """Texts of the special tokens that the template may use, such as bos_token."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The template's arguments in the run's data."""
+    day: str | None = None
+    """The day that the template wrote into the run's data."""
+
+    def template(self) -> ChatTemplate:
+        """Returns the template; raises `ChatError` if it is missing or unusable."""
+        if self.text is None:
+            raise ChatError(f"{self.name} has no chat template; give one by --template FILE")
+        name = f"the chat template of {self.name}"
+        return ChatTemplate(self.text, name, self.special_tokens, self.day)
+
+    def conversations(self, tokenizer: Tokenizer, config: PrepareConfig) -> Conversations:
+        """Returns the template for a tokenizer; raises `ChatError` or `TokenizerError`."""
+        arguments = {**self.arguments, **config.template_arguments}
+        settings = replace(config, template_arguments=arguments)
+        return Conversations(settings, tokenizer, self.template())
+
+
+def chat_source(folders: Sequence[Path], name: str) -> ChatSource:
+    """Returns the chat template of the first folder that has one; raises `TokenizerError`."""
+    with_template = (folder for folder in folders if chat_template(folder) is not None)
+    folder = next(with_template, folders[0] if folders else None)
+    if folder is None:
+        return ChatSource(name=name)
+    return ChatSource(
+        name=name,
+        text=chat_template(folder),
+        special_tokens=special_tokens(folder),
+        arguments=template_arguments(folder),
+        day=template_day(folder),
+    )
+
+
 @dataclass(frozen=True)
 class ModelSource:
     """A model on disk, without its weights."""
@@ -175,14 +222,9 @@ class ModelSource:
     """Tokens that end a text."""
     prefix: tuple[int, ...]
     """Tokens that the model expects before a text."""
-    template: str | None = None
-    """Chat template, in Jinja."""
-    special_tokens: Mapping[str, Any] = field(default_factory=dict)
-    """Texts of the special tokens that the template may use, such as bos_token."""
+    chat: ChatSource = ChatSource(name="the model")
     context: int | None = None
     """Maximum number of tokens of prompt and text together; None if unknown."""
-    template_day: str | None = None
-    """The day that the template wrote into the run's data."""
     trained_length: int | None = None
     """Sequence length of a run that started from random weights."""
 
@@ -351,17 +393,9 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
         folders = [path]
     if stored.adapters is not None:
         source = replace(source, name=f"{source.name} with {stored.adapters.path}")
-    source = replace(source, context=_context(folders, source.config))
-    with_template = (folder for folder in folders if chat_template(folder) is not None)
-    folder = next(with_template, folders[0] if folders else None)
-    if folder is not None:
-        source = replace(
-            source,
-            template=chat_template(folder),
-            special_tokens={**template_arguments(folder), **special_tokens(folder)},
-            template_day=template_day(folder),
-        )
-    return source
+    chat = chat_source(folders, source.name)
+    _attach(source.tokenizer, lambda: chat, options.special_tokens)
+    return replace(source, context=_context(folders, source.config), chat=chat)
 
 
 def _model_problem(path: Path) -> str:
@@ -480,10 +514,24 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
       TokenizerError: there is no tokenizer.
     """
     path = Path(path)
+    tokenizer: Tokenizer
     if (path / MANIFEST).is_file():
-        return load_tokenizer(path, special_tokens=special_tokens)
-    file = tokenizer_file(path)
-    return HuggingFaceTokenizer(read_tokenizer(file), str(file), special_tokens=special_tokens)
+        tokenizer = load_tokenizer(path, special_tokens=special_tokens)
+        folder = path
+    else:
+        file = tokenizer_file(path)
+        tokenizer = HuggingFaceTokenizer(
+            read_tokenizer(file), str(file), special_tokens=special_tokens
+        )
+        folder = file.parent
+    _attach(tokenizer, lambda: chat_source([folder], str(folder)), special_tokens)
+    return tokenizer
+
+
+def _attach(tokenizer: Tokenizer, source: Callable[[], ChatSource], special_tokens: bool) -> None:
+    """Lets a tokenizer write conversations; reads the template on first use."""
+    config = PrepareConfig(messages="messages", special_tokens=special_tokens)
+    tokenizer.open_conversations = lambda: source().conversations(tokenizer, config)
 
 
 def _end_ids(folder: Path) -> frozenset[int]:

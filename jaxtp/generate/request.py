@@ -2,7 +2,7 @@
 
 import codecs
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -11,12 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.config.entry import NumericsError, UserError
+from jaxtp.data.chat_template import ChatError, Message
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.sampling import Settings
 from jaxtp.models.config import ModelConfig
 
 Ids = NDArray[np.int32]
-Prompt = str | Sequence[int] | Ids
+Prompt = str | Sequence[int] | Ids | Sequence[Message]
 Finish = Literal["end", "stop", "length", "context"]
 
 # Prompt tokens decoded together with the first new token, whose spelling may depend on them
@@ -77,6 +78,36 @@ def limits_of(model: ModelConfig, context: int | None) -> Limits:
     return Limits(model.vocab_size, learned, learned=True)
 
 
+def encode_conversations(
+    prompts: Sequence[Prompt | None], tokenizer: Tokenizer, arguments: Mapping[str, object]
+) -> Sequence[Prompt | None]:
+    """Returns the prompts with ids in place of conversations; the same object if it has none.
+
+    Args:
+      arguments: of `tokenizer.chat`.
+
+    Raises:
+      ChatError: the chat template does not write a conversation; the message names the prompt.
+      GenerationError: there are arguments, and no conversation.
+    """
+    encoded = list(prompts)
+    is_chat = False
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, list | tuple) and any(isinstance(part, Mapping) for part in prompt):
+            is_chat = True
+            try:
+                encoded[index] = tokenizer.chat(prompt, **arguments)
+            except ChatError as error:
+                raise ChatError(f"prompt {index}: {error}") from None
+    names = [name for name, value in arguments.items() if value is not None]
+    if names and not is_chat:
+        raise GenerationError(
+            f"{', '.join(names)}: only a chat template reads them, and no prompt is a list of "
+            "messages"
+        )
+    return encoded if is_chat else prompts
+
+
 def encode_prompts(
     prompts: Sequence[Prompt | None],
     tokenizer: Tokenizer,
@@ -98,7 +129,7 @@ def encode_prompts(
     present = {index: prompt for index, prompt in enumerate(prompts) if prompt is not None}
     for index, prompt in present.items():
         if not _is_prompt(prompt):
-            raise GenerationError(f"{name(index)} is {prompt!r:.40}, not text or ids")
+            raise GenerationError(f"{name(index)} is {prompt!r:.40}, not text, ids or messages")
         # A prompt may have half a surrogate pair.
         if isinstance(prompt, str) and prompt != prompt.encode(errors="replace").decode():
             raise GenerationError(f"{name(index)} is not UTF-8")

@@ -64,20 +64,20 @@ def write(folder, name, record):
 
 def test_end_tokens_prefix_and_template(folder):
     source = open_source(folder)
-    assert (source.end_ids, source.prefix, source.template) == ({7}, (1,), TEMPLATE)
-    assert source.special_tokens == {"bos_token": "<s>"}
+    assert (source.end_ids, source.prefix, source.chat.text) == ({7}, (1,), TEMPLATE)
+    assert source.chat.special_tokens == {"bos_token": "<s>"}
     assert source.config.num_kv_heads == CONFIG.num_kv_heads
     write(folder, "generation_config.json", {"eos_token_id": [7, 9]})
     (folder / "chat_template.jinja").write_text("a file of its own")
     source = open_source(folder)
-    assert (source.end_ids, source.template) == ({7, 9}, "a file of its own")
+    assert (source.end_ids, source.chat.text) == ({7, 9}, "a file of its own")
     (folder / "chat_template.jinja").unlink()
     several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     write(folder, "tokenizer_config.json", {"chat_template": several})
-    assert open_source(folder).template == "yes"
+    assert open_source(folder).chat.text == "yes"
     write(folder, "tokenizer_config.json", {"bos_token": "<s>"})
     source = open_source(folder)
-    assert (source.template, source.special_tokens) == (None, {"bos_token": "<s>"}), (
+    assert (source.chat.text, source.chat.special_tokens) == (None, {"bos_token": "<s>"}), (
         "a --template FILE may name them"
     )
 

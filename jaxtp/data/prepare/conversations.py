@@ -12,11 +12,12 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -66,13 +67,15 @@ from jaxtp.data.tokenizer_files import (
     special_tokens,
 )
 
+T = TypeVar("T")
+
 NO_ANSWER = "not learned"
 EMPTY_ANSWER = "empty answer"
 GREETING = "answer without a prompt"
 """Kinds of answers that are left out, as `dataset.json` counts them."""
 _TAG = r"(?:<\|channel>thought\n|<channel\|>|[<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]])"
-_THOUGHT = re.compile(_TAG, re.IGNORECASE)
-_OPENED = re.compile(rf"{_TAG}(?:{_TAG}|\s)*\Z", re.IGNORECASE)
+THOUGHT = re.compile(_TAG, re.IGNORECASE)
+OPENED = re.compile(rf"{_TAG}(?:{_TAG}|\s)*\Z", re.IGNORECASE)
 """A tag of reasoning, and such tags at the end of a prompt, as Qwen, DeepSeek, Mistral, Cohere and
 Gemma write them."""
 _TAGS = re.compile(f"({_TAG})", re.IGNORECASE)
@@ -96,19 +99,21 @@ class NotWrittenError(ChatError):
 class Conversations:
     """Renders and tokenizes conversations.
 
-    Sets the tokenizer's prefix and end token to the template's.
+    Without a `template`, it reads the configured one, and sets the tokenizer's prefix and end token
+    to the template's.
     """
 
-    def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
+    checksum = ""
+    """A hash of a configured template and its special tokens, to detect changes."""
+
+    has_trusted_answers = True
+    """Whether answers, too, may spell special tokens where the settings let messages do so."""
+
+    def __init__(
+        self, config: PrepareConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None
+    ):
         self._config = config
         self._fields = config.fields
-        text, name = _template_of(config)
-        tokens: dict[str, str] = {}
-        if config.tokenizer is not None:
-            tokens = special_tokens(tokenizer_file(config.tokenizer).parent)
-        self.checksum = hashlib.sha256(json.dumps([text, tokens]).encode()).hexdigest()
-        """A hash of the template and the special tokens, to detect changes."""
-        self.template = ChatTemplate(text, name, _ends(tokenizer) | tokens, config.date)
         self.left_out = Counter[str]()
         """The answers that were left out, by reason."""
         self.notes = set[str]()
@@ -120,13 +125,17 @@ class Conversations:
         self._known: dict[object, frozenset[int]] = {}
         """The results of `_doubtful`, by what decides them."""
         self._tokens = ChatTokenizer(tokenizer)
-        turn = self._probe(name)
-        end = turn.text.rpartition(_WORD)[2]
-        ((first, _), (last, _)) = self._tokens.encode([(turn.prompt or "", ""), (end, "")])
-        self.ends: list[int] = [
-            token for token in last.tolist() if token in self._tokens.special.values()
-        ]
-        """The special tokens that the template writes after an answer."""
+        if template is not None:
+            self.template = template
+            return
+        text, name = _template_of(config)
+        tokens: dict[str, str] = {}
+        if config.tokenizer is not None:
+            tokens = special_tokens(tokenizer_file(config.tokenizer).parent)
+        self.checksum = hashlib.sha256(json.dumps([text, tokens]).encode()).hexdigest()
+        self.template = ChatTemplate(text, name, _ends(tokenizer) | tokens, config.date)
+        turn = self._probe
+        ((first, _),) = self._tokens.encode([(turn.prompt or "", "")])
         if isinstance(tokenizer, HuggingFaceTokenizer):
             prefix = tokenizer.info.prefix
             if not np.array_equal(first[: len(prefix)], prefix):
@@ -134,13 +143,14 @@ class Conversations:
             if self.ends and config.eos is None and not config.no_eos:
                 tokenizer.info = replace(tokenizer.info, eos_id=self.ends[-1])
         self.notes.clear()
-        if not end.strip():
+        if not turn.text.rpartition(_WORD)[2].strip():
             self.notes.add(
                 "the template writes no end after an answer, so a model would not learn to stop"
             )
 
-    def _probe(self, name: str) -> Turn:
-        """Returns a short answer; raises `ChatError` where the template cannot write it."""
+    @cached_property
+    def _probe(self) -> Turn:
+        """A short answer; raises `ChatError` where the template cannot write it."""
         arguments = self._config.template_arguments
         try:
             (turn,) = self.turns(_PROBE, arguments)
@@ -152,11 +162,48 @@ class Conversations:
                 return turn
             if isinstance(problem, NotWrittenError):
                 problem = ChatError(
-                    f"{name} does not write a message whose content is a text; give another one by "
-                    "--template FILE"
+                    f"{self.template.name} does not write a message whose content is a text; give "
+                    "another one by --template FILE"
                 )
             raise problem from None
         return turn
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """The special tokens that the template writes after an answer."""
+        try:
+            end = self._probe.text.rpartition(_WORD)[2]
+        except ChatError:
+            # A template may refuse the probe, such as one without a system message.
+            return []
+        ((last, _),) = self._tokens.encode([(end, "")])
+        return [token for token in last.tolist() if token in self._tokens.special.values()]
+
+    def chat(
+        self, messages: object, tools: object = None, documents: object = None, **arguments: object
+    ) -> list[int]:
+        """Returns the ids of the prompt of the next answer; raises `ChatError`."""
+        row = {"tools": tools, "documents": documents, "chat_template_kwargs": arguments}
+        return self.prompt(*self.read({self._fields.text: messages, **row}))
+
+    def read(self, row: Row) -> tuple[list[Message], dict[str, object]]:
+        """Returns a row's messages, and what the template gets beside them; raises `ChatError`."""
+        try:
+            # A row of Alpaca's that has no answer yet
+            messages = self._checked(messages_of({self._fields.text: "", **row}, self._fields))
+        except BadInputError as error:
+            # The remedy is a flag of `jaxtp prepare`.
+            raise ChatError(str(error).partition(";")[0]) from None
+        return messages, arguments_of(row, self._config.template_arguments)
+
+    def prompt(self, messages: list[Message], arguments: Mapping[str, object]) -> list[int]:
+        """Returns the ids of the prompt of the next answer; raises `ChatError`.
+
+        They are those of the document of that answer.
+        """
+        text = self._with_calls(messages, arguments, self._rendered_prompt)
+        ((ids, _),) = self._tokens.encode([(self._tokens.mark(text), "")])
+        return ids.tolist()
 
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the `turns` of a row's conversation."""
@@ -250,7 +297,16 @@ class Conversations:
     def _turns(
         self, messages: list[Message], answers: Sequence[int], arguments: Mapping[str, object]
     ) -> tuple[Turn, ...]:
-        """Returns the answers at some positions.
+        """Returns the answers at some positions."""
+        return self._with_calls(messages, arguments, partial(self._rendered, answers))
+
+    def _with_calls(
+        self,
+        messages: list[Message],
+        arguments: Mapping[str, object],
+        render: Callable[[list[Message], Mapping[str, object]], T],
+    ) -> T:
+        """Renders escaped messages and arguments.
 
         Templates write the arguments of tool calls as JSON; most of them get objects, others get
         the JSON. The first of both that a template writes once is right.
@@ -260,41 +316,40 @@ class Conversations:
                 self.notes.add(f"the template reads no argument {name!r}")
         escaped = self._tokens.escape(arguments, keep=self._config.special_tokens)
         try:
-            return self._rendered(messages, answers, escaped, as_text=False)
+            return render(self._escaped(messages, as_text=False), escaped)
         except ChatError as error:
             if not any(message.get("tool_calls") for message in messages):
                 raise
             problem = error
         try:
-            return self._rendered(messages, answers, escaped, as_text=True)
+            return render(self._escaped(messages, as_text=True), escaped)
         except ChatError as error:
             # The template's own error may be about the objects.
             if isinstance(problem, RenderError) and isinstance(error, NotWrittenError):
                 problem = error
             raise problem from None
 
+    def _rendered_prompt(self, messages: list[Message], arguments: Mapping[str, object]) -> str:
+        text = self.template.render(messages, arguments=arguments)
+        answer = {"role": ASSISTANT, "content": _WORD}
+        doubtful = self._doubtful([*messages, answer], 0, arguments)
+        self._require_prompt(messages, 0, text, arguments, doubtful)
+        return text
+
     def _rendered(
         self,
-        messages: list[Message],
         answers: Sequence[int],
+        messages: list[Message],
         arguments: Mapping[str, object],
-        *,
-        as_text: bool,
     ) -> tuple[Turn, ...]:
-        """Returns the answers at some positions.
-
-        Args:
-          arguments: for the template, escaped.
-          as_text: whether the template gets the arguments of tool calls as JSON.
-        """
-        escaped = self._escaped([with_arguments(message, as_text=as_text) for message in messages])
+        """Returns the answers at some positions of escaped messages."""
         # What precedes an answer was checked with the answer before it.
         starts = (0, *(index + 1 for index in answers))
         turns = self._limited(
-            self._turn(escaped[: index + 1], start, arguments)
+            self._turn(messages[: index + 1], start, arguments)
             for start, index in zip(starts, answers, strict=False)
         )
-        self._find_ignored(escaped[: answers[-1] + 1], arguments)
+        self._find_ignored(messages[: answers[-1] + 1], arguments)
         return turns
 
     def _find_ignored(self, messages: list[Message], arguments: Mapping[str, object]) -> None:
@@ -314,14 +369,20 @@ class Conversations:
                 if self._writes(whole, changed, False, arguments):
                     self.ignored.add(key)
 
-    def _escaped(self, messages: list[Message]) -> list[Message]:
-        keep = self._config.special_tokens
+    def _escaped(self, messages: list[Message], *, as_text: bool) -> list[Message]:
+        """Returns messages for the template.
+
+        Args:
+          as_text: whether the arguments of tool calls are JSON.
+        """
         escaped = []
         for message in messages:
+            is_trusted = self.has_trusted_answers or message["role"] != ASSISTANT
+            keep = self._config.special_tokens and is_trusted
             # As in transformers, a key of a message that is null is absent.
             present = {
                 key: value
-                for key, value in message.items()
+                for key, value in with_arguments(message, as_text=as_text).items()
                 if value is not None and key not in MARKS
             }
             written = self._tokens.escape(present, keep=keep)
@@ -365,7 +426,7 @@ class Conversations:
     def _shared_prompt(self, prompt: str, whole: str, number: int) -> str:
         """Returns a prompt without the tags of reasoning at its end, which the answer lacks."""
         start = max(len(prompt) - _LONGEST_OPENED, 0)
-        opened = _OPENED.search(prompt, start)
+        opened = OPENED.search(prompt, start)
         if opened is not None:
             before = prompt[: opened.start()]
             for shared in (before, before.rstrip()):
@@ -446,7 +507,7 @@ class Conversations:
                 without = {**arguments, name: None}
                 if arguments.get(name) and self._writes(prompt, messages, True, without):
                     raise NotWrittenError(
-                        f"the template does not write {name!r}; take them out of the row, or give "
+                        f"the template does not write {name!r}; leave them out, or give "
                         "another template by --template FILE"
                     )
         for index, message in enumerate(messages[start:], start):
@@ -536,7 +597,7 @@ def require_answer(message: Message, number: int, answer: str) -> None:
     """Raises `ChatError` if an answer lacks a part of its message."""
     for name in ("content", "reasoning_content"):
         # A template may write the reasoning in a text between tags of its own.
-        for part in _THOUGHT.split(message.get(name) or ""):
+        for part in THOUGHT.split(message.get(name) or ""):
             if not _is_written(part, answer):
                 raise NotWrittenError(
                     f"message {number}: the template does not write all of its {name!r}: "
@@ -562,8 +623,8 @@ def require_tools(tools: Iterable[Mapping[str, Any]], prompt: str) -> None:
         for part in (function["name"], function.get("description")):
             if isinstance(part, str) and not _is_written(part, prompt):
                 raise NotWrittenError(
-                    f"the template does not write the tool {truncate(function['name'], 40)}; take "
-                    "'tools' out of the row, or give another template by --template FILE"
+                    f"the template does not write the tool {truncate(function['name'], 40)}; leave "
+                    "'tools' out, or give another template by --template FILE"
                 )
 
 

@@ -159,14 +159,14 @@ def _run_tasks(config: EvaluateConfig, path: Path) -> None:
 
     _require_json(config.json)
     source = open_source(path, config.source_options)
-    if config.chat and source.template is None:
+    if config.chat and source.chat.text is None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
     length = window_length(config, source)
     mesh = inference_mesh(config.mesh, source.config)
     record = _describe(source, mesh, length)
-    if config.chat and source.template is not None and writes_day(source.template):
-        day = config.date or source.template_day or datetime.date.today().isoformat()
-        source = replace(source, template_day=day)
+    if config.chat and source.chat.text is not None and writes_day(source.chat.text):
+        day = config.date or source.chat.day or datetime.date.today().isoformat()
+        source = replace(source, chat=replace(source.chat, day=day))
         record["chat_template_day"] = day
         print_status(f"date    the chat template writes the day {day}; --date names another")
     tasks = harness.open_tasks(config.tasks, config.task_folder)

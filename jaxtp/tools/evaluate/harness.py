@@ -98,12 +98,8 @@ class JaxtpLM(TemplateLM):
         return Generator(self._model, source.tokenizer, end_ids=source.end_ids, batch_size=rows)
 
     @cached_property
-    def _chat(self) -> ChatTemplate:
-        assert self.source.template is not None, "checked before the weights are loaded"
-        name = f"the chat template of {self.source.name}"
-        return ChatTemplate(
-            self.source.template, name, self.source.special_tokens, self.source.template_day
-        )
+    def _template(self) -> ChatTemplate:
+        return self.source.chat.template()
 
     @property
     def eot_token_id(self) -> int:
@@ -151,7 +147,7 @@ class JaxtpLM(TemplateLM):
         by_settings: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_settings.setdefault(repr(request.args[1]), []).append(index)
-        eos = self.source.special_tokens.get("eos_token")
+        eos = self.source.chat.special_tokens.get("eos_token")
         with tqdm(total=len(requests), unit="text", disable=disable_tqdm) as progress:
             for indices in by_settings.values():
                 settings, stops = _generation_settings(requests[indices[0]].args[1], eos)
@@ -177,7 +173,10 @@ class JaxtpLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Renders a conversation."""
-        text = self._chat.render(chat_history, answer=add_generation_prompt)
+        arguments = self.source.chat.arguments
+        text = self._template.render(
+            chat_history, answer=add_generation_prompt, arguments=arguments
+        )
         if add_generation_prompt:
             return text
         last = chat_history[-1]["content"].strip()  # the model continues it
@@ -256,8 +255,8 @@ class JaxtpLM(TemplateLM):
 
 
 def _special_token(source: ModelSource, name: str, default: int | None) -> int:
-    if name in source.special_tokens:
-        ids = source.tokenizer.encode_batch([source.special_tokens[name]])[0]
+    if name in source.chat.special_tokens:
+        ids = source.tokenizer.encode_batch([source.chat.special_tokens[name]])[0]
         if len(ids) == 1:
             return int(ids[0])
     if default is not None:

@@ -429,8 +429,8 @@ def test_one_can_talk_to_a_run_as_its_data_do(monkeypatch, capsys):
     assert f" tokens to train on, {loss_tokens:,} of them with loss, " in shown
     assert "jaxtp generate --model run --chat; jaxtp convert" in shown
     source = open_source(Path("run"))
-    assert (source.template, source.special_tokens) == (CHAT_TEMPLATE, CHAT_NAMES)
-    assert (source.prefix, source.end_ids, source.template_day) == ((BEGIN,), {STOP}, None)
+    assert (source.chat.text, source.chat.special_tokens) == (CHAT_TEMPLATE, CHAT_NAMES)
+    assert (source.prefix, source.end_ids, source.chat.day) == ((BEGIN,), {STOP}, None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
     capsys.readouterr()
     assert generate(["--model=run", "--chat", "--max-tokens", "2"]) == 0
