@@ -54,7 +54,10 @@ SIZES = {
     "head_dim": 4,
     "d_ff": 16,
 }
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{{ tools | map(attribute='function.name') | join if tools }}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content or '' }}{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor %}"
+)
 SHORTER = {
     "generate": ["--max-tokens", "4"],
     "bench": ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"],
@@ -125,7 +128,7 @@ class Reader:
         assert words[0] == "jaxtp", line
         name, *rest = words[1:]
         rest = [self.here(word) for word in rest]
-        if name == "prepare" and "--verify" not in rest:
+        if name == "prepare" and "--out" in rest:
             self.prepared(rest)
             return
         if name == "launch" and "train" in rest:
@@ -218,6 +221,13 @@ def furnish(place, tiny_models):
         for line in said[:60]
     ]
     write_rows(place / "chats.jsonl", [{"messages": messages} for messages in chats])
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    calls = [
+        {"messages": [{"role": "user", "content": f"Look at {n}."}, call], "tools": tools}
+        for n in range(60)
+    ]
+    write_rows(place / "calls.jsonl", calls)
     answers = [
         {"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(60)
     ]
@@ -317,7 +327,7 @@ def test_the_numbers_of_recipes_are_those_of_their_files():
         PAGES[1].read_text(),
         re.M,
     )
-    assert len(rows) == 16
+    assert len(rows) == 19
     for file, gigabytes, speed in rows:
         said = " ".join(
             (ROOT / "configs" / file).read_text().partition("\nrun:")[0].replace("#", "").split()

@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from corpora import write_bpe
+from flax import nnx
+
+import jaxtp
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SMALL = {
@@ -22,3 +26,21 @@ def test_a_script_runs(line):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert SMALL[line] in done.stdout
+
+
+@pytest.mark.journey
+def test_tool_calls_are_learned_and_counted(tmp_path):
+    """A tiny model learns nothing in two steps; the whole path to its answers is run."""
+    script = SCRIPTS / "tool_calls.py"
+    tokenizer = write_bpe(tmp_path / "t", [script.read_text()], 600)
+    config = jaxtp.ModelConfig(
+        vocab_size=600, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16
+    )
+    model = tmp_path / "model"
+    jaxtp.hf.save(jaxtp.Decoder(config, rngs=nnx.Rngs(0)), model, tokenizer_from=tokenizer)
+    flags = ["--rows", "40", "--questions", "4", "--steps", "2", "--folder", str(tmp_path / "made")]
+    command = [sys.executable, str(script), "--model", str(model), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "before the run: 0 of 4 calls are right" in done.stdout
+    assert "after the run: 0 of 4 calls are right" in done.stdout

@@ -98,6 +98,9 @@ RECIPES = {
     "pretrain_1b": "h100x1",
     "qwen35_27b": NINE_TENTHS,
     "qwen3_30b_a3b": NINE_TENTHS,
+    "reasoning_qwen3_8b": "h100x8",
+    "tools_lora_gpt_oss_20b": "h100x8",
+    "tools_lora_qwen3_8b": "h100x8",
 }
 
 
