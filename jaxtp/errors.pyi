@@ -9,6 +9,7 @@ from jaxtp.collectives import MissingReductionError as MissingReductionError
 from jaxtp.config.entry import NumericsError as NumericsError
 from jaxtp.config.entry import UserError as UserError
 from jaxtp.config.schema import ConfigError as ConfigError
+from jaxtp.data.chat_template import ChatError as ChatError
 from jaxtp.data.columns import BatchError as BatchError
 from jaxtp.data.columns import EndOfDataError as EndOfDataError
 from jaxtp.data.corpus import CorpusError as CorpusError

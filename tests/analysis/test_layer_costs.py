@@ -56,7 +56,11 @@ DTYPES = st.sampled_from(["float32", "bfloat16"])
 )
 def test_the_cheaper_way_is_chosen(sizes, rows, length, vocab_size, features, precision, split):
     embedding = SimpleNamespace(
-        vocab_size=vocab_size, features=features, precision=precision, sequence_parallel=split
+        vocab_size=vocab_size,
+        features=features,
+        precision=precision,
+        sequence_parallel=split,
+        token_rows=None,
     )
     shape = Workload(sizes=sizes, rows=rows, length=length * sizes["cp"])
     gathered, exchanged = (

@@ -130,7 +130,12 @@ def test_computing_commands_enable_the_cache(module, main, flags, monkeypatch):
     asked = []
     monkeypatch.setattr(module, "enable_compilation_cache", asked.append)
     source = SimpleNamespace(
-        config=jaxtp.ModelConfig(), load=_refuse, tokenizer=ByteTokenizer(), prefix=(), context=None
+        config=jaxtp.ModelConfig(),
+        load=_refuse,
+        tokenizer=ByteTokenizer(),
+        prefix=(),
+        context=None,
+        end_ids=frozenset(),
     )
     monkeypatch.setattr(generate, "open_source", lambda *_: source)
     assert main([*flags]) == 2
