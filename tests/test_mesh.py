@@ -12,7 +12,17 @@ from flax import nnx
 from runs import run_program
 from support import use_mesh
 
-import jaxtp
+from jaxtp import (
+    AttentionConfig,
+    CausalSelfAttention,
+    ColumnParallelLinear,
+    Decoder,
+    ModelConfig,
+    Norm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    make_mesh,
+)
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
 from jaxtp.mesh import (
@@ -57,12 +67,12 @@ def gpus(count):
 
 
 def test_tp_neighbours_are_neighbouring_devices_from_the_first():
-    ids = [[device.id for device in row] for row in jaxtp.make_mesh(dp=2, tp=4).devices[:, 0, 0]]
+    ids = [[device.id for device in row] for row in make_mesh(dp=2, tp=4).devices[:, 0, 0]]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_minus_one_takes_what_is_left():
-    assert mesh_sizes(jaxtp.make_mesh(dp=-1, tp=4)) == mesh_shape(dp=jax.device_count() // 4, tp=4)
+    assert mesh_sizes(make_mesh(dp=-1, tp=4)) == mesh_shape(dp=jax.device_count() // 4, tp=4)
 
 
 @pytest.mark.parametrize(
@@ -79,18 +89,18 @@ def test_minus_one_takes_what_is_left():
 )
 def test_impossible_sizes(sizes):
     with pytest.raises(MeshError, match="|".join(f"{axis}[= ]" for axis in sizes)):
-        jaxtp.make_mesh(**sizes)
+        make_mesh(**sizes)
 
 
 def test_axes_are_named():
     with pytest.raises(
         MeshError, match=r"make_mesh\(2, 1, 4\): .* make_mesh\(dp=2, fsdp=1, tp=4\)"
     ):
-        jaxtp.make_mesh(2, 1, 4)
+        make_mesh(2, 1, 4)
 
 
 def test_a_mesh_is_one_however_it_is_given():
-    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
+    mesh = make_mesh(fsdp=2, tp=4)
     with jax.set_mesh(mesh):
         assert as_mesh(None, "this") == mesh
     sizes = {"fsdp": 2, "tp": 4}
@@ -107,20 +117,20 @@ def test_a_mesh_is_one_however_it_is_given():
 
 
 def test_a_decoder_outside_of_a_mesh_says_that_devices_are_idle():
-    config = jaxtp.ModelConfig(d_model=16, num_layers=1)
-    build = partial(jaxtp.Decoder, config, rngs=nnx.Rngs(0))
+    config = ModelConfig(d_model=16, num_layers=1)
+    build = partial(Decoder, config, rngs=nnx.Rngs(0))
     with pytest.warns(UserWarning, match=r"one of \d+ devices.*jax\.set_mesh"):
         build()
-    with warnings.catch_warnings(), jax.set_mesh(jaxtp.make_mesh()):
+    with warnings.catch_warnings(), jax.set_mesh(make_mesh()):
         warnings.simplefilter("error")
         build()
-        nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+        nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.parametrize("devices", [[], [0, 0]])
 def test_a_mesh_of_no_device_or_of_one_twice_is_refused(devices):
     with pytest.raises(MeshError, match="one or more distinct devices"):
-        jaxtp.make_mesh(tp=len(devices) or 1, devices=[jax.devices()[i] for i in devices])
+        make_mesh(tp=len(devices) or 1, devices=[jax.devices()[i] for i in devices])
 
 
 TOO_LARGE = {
@@ -139,14 +149,14 @@ def test_a_mesh_that_is_too_large_says_what_can_be_done():
     jax.devices()
     for message, given in TOO_LARGE.items():
         with pytest.raises(MeshError, match=message):
-            jaxtp.make_mesh(**given)
+            make_mesh(**given)
 
 
 def test_of_many_meshes_some_are_listed_those_of_powers_of_two_first():
     with pytest.raises(
         MeshError, match=r"\(dp, fsdp, cp, tp\): \(\d+, \d+, 1, 1\), .*, \.\.\.$"
     ) as error:
-        jaxtp.make_mesh(tp=999, devices=gpus(720))
+        make_mesh(tp=999, devices=gpus(720))
     assert len(str(error.value)) < 400
 
 
@@ -177,8 +187,8 @@ def test_what_tp_does_not_divide_is_refused_not_replicated():
         with pytest.raises(
             ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"
         ):
-            jaxtp.ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
-        layer = jaxtp.ColumnParallelLinear(4, 8, rngs=nnx.Rngs(0))
+            ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
+        layer = ColumnParallelLinear(4, 8, rngs=nnx.Rngs(0))
         with pytest.raises(
             ValueError,
             match=r"column_parallel_linear: dim 0 .* is 3, not .* dp=2 x fsdp=2; nearest: 4",
@@ -251,11 +261,11 @@ def test_a_later_mesh_may_be_larger():
 
 
 OF_SIZES = {
-    "column": lambda size: jaxtp.ColumnParallelLinear(4, size, rngs=nnx.Rngs(0)),
-    "column input": lambda size: jaxtp.ColumnParallelLinear(size, (4, 4), rngs=nnx.Rngs(0)),
-    "row": lambda size: jaxtp.RowParallelLinear(4, size, rngs=nnx.Rngs(0)),
-    "embedding": lambda size: jaxtp.VocabParallelEmbedding(size, 4, rngs=nnx.Rngs(0)),
-    "norm": jaxtp.Norm,
+    "column": lambda size: ColumnParallelLinear(4, size, rngs=nnx.Rngs(0)),
+    "column input": lambda size: ColumnParallelLinear(size, (4, 4), rngs=nnx.Rngs(0)),
+    "row": lambda size: RowParallelLinear(4, size, rngs=nnx.Rngs(0)),
+    "embedding": lambda size: VocabParallelEmbedding(size, 4, rngs=nnx.Rngs(0)),
+    "norm": Norm,
 }
 
 
@@ -267,14 +277,14 @@ def test_a_size_that_is_no_size_is_named(layer):
 
 
 def test_heads_that_do_not_divide_are_refused_by_their_layer():
-    attention = jaxtp.AttentionConfig(num_heads=8, num_kv_heads=3)
+    attention = AttentionConfig(num_heads=8, num_kv_heads=3)
     with pytest.raises(ValueError, match="num_heads=8 is not divisible by num_kv_heads=3"):
-        jaxtp.CausalSelfAttention(16, attention, rngs=nnx.Rngs(0))
+        CausalSelfAttention(16, attention, rngs=nnx.Rngs(0))
     delta = GatedDeltaConfig(delta_value_heads=4, delta_key_heads=0)
     with pytest.raises(ValueError, match=r"delta_value_heads=4 .* delta_key_heads=0"):
         GatedDeltaNet(16, delta, rngs=nnx.Rngs(0))
 
 
 def test_sizes_of_numpy_are_sizes():
-    column = jaxtp.ColumnParallelLinear(np.int64(4), np.int64(8), rngs=nnx.Rngs(0))
+    column = ColumnParallelLinear(np.int64(4), np.int64(8), rngs=nnx.Rngs(0))
     assert column(np.ones((2, 3, 4), np.float32)).shape == (2, 3, 8)

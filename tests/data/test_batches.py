@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from support import mesh_by_size
 
 import jaxtp
@@ -393,7 +394,7 @@ def test_a_micro_batch_is_the_same_rows_on_every_mesh(sizes, micro_batches, name
     devices = sizes[0] * sizes[1]
     # as the step splits them
     micro = np.asarray(batch["x"]).reshape(devices, micro_batches, -1).swapaxes(0, 1)
-    np.testing.assert_array_equal(micro.reshape(-1), expected["x"])
+    assert_array_equal(micro.reshape(-1), expected["x"])
     assert (position.step, position.sample) == (1, B)
     spec = split(source.shapes, mesh)["x"]
     assert batch["x"].sharding == spec.sharding

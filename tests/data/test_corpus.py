@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import output, write, write_bpe
+from numpy.testing import assert_allclose
 
 from jaxtp.data.corpus import (
     BYTE_TOKENIZER,
@@ -163,9 +164,7 @@ def test_a_mixture_names_its_parts_and_changes_when_they_do():
     assert mixed.description == "0.7 x a + 0.3 x b"
     assert load_corpus(None, {"a": 0.6, "b": 0.4}).identity != mixed.identity
     data = Data(mixed, RowSettings(8, 256), seed=3)
-    np.testing.assert_allclose(
-        data.epochs(100), [70 / len(data.train_rows[0]), 30 / len(data.train_rows[1])]
-    )
+    assert_allclose(data.epochs(100), [70 / len(data.train_rows[0]), 30 / len(data.train_rows[1])])
 
 
 def test_parts_by_different_tokenizers_are_refused():

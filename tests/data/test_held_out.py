@@ -5,6 +5,7 @@ processes.
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from support import local_batches
 
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
@@ -77,9 +78,7 @@ def test_processes_together_read_the_rows_of_one(count, split):
     ]
     for name in ("inputs", "labels", "segments"):
         joined = [row for step in range(steps) for part in parts for row in part[step][name]]
-        np.testing.assert_array_equal(
-            joined, [samples[index][name] for index in range(len(samples))]
-        )
+        assert_array_equal(joined, [samples[index][name] for index in range(len(samples))])
 
 
 def test_documents_that_several_sources_are_evaluated_on_count_once():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from support import batches, local_batches, mesh_by_size
 
 import jaxtp
@@ -95,7 +96,7 @@ def test_every_order_of_devices_has_its_rows_and_each_row_is_read_once(sizes, or
     (batch,) = batches(counted, mesh, global_batch_size=size, start=3, count=1)
     expected = np.stack([samples()[3 + row]["inputs"] for row in range(size)])
     for shard in batch["inputs"].addressable_shards:
-        np.testing.assert_array_equal(shard.data, expected[shard.index])
+        assert_array_equal(shard.data, expected[shard.index])
     assert {shard.device for shard in batch["inputs"].addressable_shards} == set(mesh.devices.flat)
     assert counted.read == Counter(range(3, 3 + size))
 
@@ -146,7 +147,7 @@ def test_no_sample_is_lost_or_repeated_when_a_run_resumes_on_other_hosts(
             for step, local in enumerate(local_batches(counted, rows, size, next_sample, STEPS)):
                 for row, tokens in zip(rows, local["inputs"], strict=True):
                     expected = data.train[next_sample + step * size + row]["inputs"]
-                    np.testing.assert_array_equal(tokens, expected)
+                    assert_array_equal(tokens, expected)
             read = +counted.read
             assert set(read.values()) == {1}
             taken.update(read)  # tp may spread over processes: then several read a row

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import LongDocumentError, Packed, best_fit
@@ -49,9 +50,7 @@ def test_every_token_is_an_input_once_and_a_label_once(lengths, length):
         assert not row["inputs"][~used].any()
         assert (row["labels"][~used] == IGNORE).all()
         for tokens, following in pieces(row):
-            np.testing.assert_array_equal(
-                following, np.where(np.isin(tokens, ends), IGNORE, tokens + 1)
-            )
+            assert_array_equal(following, np.where(np.isin(tokens, ends), IGNORE, tokens + 1))
             labels += following[following != IGNORE].tolist()
     every = set(range(sum(lengths)))
     assert sorted(labels) == sorted(every - {0, *(ends + 1)})
@@ -122,7 +121,7 @@ def test_prompts_are_no_labels_and_rows_without_a_label_are_left_out(documents, 
     for row in pack(lengths, length, prompts):
         has_label = row["labels"] != IGNORE
         assert has_label.any()
-        np.testing.assert_array_equal(row["labels"][has_label], row["inputs"][has_label] + 1)
+        assert_array_equal(row["labels"][has_label], row["inputs"][has_label] + 1)
         found += row["labels"][has_label].tolist()
     wanted = []
     start = 0

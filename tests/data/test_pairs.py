@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from jaxtp.data.corpus import CorpusError
 from jaxtp.data.documents import InMemory
@@ -51,10 +52,10 @@ def test_each_pair_is_whole_in_one_row_and_prompts_have_no_loss(pairs, length):
         assert not row["inputs"][~used].any()
         assert (row["labels"][~used] == IGNORE).all()
         for segment, where in enumerate(documents_in(row), 1):
-            np.testing.assert_array_equal(where, row["segments"] == segment)
+            assert_array_equal(where, row["segments"] == segment)
             document = first.index(row["inputs"][where][0])
-            np.testing.assert_array_equal(row["inputs"][where], source.document(document))
-            np.testing.assert_array_equal(row["labels"][where], expected_labels(source, document))
+            assert_array_equal(row["inputs"][where], source.document(document))
+            assert_array_equal(row["labels"][where], expected_labels(source, document))
             found.append(document)
     assert [document + 1 for document in found[::2]] == found[1::2]
     assert not any(document % 2 for document in found[::2])

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts
+from numpy.testing import assert_array_equal
 from tables import raised_by, read_json, write_json
 
 import jaxtp
@@ -105,7 +106,7 @@ def test_rows_have_the_scores_of_their_tokens(dataset, packing, top_k):
             wanted = plain[index] | expected(plain, index, top_k)
             assert row.keys() == wanted.keys()
             for name, array in wanted.items():
-                np.testing.assert_array_equal(row[name], array)
+                assert_array_equal(row[name], array)
                 assert row[name].dtype == (np.float32 if "log" in name else np.int32)
     padding = data.validation(1, 64)[63]
     assert padding.keys() == row.keys()

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts, write
+from numpy.testing import assert_array_equal
 from structures import PLANTED, plant, watched
 from tables import read_json, write_json
 
@@ -55,16 +56,14 @@ def test_documents_tokens_and_positions_agree(dataset, split):
     owners = np.repeat(np.arange(split.num_documents), lengths)
     for position in range(0, split.num_tokens, 37):
         assert split.document_at(position) == owners[position]
-        np.testing.assert_array_equal(
-            split.tokens(position, split.num_tokens), everything[position:]
-        )
+        assert_array_equal(split.tokens(position, split.num_tokens), everything[position:])
     assert read_manifest(dataset.folder).splits["train"].text_bytes == split.num_tokens
 
 
 def test_a_part_of_a_document_stays_in_it(split):
     whole = split.document(3)
     for start, stop in ((0, None), (2, 5), (0, 10**9), (len(whole) + 4, None), (3, 2)):
-        np.testing.assert_array_equal(split.document(3, start, stop), whole[start:stop])
+        assert_array_equal(split.document(3, start, stop), whole[start:stop])
 
 
 def test_documents_are_views_of_the_files(split):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import small_tokenizers
 from corpora import dataset, decoded, texts, write
+from numpy.testing import assert_array_equal
 from tokenizers import (
     Tokenizer,
     models,
@@ -92,7 +93,7 @@ def test_the_settings_of_the_file_change_no_tokens():
     library.model.dropout = 0.9
     (expected,) = TRAINED.encode_batch([" ".join(texts(20))])
     (found,) = ours(library).encode_batch([" ".join(texts(20))])
-    np.testing.assert_array_equal(found, expected)
+    assert_array_equal(found, expected)
 
 
 def test_special_tokens_in_text_are_text_unless_asked_for():
@@ -179,7 +180,7 @@ def test_a_worker_encodes_the_same(special_tokens):
     here = HuggingFaceTokenizer(CONTENT, "x", special_tokens=special_tokens)
     there = IsolatedTokenizer(CONTENT, "x", special_tokens=special_tokens)
     for expected, found in zip(here.encode_batch(rows), there.encode_batch(rows), strict=True):
-        np.testing.assert_array_equal(found, expected, strict=True)
+        assert_array_equal(found, expected, strict=True)
     assert (there.prefix, there.encode_batch([])) == (here.prefix, [])
 
 
@@ -197,9 +198,7 @@ def test_a_worker_that_takes_too_much_is_an_error_and_another_one_starts(monkeyp
         patched.setattr(module, f"{kind}_OF_TEXT", 0)
         with pytest.raises(TokenizerError, match=f"^x: ({TOO_MUCH[kind]})"):
             tokenizer.encode_batch(["ab " * 2**20])
-    np.testing.assert_array_equal(
-        tokenizer.encode_batch(["ab"])[0], TRAINED.encode_batch(["ab"])[0]
-    )
+    assert_array_equal(tokenizer.encode_batch(["ab"])[0], TRAINED.encode_batch(["ab"])[0])
 
 
 def test_a_text_that_the_library_cannot_copy_is_a_lack_of_memory(monkeypatch):

@@ -12,12 +12,14 @@ import pytest
 import reference
 from flax import nnx
 from hf_folders import move_adapters, random_model, values
+from numpy.testing import assert_allclose
 from small_generators import SmallDecoder, greedy_ids
 from support import compilations, swept, use_mesh
 from tables import assert_errors, raised_by, read_table, with_tuples
 from variants import small_model
 
 import jaxtp
+from jaxtp import Decoder, LoraConfig, Precision, merge_adapters
 from jaxtp.config.entry import NumericsError
 from jaxtp.data.manifest import BYTES, TokenizerInfo
 from jaxtp.data.tokenizer import ByteTokenizer
@@ -137,7 +139,7 @@ def test_samples_of_a_prompt_are_read_once(mesh):
         ids[: length + TOKENS] = [*prompts[result.index].encode(), *result.ids]
         logits = reference_logits()(SMALL.weights, ids)[length - 1 : length + TOKENS - 1, :256]
         logprobs = jax.nn.log_softmax(logits)[np.arange(TOKENS), np.array(result.ids)]
-        np.testing.assert_allclose(result.logprobs, logprobs, atol=1e-4)
+        assert_allclose(result.logprobs, logprobs, atol=1e-4)
 
 
 @pytest.mark.wide
@@ -225,7 +227,7 @@ WIDE = change(
     head_dim=32,
     num_heads=4,
     tie_embeddings=True,
-    precision=jaxtp.Precision(param="bfloat16"),
+    precision=Precision(param="bfloat16"),
 )
 
 
@@ -293,7 +295,7 @@ def test_the_prefix_of_a_tokenizer_comes_before_text_and_its_end_token_ends_one(
 
 @pytest.mark.wide
 def test_bfloat16_halves_the_cache():
-    half = jaxtp.Precision(param="bfloat16", compute="bfloat16")
+    half = Precision(param="bfloat16", compute="bfloat16")
     sizes = []
     for model in (SMALL, SmallDecoder(change(CONFIG, precision=half))):
         generator = model.generator((1, 2, 2))
@@ -319,7 +321,7 @@ NO_DECODERS = {
     "the model is a Linear, which is not a jaxtp.Decoder": lambda: nnx.Linear(
         2, 2, rngs=nnx.Rngs(0)
     ),
-    "the model is the class Decoder, which is not a jaxtp.Decoder": lambda: jaxtp.Decoder,
+    "the model is the class Decoder, which is not a jaxtp.Decoder": lambda: Decoder,
 }
 
 
@@ -389,7 +391,7 @@ def test_an_update_gives_the_texts_of_the_new_weights():
     compiled again.
     """
     generator = SMALL.generator((1, 1, 2))
-    config = change(CONFIG, lora=jaxtp.LoraConfig(rank=2), sequence_parallel=True, remat="none")
+    config = change(CONFIG, lora=LoraConfig(rank=2), sequence_parallel=True, remat="none")
     with use_mesh(fsdp=2, cp=2, tp=2):
         model = move_adapters(random_model(config))
     generator.generate(PROMPTS, SETTINGS)
@@ -398,7 +400,7 @@ def test_an_update_gives_the_texts_of_the_new_weights():
     deleted = sum(array.nbytes for array in live if array.is_deleted())
     assert deleted >= sum(array.nbytes for array in jax.tree.leaves(nnx.state(SMALL.on(None))))
     assert not any(array.is_deleted() for array in jax.tree.leaves(nnx.state(model)))
-    weights = values(jaxtp.merge_adapters(model))
+    weights = values(merge_adapters(model))
     assert ids_of(generator.generate(PROMPTS, SETTINGS)) == [
         likeliest(prompt, weights) for prompt in PROMPTS
     ]

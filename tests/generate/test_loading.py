@@ -17,6 +17,7 @@ from tables import assert_errors, raised_by, read_json, read_table, write_json
 from variants import small_model
 
 import jaxtp
+from jaxtp import LoraConfig, Precision, add_adapters, make_mesh, merge_adapters
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config.schema import to_plain
 from jaxtp.data.chat_template import ChatError, ChatTemplate
@@ -97,7 +98,7 @@ def test_a_run_of_a_mixture_has_the_tokenizer_of_its_first_dataset(folder, tmp_p
     config = {"model": to_plain(CONFIG), "data": {"mixture": {str(folder): 1.0, "another": 2.0}}}
     with Checkpoints(tmp_path / "run/checkpoints") as checkpoints:
         state = nnx.state(random_model(CONFIG))
-        checkpoints.save(1, state, jaxtp.make_mesh(devices=jax.devices()[:1]), {"config": config})
+        checkpoints.save(1, state, make_mesh(devices=jax.devices()[:1]), {"config": config})
     tokenizer = open_source(tmp_path / "run").tokenizer
     assert tokenizer.info.sha256 == open_source(folder).tokenizer.info.sha256
     with pytest.raises(SourceError, match="does not record its tokenizer"):
@@ -177,7 +178,7 @@ def test_a_text_and_a_chat(folder, conversation, capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["prompt_tokens"] == 1 + 3, "the first token, and a mark and two letters"
     generator, prompts = conversation("to\n", [""], "--dtype=bfloat16")
-    assert generator.config.precision == jaxtp.Precision(param="bfloat16", compute="bfloat16")
+    assert generator.config.precision == Precision(param="bfloat16", compute="bfloat16")
     assert prompts[0].count(1) == 1, (
         "the template spells the first token, and it is not put there twice"
     )
@@ -187,14 +188,14 @@ def test_a_text_and_a_chat(folder, conversation, capsys):
 def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     """In float32 to the stored weights, on a mesh; of a run, they are added to what it trained."""
     with use_mesh(tp=2):
-        adapted = move_adapters(jaxtp.add_adapters(jaxtp.hf.load(folder), jaxtp.LoraConfig(rank=2)))
+        adapted = move_adapters(add_adapters(jaxtp.hf.load(folder), LoraConfig(rank=2)))
         jaxtp.hf.save_adapters(adapted, folder.parent / "adapters")
     asked = GenerateConfig(adapters=folder.parent / "adapters", dtype="float16")
     source = open_source(folder, asked)
     assert source.name == f"{folder} with {asked.adapters}"
-    loaded = source.load(jaxtp.make_mesh(tp=2))
-    assert loaded.config.precision == jaxtp.Precision(param="float16", compute="float16")
-    merged = values(jaxtp.merge_adapters(adapted))
+    loaded = source.load(make_mesh(tp=2))
+    assert loaded.config.precision == Precision(param="float16", compute="float16")
+    merged = values(merge_adapters(adapted))
     assert_same(values(loaded), {name: array.astype("float16") for name, array in merged.items()})
     assert convert(["import", str(folder), str(folder.parent / "run")]) == 0
     flags = [
@@ -224,7 +225,7 @@ def test_the_dtype_is_the_models_on_gpus_and_float32_on_cpus(folder, monkeypatch
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         for asked in (None, "bfloat16"):
             found = open_source(folder, GenerateConfig(dtype=asked)).config.precision
-            assert found == jaxtp.Precision(param=asked or dtype, compute=asked or dtype), (
+            assert found == Precision(param=asked or dtype, compute=asked or dtype), (
                 attributes,
                 backend,
             )

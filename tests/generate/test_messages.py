@@ -3,11 +3,11 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from corpora import dataset, prompts_and_answers, write
 from hf_folders import random_model
 from made_once import made_once
+from numpy.testing import assert_allclose
 from small_tokenizers import CHAT_TOKENS, byte_level
 from support import assert_refused
 from tables import read_json, write_json
@@ -166,7 +166,7 @@ def test_the_loss_of_an_answer_is_the_sum_of_its_log_probabilities(model):
         found = read_json(Path("e.json"))["all"]
         prompt = generator.tokenizer.chat([ASKED], row.get("tools"))
         assert found["tokens"] == len(answer)
-        np.testing.assert_allclose(
+        assert_allclose(
             found["loss"] * len(answer), -sum(forced(generator, prompt, answer)), rtol=1e-5
         )
 

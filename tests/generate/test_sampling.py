@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxtp
 from jaxtp.generate import sampling
@@ -51,18 +52,16 @@ def filtered(logits, p):
 @given(vectors, st.sampled_from([0.0103, 0.31, 0.77, 0.9991]))
 def test_filters_are_their_definitions(logits, p):
     by_top_p, by_min_p = filtered(logits, p)
-    np.testing.assert_array_equal(by_min_p, min_p(logits, p))
+    assert_array_equal(by_min_p, min_p(logits, p))
     sums = np.cumsum(np.sort(softmax(logits))[::-1])
     if np.min(np.abs(sums - p)) > 1e-5:  # else rounding decides
-        np.testing.assert_array_equal(by_top_p, top_p(logits, p))
+        assert_array_equal(by_top_p, top_p(logits, p))
 
 
 @settings(deadline=None)
 @given(vectors, st.sampled_from([1, 4, V, V + 3]))
 def test_top_k(logits, k):
-    np.testing.assert_array_equal(
-        np.isfinite(sampling.keep_top_k(jnp.array(logits), k)), top_k(logits, k)
-    )
+    assert_array_equal(np.isfinite(sampling.keep_top_k(jnp.array(logits), k)), top_k(logits, k))
 
 
 def plainly(logits, chosen):
@@ -123,7 +122,7 @@ def test_tokens_are_drawn_from_the_distribution_that_is_left(name):
         there = wanted > 0
         distance = np.sum((seen[there] - wanted[there]) ** 2 / wanted[there])
         assert distance < chi_square_limit(there.sum() - 1)  # seeds are fixed: it is not chance
-        np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS))[tokens], rtol=1e-5)
+        assert_allclose(logprobs, np.log(softmax(LOGITS))[tokens], rtol=1e-5)
 
 
 def test_temperatures_and_shares_of_zero_or_nearly_zero_take_the_likeliest():

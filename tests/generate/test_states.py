@@ -11,11 +11,13 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 from small_generators import SmallDecoder, greedy_ids
 from support import swept
 from variants import small_model
 
 import jaxtp
+from jaxtp import ModelConfig
 from jaxtp.generate import engine
 from jaxtp.generate.decode_model import (
     decode_mesh,
@@ -186,7 +188,7 @@ def test_a_state_has_one_size_for_rows_of_any_length():
     short, long = (engine.cache_bytes(model, mesh, 8, slots) for slots in (64, 128))
     assert long - short == 8 * 64 * 2 * (2 * 4 * 4)
     assert has_states(model, mesh)
-    without = SmallDecoder(jaxtp.ModelConfig(num_layers=1))
+    without = SmallDecoder(ModelConfig(num_layers=1))
     assert not has_states(to_decode_model(without.on(None), mesh), mesh)
 
 
@@ -267,10 +269,10 @@ def test_rows_that_begin_continue_wait_and_begin_again():
                 x[at] = inputs[place]
             y, caches = decode(x, caches, new)
             found = np.array([y[at] for at in places])
-            np.testing.assert_allclose(
+            assert_allclose(
                 found, [expected[place] for place in places.values()], rtol=1e-4, atol=1e-5
             )
             touched = {*new.rows[0].tolist()} if is_packed else {row for row, _ in places}
             for old, after in zip(before, caches, strict=True):
                 for row in {*range(ROWS)} - touched:
-                    np.testing.assert_array_equal(old[row], after[row])
+                    assert_array_equal(old[row], after[row])

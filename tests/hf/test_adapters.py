@@ -8,10 +8,12 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, random_model, read_tensors, values
 from hf_reference import FOLDER
+from numpy.testing import assert_allclose, assert_array_equal
 from support import swept, use_mesh
 from variants import small_model
 
 import jaxtp
+from jaxtp import Precision, add_adapters, hf, layers, merge_adapters
 from jaxtp.checkpoint.checksum import NonFiniteError
 from jaxtp.config.schema import ConfigError
 from jaxtp.hf.adapters import adapters
@@ -28,11 +30,11 @@ logits_of = nnx.jit(lambda model: model(IDS))
 
 def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsys):
     adapted = random_model(ADAPTED)
-    whole = jaxtp.merge_adapters(adapted)
+    whole = merge_adapters(adapted)
     down = adapted.blocks.mlp.down
     for model, variable, path, save, value in (
-        (adapted, down.loras[0].b, "blocks.mlp.down.loras.0.b", jaxtp.hf.save_adapters, np.inf),
-        (whole, whole.blocks.mlp.down.kernel, "blocks.mlp.down.kernel", jaxtp.hf.save, np.nan),
+        (adapted, down.loras[0].b, "blocks.mlp.down.loras.0.b", hf.save_adapters, np.inf),
+        (whole, whole.blocks.mlp.down.kernel, "blocks.mlp.down.kernel", hf.save, np.nan),
     ):
         variable.set_value(variable[...].at[1, 2, 3].set(value))
         with pytest.raises(NonFiniteError, match=f"{path} has 1 element"):
@@ -92,9 +94,9 @@ def test_adapters_of_mixtures_and_other_attention_are_merged(case):
     kind, sizes = case
     with use_mesh(**sizes):
         model = random_model(replace(PLAIN, **OTHERS[kind]))
-        adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2)))
-        merged = jaxtp.merge_adapters(adapted)
-        np.testing.assert_allclose(logits_of(merged), logits_of(adapted), atol=5e-5)
+        adapted = move_adapters(add_adapters(model, LoraConfig(rank=2)))
+        merged = merge_adapters(adapted)
+        assert_allclose(logits_of(merged), logits_of(adapted), atol=5e-5)
     before = values(model)
     after = values(merged)
     moved = {path for path in before if not np.allclose(before[path], after[path], atol=1e-3)}
@@ -111,16 +113,16 @@ def test_what_cannot_be_exported_or_adapted_is_refused(tmp_path):
     base = FOLDER / "phi3"
     out = tmp_path / "out"
     refusals = [  # the error, words of its message, and the call
-        (jaxtp.errors.HFError, "save_adapters", lambda: jaxtp.hf.save(adapted, out)),
-        (jaxtp.errors.HFError, r"jaxtp\.hf\.save$", lambda: jaxtp.hf.save_adapters(plain, out)),
-        (jaxtp.errors.HFError, "remat", lambda: jaxtp.hf.load(base, remta="none")),
-        (jaxtp.errors.HFError, "add_adapters", lambda: jaxtp.hf.load(base, lora=LORA)),
-        (ConfigError, "merge_adapters", lambda: jaxtp.add_adapters(adapted, LORA)),
-        (ConfigError, "make no adapters", lambda: jaxtp.add_adapters(plain, LoraConfig(rank=0))),
+        (jaxtp.errors.HFError, "save_adapters", lambda: hf.save(adapted, out)),
+        (jaxtp.errors.HFError, r"jaxtp\.hf\.save$", lambda: hf.save_adapters(plain, out)),
+        (jaxtp.errors.HFError, "remat", lambda: hf.load(base, remta="none")),
+        (jaxtp.errors.HFError, "add_adapters", lambda: hf.load(base, lora=LORA)),
+        (ConfigError, "merge_adapters", lambda: add_adapters(adapted, LORA)),
+        (ConfigError, "make no adapters", lambda: add_adapters(plain, LoraConfig(rank=0))),
         (
             ConfigError,
             "make no adapters",
-            lambda: jaxtp.add_adapters(plain, LoraConfig(rank=2, targets=())),
+            lambda: add_adapters(plain, LoraConfig(rank=2, targets=())),
         ),
     ]
     for kind, words, action in refusals:
@@ -132,24 +134,22 @@ def test_what_cannot_be_exported_or_adapted_is_refused(tmp_path):
 def test_adapters_beside_weights_in_16_bits_are_merged_in_float32_and_rounded_once(tmp_path):
     frozen = "bfloat16"
     lora = LoraConfig(rank=3, alpha=5.0, targets=("down_proj",))
-    model = random_model(replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param=frozen)))
-    adapted = move_adapters(jaxtp.add_adapters(model, lora))
+    model = random_model(replace(PLAIN, num_layers=1, precision=Precision(param=frozen)))
+    adapted = move_adapters(add_adapters(model, lora))
     assert {array.dtype.name for array in values(adapted, nnx.LoRAParam).values()} == {"float32"}
-    assert {array.dtype.name for array in values(adapted, jaxtp.layers.FrozenParam).values()} == {
-        frozen
-    }
+    assert {array.dtype.name for array in values(adapted, layers.FrozenParam).values()} == {frozen}
     down = adapted.blocks.mlp.down
     a, b = (np.asarray(factor[...]) for factor in (down.loras[0].a, down.loras[0].b))
     exact = np.asarray(down.kernel[...], np.float32) + lora.scale * a @ b
-    whole = jaxtp.merge_adapters(adapted, dtype="float32")
-    np.testing.assert_allclose(whole.blocks.mlp.down.kernel[...], exact, atol=1e-6)
-    rounded = jaxtp.merge_adapters(adapted)
+    whole = merge_adapters(adapted, dtype="float32")
+    assert_allclose(whole.blocks.mlp.down.kernel[...], exact, atol=1e-6)
+    rounded = merge_adapters(adapted)
     assert rounded.config.precision.param == frozen
-    np.testing.assert_array_equal(
+    assert_array_equal(
         rounded.blocks.mlp.down.kernel[...], whole.blocks.mlp.down.kernel[...].astype(frozen)
     )
-    jaxtp.hf.save_adapters(adapted, tmp_path / "adapters")
+    hf.save_adapters(adapted, tmp_path / "adapters")
     written = read_tensors(tmp_path / "adapters/adapter_model.safetensors")
     assert {array.dtype.name for array in written.values()} == {"float32"}
-    again = jaxtp.hf.load_adapters(model, tmp_path / "adapters")
-    np.testing.assert_array_equal(again.blocks.mlp.down.loras[0].b[...], b)
+    again = hf.load_adapters(model, tmp_path / "adapters")
+    assert_array_equal(again.blocks.mlp.down.loras[0].b[...], b)

@@ -24,12 +24,13 @@ from hf_folders import (
 from hf_reference import EXPERTS, FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from structures import examples
 from support import swept, use_mesh
 from tables import read_json, read_table
 from variants import small_model
 
-import jaxtp
+from jaxtp import ModelConfig, Precision, hf
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
 from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.safetensors import read_header, with_scales
@@ -89,15 +90,11 @@ def older_folder(name, tensors, folder, **attributes):
 def test_experts_are_written_and_read_stacked(name, tmp_path):
     read = []
     model = load_on(FOLDER / name, **MESHES[name])
-    jaxtp.hf.save(
-        model, tmp_path / "out", family=TYPES[name], experts="stacked", max_shard_size="20KB"
-    )
+    hf.save(model, tmp_path / "out", family=TYPES[name], experts="stacked", max_shard_size="20KB")
     written = read_tensors(tmp_path / "out")
     assert_same(written, stacked(name))
     with use_mesh(**MESHES[name]):
-        again = jaxtp.hf.load(
-            tmp_path / "out", progress=lambda done, total: read.append((done, total))
-        )
+        again = hf.load(tmp_path / "out", progress=lambda done, total: read.append((done, total)))
     assert_same(values(again), values(model))
     num_bytes = sum(array.nbytes for array in written.values())
     assert read[-1] == (num_bytes, num_bytes), "every byte once"
@@ -113,9 +110,9 @@ def test_experts_wider_than_a_tile(layout, tmp_path):
         "d_ff": 144,
         "num_experts": 4,
     }
-    model = random_model(jaxtp.ModelConfig(vocab_size=8, num_layers=1, **sizes))
-    jaxtp.hf.save(model, tmp_path / "out", experts=layout)
-    assert_same(values(jaxtp.hf.load(tmp_path / "out")), values(model))
+    model = random_model(ModelConfig(vocab_size=8, num_layers=1, **sizes))
+    hf.save(model, tmp_path / "out", experts=layout)
+    assert_same(values(hf.load(tmp_path / "out")), values(model))
 
 
 MIXED = {  # gate and up, down, the router, and the mesh
@@ -173,10 +170,10 @@ def test_wrong_tensors_are_named(tmp_path):
         for number, row in enumerate(rows):
             folder = wrong_folder(name, row, tmp_path / f"{name} {number}")
             words = [row["says"]] if isinstance(row["says"], str) else row["says"]
-            refusals[str(row)] = partial(jaxtp.hf.load, folder), words
+            refusals[str(row)] = partial(hf.load, folder), words
     for case, (name, named, changed) in NOT_FINITE.items():
         folder = older_folder(name, reference_tensors(name) | changed, tmp_path / case)
-        refusals[case] = partial(jaxtp.hf.load, folder), [named, "not finite"]
+        refusals[case] = partial(hf.load, folder), [named, "not finite"]
     assert_all_refused(refusals)
 
 
@@ -239,8 +236,8 @@ def test_stacked_float8_has_a_scale_of_each(kind, tmp_path):
     quantized = older_folder(
         "mixtral", plain | scaled, tmp_path / "float8", quantization_config=quantization
     )
-    found = jaxtp.hf.load(quantized, precision=jaxtp.Precision())
-    assert_same(values(found), values(jaxtp.hf.load(whole)))
+    found = hf.load(quantized, precision=Precision())
+    assert_same(values(found), values(hf.load(whole)))
 
 
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -271,7 +268,7 @@ def test_mxfp4_numbers(tmp_path, monkeypatch):
             for row, block in tensors["down_blocks"].blocks(first, last)
         }
         assert next(iter(read)) == first
-        np.testing.assert_array_equal(
+        assert_array_equal(
             np.concatenate(list(read.values())), expected.reshape(5, 3, 64)[first:last]
         )
 
@@ -282,7 +279,7 @@ MESHES_OF_MXFP4 = [{"fsdp": 2, "tp": 2}, {"tp": 5}, {"fsdp": 2, "cp": 2, "tp": 3
 @swept("mesh", MESHES_OF_MXFP4, MESHES_OF_MXFP4[0])
 def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     model = load_on(FOLDER / "gpt_oss_mxfp4", **mesh)
-    jaxtp.hf.save(model, tmp_path / "out", dtype="bfloat16")
+    hf.save(model, tmp_path / "out", dtype="bfloat16")
     assert "quantization_config" not in read_json(tmp_path / "out/config.json")
     tensors = read_header(tmp_path / "out/model.safetensors")
     source = read_header(FOLDER / "gpt_oss_mxfp4/model.safetensors")
@@ -292,7 +289,7 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
         "down_proj",
     }
     with use_mesh(**mesh):
-        again = jaxtp.hf.load(tmp_path / "out", precision=jaxtp.Precision())
+        again = hf.load(tmp_path / "out", precision=Precision())
     assert_same(values(again), values(model))
 
 

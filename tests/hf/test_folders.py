@@ -26,10 +26,12 @@ from hf_folders import (
     write_model,
 )
 from hf_reference import FOLDER
+from numpy.testing import assert_allclose
 from support import assert_refused, swept, use_mesh
 from tables import read_json, write_json
 
 import jaxtp
+from jaxtp import Precision, add_adapters, hf, make_mesh, merge_adapters
 from jaxtp.hf.config_json import model_config
 from jaxtp.hf.model_folder import open_folder
 from jaxtp.hf.peft import open_peft
@@ -80,10 +82,10 @@ def multimodal(path, form="older", change=lambda tensors: tensors):
 @swept("form", FORMS, "newer")
 def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     source = multimodal(tmp_path / "source", form)
-    model = jaxtp.hf.load(source)
-    assert_same(values(model), values(jaxtp.hf.load(FOLDER / "gemma3")))
+    model = hf.load(source)
+    assert_same(values(model), values(hf.load(FOLDER / "gemma3")))
     model.norm.scale[...] += 1
-    jaxtp.hf.save(model, tmp_path / "out", like=source, max_shard_size="20KB")
+    hf.save(model, tmp_path / "out", like=source, max_shard_size="20KB")
     before = stored_tensors(source)
     after = stored_tensors(tmp_path / "out")
     assert [name for name in before | after if before.get(name) != after.get(name)] == [
@@ -92,9 +94,9 @@ def test_a_multimodal_folder_comes_back_with_its_text_changed(form, tmp_path):
     for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
         assert read_json(tmp_path / "out" / name) == read_json(source / name)
     changes = {"dtype": "bfloat16", "max_position_embeddings": 99}
-    jaxtp.hf.save(model, tmp_path / "b", like=source, dtype="bfloat16", attributes=changes)
+    hf.save(model, tmp_path / "b", like=source, dtype="bfloat16", attributes=changes)
     assert read_json(tmp_path / "b/config.json")["text_config"].items() >= changes.items()
-    jaxtp.hf.save(model, tmp_path / "text")
+    hf.save(model, tmp_path / "text")
     assert read_json(tmp_path / "text/config.json")["model_type"] == "gemma3_text"
     assert not [name for name in stored_tensors(tmp_path / "text") if "vision" in name]
 
@@ -112,9 +114,9 @@ def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path):
         for name, array in reference_tensors("qwen3_5_moe_mm").items()
     }
     write_model(tmp_path / "source", reference_attributes("qwen3_5_moe_mm"), tensors)
-    model = jaxtp.hf.load(tmp_path / "source")
+    model = hf.load(tmp_path / "source")
     assert model.config.precision.param == "bfloat16"
-    jaxtp.hf.save(model, tmp_path / "out", like=tmp_path / "source")
+    hf.save(model, tmp_path / "out", like=tmp_path / "source")
     found = stored_tensors(tmp_path / "out")
     assert found == stored_tensors(tmp_path / "source")
     assert [name for name in found if "mtp." in name or "experts.gate_up_proj" in name]
@@ -128,7 +130,7 @@ def test_a_text_model_may_have_the_names_of_its_multimodal_folder(tmp_path):
     write_model(
         tmp_path, attributes, changed_tensors(reference_tensors("qwen3_5_mm"), {"drop": ".visual."})
     )
-    assert_same(values(jaxtp.hf.load(tmp_path)), values(jaxtp.hf.load(FOLDER / "qwen3_5_mm")))
+    assert_same(values(hf.load(tmp_path)), values(hf.load(FOLDER / "qwen3_5_mm")))
 
 
 def test_a_shared_expert_of_width_zero_is_none(tmp_path):
@@ -139,10 +141,10 @@ def test_a_shared_expert_of_width_zero_is_none(tmp_path):
     empty = {
         name: array[:, :0] if "down_proj" in name else array[:0] for name, array in tensors.items()
     }
-    found = jaxtp.hf.load(write_model(tmp_path / "empty", attributes, empty | without))
+    found = hf.load(write_model(tmp_path / "empty", attributes, empty | without))
     assert not found.config.shared_experts
     assert_same(
-        values(found), values(jaxtp.hf.load(write_model(tmp_path / "without", attributes, without)))
+        values(found), values(hf.load(write_model(tmp_path / "without", attributes, without)))
     )
 
 
@@ -162,7 +164,7 @@ def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
     refusals = {}
     for words, change in MIXED_UP.items():
         folder = multimodal(tmp_path / words, change=partial(changed_tensors, change=change))
-        refusals[words] = partial(jaxtp.hf.load, folder), [words]
+        refusals[words] = partial(hf.load, folder), [words]
     assert_all_refused(refusals)
 
 
@@ -170,21 +172,19 @@ def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
 def test_prediction_heads_are_copied(tmp_path):
     """Layers past the last, as GLM-4.5 has them."""
     attributes = small_attributes("glm4_moe") | {"num_nextn_predict_layers": 1}
-    jaxtp.hf.save(
-        random_model(model_config(attributes, "it")), tmp_path / "plain", family="glm4_moe"
-    )
+    hf.save(random_model(model_config(attributes, "it")), tmp_path / "plain", family="glm4_moe")
     stored = read_tensors(tmp_path / "plain")
     source = write_model(
         tmp_path / "source", attributes, stored | {"model.layers.2.eh_proj.weight": ONES}
     )
-    jaxtp.hf.save(jaxtp.hf.load(source), tmp_path / "out", like=source)
+    hf.save(hf.load(source), tmp_path / "out", like=source)
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
     assert read_json(tmp_path / "out/config.json") == attributes
     write_model(source, attributes, stored | {"model.layers.3.eh_proj.weight": ONES})
     with pytest.raises(
         jaxtp.errors.HFError, match=r"num_nextn_predict_layers = 1, .*model\.layers\.3"
     ):
-        jaxtp.hf.load(source)
+        hf.load(source)
 
 
 @pytest.mark.wide
@@ -214,7 +214,7 @@ def test_a_kimi_is_written_as_what_it_is(tmp_path):
     shutil.copytree(FOLDER / "deepseek_v3", tmp_path / "kimi")
     attributes = reference_attributes("deepseek_v3", "config_v4.json")
     write_json(tmp_path / "kimi/config.json", attributes | {"model_type": "kimi_k2"})
-    jaxtp.hf.save(jaxtp.hf.load(tmp_path / "kimi"), tmp_path / "out", like=tmp_path / "kimi")
+    hf.save(hf.load(tmp_path / "kimi"), tmp_path / "out", like=tmp_path / "kimi")
     del attributes["auto_map"]
     assert read_json(tmp_path / "out/config.json") == attributes
 
@@ -224,14 +224,14 @@ def test_adapters_need_pairs_next_to_each_other(tmp_path):
     configuration, names its folder.
     """
     base = FOLDER / "deepseek_v3_yarn"
-    config = replace(jaxtp.hf.read_config(base), lora=LoraConfig(rank=2))
+    config = replace(hf.read_config(base), lora=LoraConfig(rank=2))
     write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": str(base)})
     actions = {
-        "a run": partial(load_base, base, config, jaxtp.make_mesh()),
+        "a run": partial(load_base, base, config, make_mesh()),
         "save_adapters": partial(
-            jaxtp.hf.save_adapters, random_model(config), tmp_path / "out", base=base
+            hf.save_adapters, random_model(config), tmp_path / "out", base=base
         ),
-        "adapters": partial(open_peft, tmp_path, jaxtp.hf.read_config(base)),
+        "adapters": partial(open_peft, tmp_path, hf.read_config(base)),
     }
     assert_all_refused(
         {name: (action, ["rope_interleave = False"]) for name, action in actions.items()}
@@ -279,17 +279,17 @@ def small_config(family):
 @swept("family", SMALL, "stablelm")
 def test_rows_are_read_on_a_mesh_as_they_were_written(family, tmp_path):
     model = random_model(small_config(family))
-    jaxtp.hf.save(model, tmp_path / "out", family=family)
+    hf.save(model, tmp_path / "out", family=family)
     with use_mesh(tp=4):
-        jaxtp.hf.save(jaxtp.hf.load(tmp_path / "out"), tmp_path / "again", family=family)
+        hf.save(hf.load(tmp_path / "out"), tmp_path / "again", family=family)
     assert stored_tensors(tmp_path / "again") == stored_tensors(tmp_path / "out")
-    assert_same(values(jaxtp.hf.load(tmp_path / "out")), values(model))
+    assert_same(values(hf.load(tmp_path / "out")), values(model))
 
 
 @pytest.mark.wide
 def test_a_bias_of_choices_stays_float32_in_an_export_in_bfloat16(tmp_path):
     model = random_model(small_config("glm4_moe"))
-    jaxtp.hf.save(model, tmp_path / "out", family="glm4_moe", dtype="bfloat16")
+    hf.save(model, tmp_path / "out", family="glm4_moe", dtype="bfloat16")
     kinds = {
         name: tensor.dtype
         for name, tensor in read_header(tmp_path / "out/model.safetensors").items()
@@ -297,7 +297,7 @@ def test_a_bias_of_choices_stays_float32_in_an_export_in_bfloat16(tmp_path):
     assert {name.rpartition(".")[-1] for name in kinds if kinds[name] == "F32"} == {
         "e_score_correction_bias"
     }
-    assert jaxtp.hf.load(tmp_path / "out").config.precision.param == "bfloat16"
+    assert hf.load(tmp_path / "out").config.precision.param == "bfloat16"
 
 
 IN_BLOCKS = [("mistral", [16, 24]), ("mistral", None), ("deepseek_v3", [5, 7])]
@@ -323,15 +323,13 @@ def test_float8_is_multiplied_by_its_scales(case, tmp_path):
         write_model(tmp_path / "a", attributes, plain),
         write_model(tmp_path / "b", quantized, plain | scaled),
     ]
-    wanted, found = (
-        values(jaxtp.hf.load(folder, precision=jaxtp.Precision())) for folder in folders
-    )
+    wanted, found = (values(hf.load(folder, precision=Precision())) for folder in folders)
     assert_same(found, wanted)
     if name == "mistral" and block is not None:
         key = next(key for key in scaled if key.endswith("_scale_inv"))
         large = {key: np.full_like(scaled[key], 3e38)}
         with pytest.raises(jaxtp.errors.HFError, match=r"_proj.* not finite"):
-            jaxtp.hf.load(write_model(tmp_path / "b", quantized, plain | scaled | large))
+            hf.load(write_model(tmp_path / "b", quantized, plain | scaled | large))
 
 
 @pytest.mark.wide
@@ -339,21 +337,19 @@ def test_adapters_have_the_rows_of_their_kernels(tmp_path):
     """In the files, a merged kernel is the kernel plus the product of its adapter."""
     model = random_model(small_config("glm4"))
     family = "glm4"
-    adapted = jaxtp.add_adapters(
-        model, jaxtp.LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "k_proj"))
-    )
+    adapted = add_adapters(model, jaxtp.LoraConfig(rank=2, alpha=2.0, targets=("q_proj", "k_proj")))
     move_adapters(adapted, scale=1)
-    jaxtp.hf.save(model, tmp_path / "base", family=family)
-    jaxtp.hf.save(jaxtp.merge_adapters(adapted), tmp_path / "merged", family=family)
-    jaxtp.hf.save_adapters(adapted, tmp_path / "adapters", family=family)
+    hf.save(model, tmp_path / "base", family=family)
+    hf.save(merge_adapters(adapted), tmp_path / "merged", family=family)
+    hf.save_adapters(adapted, tmp_path / "adapters", family=family)
     base, merged = (open_folder(tmp_path / name).tensors for name in ("base", "merged"))
     factors = read_tensors(tmp_path / "adapters/adapter_model.safetensors")
     for module in ("layers.0.self_attn.q_proj", "layers.1.self_attn.k_proj"):
         names = [f"base_model.model.model.{module}.lora_{factor}.weight" for factor in "AB"]
         a, b = (factors[name] for name in names)
         kernel = f"model.{module}.weight"
-        np.testing.assert_allclose(merged[kernel].read(), base[kernel].read() + b @ a, atol=1e-5)
-    again = jaxtp.hf.load_adapters(model, tmp_path / "adapters", family=family)
+        assert_allclose(merged[kernel].read(), base[kernel].read() + b @ a, atol=1e-5)
+    again = hf.load_adapters(model, tmp_path / "adapters", family=family)
     assert_same(values(again, nnx.LoRAParam), values(adapted, nnx.LoRAParam))
 
 

@@ -15,11 +15,13 @@ from hf_folders import assert_all_refused, planted, read_tensors, rewritten, wri
 from hf_folders import write_tensors as write
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message, plant
 from support import assert_refused, use_mesh
 from tables import raised_by, read_table, write_json
 
 import jaxtp
+from jaxtp import hf
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, special_tokens
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.model_folder import Folder, open_folder
@@ -271,14 +273,14 @@ def test_a_damaged_or_hostile_folder_is_refused_in_one_message(tmp_path):
         (tmp_path / str(number)).mkdir()
         folder = write_whole(tmp_path / str(number) / "model")
         change(folder)
-        refusals[case] = partial(jaxtp.hf.load, folder), [*words, str(folder)]
+        refusals[case] = partial(hf.load, folder), [*words, str(folder)]
     assert_all_refused(refusals)
 
 
 def test_the_command_prints_the_message_and_writes_nothing(whole, tmp_path, capsys):
     poisoned(Q, np.nan)(whole)
     with pytest.raises(HFError) as refused:
-        jaxtp.hf.load(whole)
+        hf.load(whole)
     assert main(["import", str(whole), str(tmp_path / "run")]) == 2
     assert capsys.readouterr().err == f"jaxtp convert: error: {refused.value}\n"
     assert not (tmp_path / "run").exists()
@@ -288,13 +290,13 @@ def test_a_whole_folder_loads(whole):
     """So that each case fails for its own reason; also with what older versions stored beside
     the weights.
     """
-    jaxtp.hf.load(whole)
+    hf.load(whole)
     weights({"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(1, np.float32)})(whole)
     TIED(whole)
-    assert jaxtp.hf.load(whole).head is None
+    assert hf.load(whole).head is None
     split(whole)
     write_config(whole)
-    assert jaxtp.hf.load(whole).head is not None
+    assert hf.load(whole).head is not None
 
 
 def test_the_index_decides_which_copy_is_read(whole, capsys):
@@ -305,13 +307,13 @@ def test_the_index_decides_which_copy_is_read(whole, capsys):
         | {"model.layers.1.mlp.down_proj.weight": np.ones((4, 6), np.float32)},
     )
     write(whole / WEIGHTS, {each: array + 1 for each, array in tensors().items()})
-    assert all(np.max(leaf) <= 0.5 for leaf in jax.tree.leaves(jaxtp.hf.load(whole)))
+    assert all(np.max(leaf) <= 0.5 for leaf in jax.tree.leaves(hf.load(whole)))
     said = capsys.readouterr().err
     assert f"not read: {WEIGHTS}" in said
     assert "this copy is not read" in said
     (whole / FIRST).unlink()
     (whole / SECOND).unlink()
-    assert all(np.max(leaf) == 1.5 for leaf in jax.tree.leaves(jaxtp.hf.load(whole)))
+    assert all(np.max(leaf) == 1.5 for leaf in jax.tree.leaves(hf.load(whole)))
     assert f"{INDEX} is not read" in capsys.readouterr().err
 
 
@@ -369,7 +371,7 @@ def test_any_copies_and_wrappers(place, copies, stray, kind, tmp_path_factory):
     opened = open_folder(folder)
     assert {*opened.tensors} == {*SHAPES}
     for name, tensor in opened.tensors.items():
-        np.testing.assert_array_equal(tensor.read(), tensors()[name])
+        assert_array_equal(tensor.read(), tensors()[name])
     has_copies = bool(copies) and len(set(place)) == 2
     assert any("this copy is not read" in note for note in opened.notes) == has_copies
     unread = [note.partition("; not read: ")[2] for note in opened.notes]
@@ -393,12 +395,10 @@ def test_a_folder_that_its_mesh_or_options_do_not_fit_is_refused(whole):
             use_mesh(**{axis: 3}),
             pytest.raises(HFError, match=rf"{axis} can be 1, 2"),
         ):
-            jaxtp.hf.load(whole)
+            hf.load(whole)
     for name in ("norm_eps", "remta", "lora"):
-        with pytest.raises(
-            HFError, match=rf"{name}: jaxtp.hf.load takes .*remat.* the architecture"
-        ):
-            jaxtp.hf.load(whole, **{name: 1e-3})
+        with pytest.raises(HFError, match=rf"{name}: hf.load takes .*remat.* the architecture"):
+            hf.load(whole, **{name: 1e-3})
 
 
 def test_weights_may_lie_on_another_disk(whole, tmp_path):
@@ -494,4 +494,4 @@ def test_any_structure_as_a_header_and_an_index(header, index, tmp_path):
 @given(changes=st.dictionaries(st.sampled_from(sorted(CONFIG)), VALUES, min_size=1, max_size=3))
 def test_many_configurations_of_a_whole_folder(changes, tmp_path):
     write_model(tmp_path, CONFIG | changes, tensors())
-    gives_one_of(jaxtp.Decoder, HFError, lambda: jaxtp.hf.load(tmp_path))
+    gives_one_of(jaxtp.Decoder, HFError, lambda: hf.load(tmp_path))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_folders import read_tensors
+from numpy.testing import assert_array_equal
 from run_comparisons import assert_same_records
 from runs import records
 from small_tokenizers import byte_level
@@ -100,7 +101,7 @@ def test_new_rows_are_the_mean_of_the_tokenizers_on_every_mesh(rows, tied, tmp_p
             expected = np.zeros((config.vocab_size, stored[name].shape[1]), np.float32)
             expected[:rows] = stored[name]
             expected[NUM_TOKENS : new.stop] = stored[name][:NUM_TOKENS].mean(0, dtype=np.float64)
-            np.testing.assert_array_equal(arrays[path], expected)
+            assert_array_equal(arrays[path], expected)
         assert named_variables(weights).keys() == arrays.keys()
 
 
@@ -167,8 +168,8 @@ def test_adapters_train_the_rows_of_new_tokens(chats, tmp_path):
     for table in TABLES:
         module = f"base_model.model.{table.removesuffix('.weight')}"
         rows = adapters[f"{module}.token_adapter.trainable_tokens_delta"]
-        np.testing.assert_array_equal(merged[table][:NUM_TOKENS], before[table][:NUM_TOKENS])
-        np.testing.assert_array_equal(merged[table][NUM_TOKENS:], rows)
+        assert_array_equal(merged[table][:NUM_TOKENS], before[table][:NUM_TOKENS])
+        assert_array_equal(merged[table][NUM_TOKENS:], rows)
         distance = np.abs(rows - before[table][:NUM_TOKENS].mean(0)).max()
         assert 0 < distance < 0.2, "they begin as the mean, and move"
 

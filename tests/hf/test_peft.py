@@ -25,17 +25,19 @@ from hf_folders import (
 )
 from hf_reference import FOLDER
 from hypothesis import given
+from numpy.testing import assert_allclose, assert_array_equal
 from structures import changed, examples, gives_one_of
 from support import by_name, swept, use_mesh
 from tables import read_json, read_table, write_json
 
 import jaxtp
+from jaxtp import ModelConfig, add_adapters, hf, make_mesh, merge_adapters
 from jaxtp.hf.peft import PeftFolder, load_adapters, open_peft, with_peft
 from jaxtp.layers.lora import LoraConfig
 
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
-MODEL = jaxtp.ModelConfig(
+MODEL = ModelConfig(
     vocab_size=8, d_model=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=6
 )
 FEATURES = {
@@ -111,7 +113,7 @@ def write(folder, arrays, **attributes):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base") / "model"
-    jaxtp.hf.save(random_model(MODEL), folder)
+    hf.save(random_model(MODEL), folder)
     return folder
 
 
@@ -167,9 +169,9 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
     assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
     with use_mesh(**mesh):
-        adapted = with_peft(jaxtp.hf.load(base), found, jax.sharding.get_mesh())
-        merged = jaxtp.merge_adapters(adapted)
-        jaxtp.hf.save(merged, tmp_path / "merged")
+        adapted = with_peft(hf.load(base), found, jax.sharding.get_mesh())
+        merged = merge_adapters(adapted)
+        hf.save(merged, tmp_path / "merged")
         if kind in ("rslora", "some layers"):
             attributes, found_arrays = written(adapted, tmp_path / "out", base=base)
             assert attributes["base_model_name_or_path"] == str(base)
@@ -183,7 +185,7 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
         a, b = factors_in(arrays, module(target, layer))
         expected[f"{module(target, layer)}.weight"] += scale * (b @ a)
     for name, tensor in read_tensors(tmp_path / "merged").items():
-        np.testing.assert_allclose(tensor, expected[name], atol=2e-5, err_msg=name)
+        assert_allclose(tensor, expected[name], atol=2e-5, err_msg=name)
 
 
 def factors_in(arrays, module):
@@ -215,7 +217,7 @@ def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     """As long as they do, they are written as they came; then as one adapter of the sum of their
     ranks.
     """
-    model = jaxtp.hf.load(FOLDER / name)
+    model = hf.load(FOLDER / name)
     before = values(model)
     layers = range(model.config.num_layers)
     columns = {
@@ -233,14 +235,14 @@ def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     adapted = load_adapters(
         model, write(tmp_path / "adapters", arrays, target_modules=targets), family=name
     )
-    merged = values(jaxtp.merge_adapters(adapted))
+    merged = values(merge_adapters(adapted))
     for (at, paths), layer in itertools.product(columns.items(), layers):
         a, b = factors_in(arrays, at.format(layer))
         joined = [
             np.concatenate([each[path][layer] for path in paths], axis=-1)
             for each in (before, merged)
         ]
-        np.testing.assert_allclose(joined[1], joined[0] + 3 * (b @ a).T, atol=1e-5)
+        assert_allclose(joined[1], joined[0] + 3 * (b @ a).T, atol=1e-5)
     assert_same(written(adapted, tmp_path / "same", family=name)[1], arrays)
     move_adapters(adapted)
     attributes, _ = written(adapted, tmp_path / "trained", family=name)
@@ -259,13 +261,13 @@ PARTS = [
 @swept("targets", PARTS)
 def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
     """The others have zeros: in B if one is trained, else in A too, and stay without an adapter."""
-    model = jaxtp.hf.load(FOLDER / "phi3")
-    adapted = move_adapters(jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)))
+    model = hf.load(FOLDER / "phi3")
+    adapted = move_adapters(add_adapters(model, LoraConfig(rank=2, targets=targets)))
     attributes, _ = written(adapted, tmp_path / "out", family="phi3")
     if attributes.get("rank_pattern"):
         assert_read_again(adapted, model, tmp_path / "out", "phi3")
     again = load_adapters(model, tmp_path / "out", family="phi3")
-    assert_same(values(jaxtp.merge_adapters(again)), values(jaxtp.merge_adapters(adapted)))
+    assert_same(values(merge_adapters(again)), values(merge_adapters(adapted)))
 
 
 @pytest.mark.wide
@@ -275,7 +277,7 @@ def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
     renamed = {
         name.replace(".model.layers", f".{prefix}layers"): array for name, array in arrays.items()
     }
-    model = load_adapters(jaxtp.hf.load(base), write(tmp_path / "renamed", renamed))
+    model = load_adapters(hf.load(base), write(tmp_path / "renamed", renamed))
     for family, before in (("llama", "model."), ("mistral3", "model.language_model.")):
         _, found = written(model, tmp_path / family, family=family)
         expected = {
@@ -291,7 +293,7 @@ def test_adapters_of_the_text_in_a_multimodal_model(prefix, base, tmp_path):
 
 def written(model, folder, **options):
     """Returns the configuration and the tensors of `save_adapters`."""
-    jaxtp.hf.save_adapters(model, folder, **options)
+    hf.save_adapters(model, folder, **options)
     return read_json(folder / SETTINGS), read_tensors(folder / WEIGHTS)
 
 
@@ -306,9 +308,7 @@ E = 3
 R = 2
 D = 4
 F = 6
-MIXTRAL = jaxtp.ModelConfig(
-    **{**vars(MODEL), "num_layers": 2, "num_experts": E, "experts_per_token": 2}
-)
+MIXTRAL = ModelConfig(**{**vars(MODEL), "num_layers": 2, "num_experts": E, "experts_per_token": 2})
 """Of which a PEFT file has these tensors, as PEFT 0.21 writes them with transformers 5, and with
 transformers 4.
 """
@@ -386,7 +386,7 @@ def test_adapters_of_experts(case, tmp_path):
     spelling, sizes = case
     arrays, attributes = of_experts(spelling)
     write(tmp_path / "in", arrays, **attributes)
-    mesh = jaxtp.make_mesh(**sizes)
+    mesh = make_mesh(**sizes)
     with jax.set_mesh(mesh):
         model = random_model(MIXTRAL)
         adapted = load_adapters(model, tmp_path / "in", family="mixtral")
@@ -396,15 +396,15 @@ def test_adapters_of_experts(case, tmp_path):
         assert_same(found, arrays)
         for name in ("target_modules", "target_parameters", "rank_pattern"):
             assert found_attributes.get(name) == attributes.get(name), name
-        merged = jaxtp.merge_adapters(adapted)
+        merged = merge_adapters(adapted)
         other = "separate" if spelling == "stacked" else "stacked"
-        jaxtp.hf.save_adapters(adapted, tmp_path / "other", family="mixtral", experts=other)
-        again = jaxtp.merge_adapters(load_adapters(model, tmp_path / "other", family="mixtral"))
+        hf.save_adapters(adapted, tmp_path / "other", family="mixtral", experts=other)
+        again = merge_adapters(load_adapters(model, tmp_path / "other", family="mixtral"))
     before, after, same = (by_name(nnx.state(each), mesh) for each in (model, merged, again))
     for layer in range(2):
         for name, added in zip(KERNELS, added_by(arrays, layer), strict=True):
-            np.testing.assert_allclose(after[name][layer], before[name][layer] + added, atol=2e-5)
-            np.testing.assert_allclose(same[name][layer], after[name][layer], atol=2e-6)
+            assert_allclose(after[name][layer], before[name][layer] + added, atol=2e-5)
+            assert_allclose(same[name][layer], after[name][layer], atol=2e-6)
 
 
 @pytest.mark.wide
@@ -414,7 +414,7 @@ def test_experts_of_which_gate_and_up_differ(tmp_path):
     parameter = "mlp.experts.gate_up_proj"
     for rslora, scale in ((False, 2), (True, 2**0.5)):
         lora = LoraConfig(rank=R, alpha=6.0, rslora=rslora, targets=("gate_proj", "up_proj"))
-        adapted = move_adapters(jaxtp.add_adapters(model, lora))
+        adapted = move_adapters(add_adapters(model, lora))
         attributes, out = written(adapted, tmp_path / f"out {rslora}", family="mixtral")
         assert (attributes["target_modules"], attributes["target_parameters"]) == ([], [parameter])
         assert attributes["rank_pattern"] == {parameter: 2 * R}
@@ -423,8 +423,8 @@ def test_experts_of_which_gate_and_up_differ(tmp_path):
     a = a.reshape(E, 2 * R, D)
     b = b.reshape(2 * F, 2 * R, E)
     mlp = adapted.blocks.mlp
-    np.testing.assert_array_equal(a[:, :R], mlp.gate_lora.a[...][1].swapaxes(1, 2))
-    np.testing.assert_array_equal(b[F:, R:], mlp.up_lora.b[...][1].T)
+    assert_array_equal(a[:, :R], mlp.gate_lora.a[...][1].swapaxes(1, 2))
+    assert_array_equal(b[F:, R:], mlp.up_lora.b[...][1].T)
     assert not b[F:, :R].any()
     assert not b[:F, R:].any()
     assert_read_again(adapted, model, tmp_path / "out True", "mixtral")
@@ -538,7 +538,7 @@ def test_adapters_that_are_not_finite_are_refused(base, whole):
     name = factor_name(module("q_proj", 0), "B")
     found[name][1, 0] = math.nan
     with pytest.raises(jaxtp.errors.HFError, match=f"{name} has elements that are not finite"):
-        load_adapters(jaxtp.hf.load(base), write(whole, found))
+        load_adapters(hf.load(base), write(whole, found))
 
 
 def test_attributes_that_say_nothing_are_skipped(whole):
@@ -550,7 +550,7 @@ def test_attributes_that_say_nothing_are_skipped(whole):
 
 
 def test_a_model_has_one_set_of_adapters(base, whole):
-    model = load_adapters(jaxtp.hf.load(base), whole)
+    model = load_adapters(hf.load(base), whole)
     with pytest.raises(jaxtp.errors.HFError, match="has adapters already"):
         load_adapters(model, whole)
 

@@ -11,11 +11,13 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, reference_attributes, values
 from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, model_types
+from numpy.testing import assert_allclose
 from small_generators import greedy_ids
 from support import cached_and_whole, outputs_of, relative_error, sizes_of, swept, use_mesh
 from updates import shifted, updated
 
 import jaxtp
+from jaxtp import hf
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.config_json import family_of, model_config
 from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
@@ -103,7 +105,7 @@ def test_logits_losses_and_gradients(case):
     reference = hf_reference.load(name)
     ids = reference["input_ids"].astype(np.int32)
     with use_mesh(**sizes_of(sizes)):
-        model = jaxtp.hf.load(FOLDER / name, sequence_parallel=split, loss_chunk=16)
+        model = hf.load(FOLDER / name, sequence_parallel=split, loss_chunk=16)
         graph, state = nnx.split(model)
 
         def mean_loss(state, labels):
@@ -141,7 +143,7 @@ def test_logits(case):
     name, sizes, split = case
     reference = hf_reference.load(name)
     with use_mesh(**sizes_of(sizes)):
-        model = jaxtp.hf.load(FOLDER / name, sequence_parallel=split)
+        model = hf.load(FOLDER / name, sequence_parallel=split)
         logits = outputs_of(model, reference["input_ids"].astype(np.int32))
     assert_logits(logits, reference["logits"])
 
@@ -181,7 +183,7 @@ def test_sequences_in_a_row_are_as_alone_and_a_cache_is_as_the_whole(name):
     )
     segments = np.broadcast_to(1 + (np.arange(ids.shape[1]) >= cut), ids.shape).astype(np.int32)
     with use_mesh(fsdp=2, tp=2):
-        model = jaxtp.hf.load(FOLDER / name)
+        model = hf.load(FOLDER / name)
         packed = outputs_of(model, rows, segments=segments)
         cached, whole = cached_and_whole(*nnx.split(model), ids, cut)
     assert_logits(packed, expected)
@@ -199,7 +201,7 @@ def test_adapters_are_trained_and_kept_in_the_format_of_peft(name, tmp_path):
     )
     family = family_of(read_attributes(FOLDER / name), name).model_type
     with use_mesh(fsdp=2, tp=2):
-        model = jaxtp.hf.load(FOLDER / name)
+        model = hf.load(FOLDER / name)
         adapted = move_adapters(jaxtp.add_adapters(model, jaxtp.LoraConfig(rank=2)))
         graph, trained, others = nnx.split(adapted, nnx.LoRAParam, ...)
 
@@ -213,8 +215,8 @@ def test_adapters_are_trained_and_kept_in_the_format_of_peft(name, tmp_path):
         loss, grads = loss_of(trained, others)
         without, _ = loss_of(jax.tree.map(lambda array: 0 * array, trained), others)
         assert all(np.abs(np.asarray(grad)).max() > 0 for grad in jax.tree.leaves(grads))
-        jaxtp.hf.save_adapters(adapted, tmp_path / "adapters", family=family)
-        again = jaxtp.hf.load_adapters(model, tmp_path / "adapters", family=family)
+        hf.save_adapters(adapted, tmp_path / "adapters", family=family)
+        again = hf.load_adapters(model, tmp_path / "adapters", family=family)
         read_back, _ = loss_of(nnx.state(again, nnx.LoRAParam), others)
     assert abs(loss - without) > 1e-3
     assert abs(read_back - loss) < 1e-4
@@ -235,7 +237,7 @@ def test_greedy_tokens():
     reference = hf_reference.load("llama_kv2")
     (prompt,) = reference["gen_prompt"]
     (expected,) = reference["gen_tokens"].tolist()
-    model = jaxtp.hf.load(FOLDER / "llama_kv2")
+    model = hf.load(FOLDER / "llama_kv2")
     logits = lambda ids: outputs_of(model, ids[None])[0]
     length = len(prompt) + len(expected)
     assert [*greedy_ids(logits, prompt, len(expected), length, num_ids=None)] == expected
@@ -248,8 +250,8 @@ def test_updates_of_adamw(name):
     model, losses, norms = updated(
         FOLDER / name, mesh, reference["batches"], eps=float(reference.get("eps", 1e-8))
     )
-    np.testing.assert_allclose(losses, reference["losses64"], atol=1e-5, rtol=0)
-    np.testing.assert_allclose(norms, reference["grad_norms64"], rtol=5e-6)
+    assert_allclose(losses, reference["losses64"], atol=1e-5, rtol=0)
+    assert_allclose(norms, reference["grad_norms64"], rtol=5e-6)
     final = by_their_names(nnx.state(model), model.config, name)
     errors = hf_reference.sketched_errors(final, reference, "final")
     assert max(errors.values()) < 5e-5, errors
@@ -275,7 +277,7 @@ def test_sixteen_bit_compute_stays_near(case):
     reference = hf_reference.load("llama_gqa")
     precision = jaxtp.Precision(param=dtype, compute=dtype)
     with use_mesh(tp=2):
-        model = jaxtp.hf.load(FOLDER / "llama_gqa", precision=precision, attention=attention)
+        model = hf.load(FOLDER / "llama_gqa", precision=precision, attention=attention)
         logits = outputs_of(model, reference["input_ids"].astype(np.int32))
     error = np.asarray(logits, np.float64) - reference["logits"]
     assert np.linalg.norm(error) < bound * np.linalg.norm(reference["logits"])

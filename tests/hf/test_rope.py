@@ -7,10 +7,10 @@ import math
 from functools import partial
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hf_folders import assert_all_refused
 from hf_reference import FOLDER
+from numpy.testing import assert_allclose
 from tables import read_json, read_table
 
 import jaxtp
@@ -56,9 +56,7 @@ def test_frequencies_are_those_of_transformers():
         found = rope_frequencies(
             case["head_dim"], config.rope_theta, config.rope_scaling, case["length"]
         )
-        np.testing.assert_allclose(
-            found[case["dims"]], case["frequencies"], rtol=1e-13, err_msg=str(rope)
-        )
+        assert_allclose(found[case["dims"]], case["frequencies"], rtol=1e-13, err_msg=str(rope))
         factors[case["size"]] = config.rope_scaling
     for size, scaling in factors.items():
         assert attention_factor(scaling) == pytest.approx(size, rel=1e-6), scaling

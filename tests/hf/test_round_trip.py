@@ -23,6 +23,7 @@ from support import swept
 from tables import read_json, read_table, with_tuples
 
 import jaxtp
+from jaxtp import hf
 from jaxtp.hf.config_json import choose_family, family_of, write_attributes
 from jaxtp.hf.families import FAMILIES, WRAPPERS
 from jaxtp.hf.model_folder import INDEX, open_folder, read_attributes
@@ -68,7 +69,7 @@ def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
     model = load_on(source, **mesh)
     family = family_of(read_attributes(source), name)
     whole = {"family": family.model_type} if family.wrapper is None else {"like": source}
-    jaxtp.hf.save(model, tmp_path / "out", **whole, max_shard_size="20KB")
+    hf.save(model, tmp_path / "out", **whole, max_shard_size="20KB")
     expected = stored_tensors(source)
     found = stored_tensors(tmp_path / "out")
     if family.wrapper is None:
@@ -80,7 +81,7 @@ def test_an_export_equals_what_was_imported_bit_by_bit(case, tmp_path):
         )
     differing = [name for name in expected | found if expected.get(name) != found.get(name)]
     assert not [name for name in differing if not is_ignored(name, family)]
-    assert jaxtp.hf.read_config(tmp_path / "out") == jaxtp.hf.read_config(source)
+    assert hf.read_config(tmp_path / "out") == hf.read_config(source)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     index = read_json(tmp_path / "out" / INDEX)
     assert index["weight_map"].keys() == found.keys()
@@ -96,7 +97,7 @@ def test_sixteen_bits(dtype, tmp_path):
     model = load_on(source, fsdp=2, tp=2)
     assert model.config.precision.param == PARAMS[dtype]
     assert all(leaf.dtype == PARAMS[dtype] for leaf in jax.tree.leaves(nnx.state(model)))
-    jaxtp.hf.save(model, tmp_path / "out", dtype="float16" if dtype == "F16" else None)
+    hf.save(model, tmp_path / "out", dtype="float16" if dtype == "F16" else None)
     assert stored_tensors(tmp_path / "out") == stored_tensors(source)
 
 
@@ -116,19 +117,19 @@ def test_an_export_leaves_no_half_of_a_folder_and_no_other_folder_changed(small,
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        jaxtp.hf.save(small, tmp_path / "out", progress=stop)
+        hf.save(small, tmp_path / "out", progress=stop)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(jaxtp.errors.HFError, match="already exists"):
-        jaxtp.hf.save(small, tmp_path)
+        hf.save(small, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_an_export_without_a_tokenizer_is_mentioned(small, tmp_path, capsys):
-    jaxtp.hf.save(small, tmp_path / "out")
+    hf.save(small, tmp_path / "out")
     assert "--tokenizer-from" in capsys.readouterr().err
     (tmp_path / "out/tokenizer.json").write_text("{}")
-    jaxtp.hf.save(small, tmp_path / "with", tokenizer_from=tmp_path / "out")
+    hf.save(small, tmp_path / "with", tokenizer_from=tmp_path / "out")
     assert capsys.readouterr().err == ""
 
 
@@ -137,8 +138,8 @@ def test_progress_counts_every_byte(name, tmp_path):
     """Once, also where a tensor is several parameters."""
     read = []
     written = []
-    model = jaxtp.hf.load(FOLDER / name, progress=lambda *counts: read.append(counts))
-    jaxtp.hf.save(model, tmp_path / "out", progress=lambda *counts: written.append(counts))
+    model = hf.load(FOLDER / name, progress=lambda *counts: read.append(counts))
+    hf.save(model, tmp_path / "out", progress=lambda *counts: written.append(counts))
     total = sum(
         tensor.num_bytes for tensor in read_header(FOLDER / name / "model.safetensors").values()
     )
@@ -192,10 +193,10 @@ def test_a_model_of_no_family_is_refused():
 
 def test_shards_hold_what_fits(small, tmp_path):
     for size, files in ((10**9, 1), ("2KB", 3), (1, 21)):
-        jaxtp.hf.save(small, tmp_path / str(size), max_shard_size=size)
+        hf.save(small, tmp_path / str(size), max_shard_size=size)
         assert len(list((tmp_path / str(size)).glob("*.safetensors"))) == files
     with pytest.raises(jaxtp.errors.HFError, match="max_shard_size = '5 apples'"):
-        jaxtp.hf.save(small, tmp_path / "other", max_shard_size="5 apples")
+        hf.save(small, tmp_path / "other", max_shard_size="5 apples")
 
 
 @pytest.mark.wide
@@ -203,16 +204,16 @@ def test_scalars_with_one_value(tmp_path):
     """An export writes them in the dtype of the others; an import needs none, and refuses other
     values.
     """
-    model = jaxtp.hf.load(FOLDER / "apertus")
+    model = hf.load(FOLDER / "apertus")
     name = "model.layers.1.mlp.act_fn.beta"
-    jaxtp.hf.save(model, tmp_path / "out", dtype="bfloat16")
+    hf.save(model, tmp_path / "out", dtype="bfloat16")
     tensors = open_folder(tmp_path / "out").tensors
     assert (tensors[name].dtype, tensors[name].shape, tensors[name].is_about(0.5)) == (
         "BF16",
         (),
         True,
     )
-    assert jaxtp.hf.load(tmp_path / "out").config.precision.param == "bfloat16"
+    assert hf.load(tmp_path / "out").config.precision.param == "bfloat16"
     arrays = {
         key: tensor.read()
         for key, tensor in open_folder(FOLDER / "apertus").tensors.items()
@@ -221,6 +222,6 @@ def test_scalars_with_one_value(tmp_path):
     attributes = reference_attributes("apertus")
     write_model(tmp_path / "without", attributes, arrays)
     write_model(tmp_path / "wrong", attributes, arrays | {name: np.float32(0.6)})
-    assert jaxtp.hf.load(tmp_path / "without").config == model.config
+    assert hf.load(tmp_path / "without").config == model.config
     with pytest.raises(jaxtp.errors.HFError, match=rf"{name}, .* 0\.5$"):
-        jaxtp.hf.load(tmp_path / "wrong")
+        hf.load(tmp_path / "wrong")

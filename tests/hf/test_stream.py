@@ -9,6 +9,7 @@ from support import decoder, swept, use_mesh
 from variants import small_model
 
 import jaxtp
+from jaxtp import hf
 
 NAMES = ["mixtral", "qwen3_next", "gpt_oss"]
 """Models, which are of families of the same names; and a Llama."""
@@ -16,7 +17,7 @@ LLAMA = small_model(num_layers=2)
 
 
 def adapted(name):
-    model = random_model(LLAMA) if name == "llama" else jaxtp.hf.load(FOLDER / name)
+    model = random_model(LLAMA) if name == "llama" else hf.load(FOLDER / name)
     return move_adapters(
         jaxtp.add_adapters(
             model, jaxtp.LoraConfig(rank=2, targets=("q_proj", "o_proj", "down_proj"))
@@ -28,9 +29,9 @@ def adapted(name):
 def test_streamed_weights_equal_those_in_the_files(name, tmp_path):
     with use_mesh(fsdp=2, tp=2):
         model = adapted(name)
-        jaxtp.hf.save(jaxtp.merge_adapters(model), tmp_path / "out", family=name)
-        streamed = dict(jaxtp.hf.stream_weights(model, family=name))
-        _, rounded = next(jaxtp.hf.stream_weights(model, family=name, dtype="bfloat16"))
+        hf.save(jaxtp.merge_adapters(model), tmp_path / "out", family=name)
+        streamed = dict(hf.stream_weights(model, family=name))
+        _, rounded = next(hf.stream_weights(model, family=name, dtype="bfloat16"))
     assert_same(streamed, read_tensors(tmp_path / "out"))
     assert rounded.dtype == "bfloat16"
 
@@ -39,9 +40,7 @@ def test_a_device_holds_one_tensor_more_at_a_time():
     with use_mesh(fsdp=2, tp=2):
         model = adapted("llama")
         before = live_bytes()
-        more = [
-            (live_bytes() - before, array.nbytes) for _, array in jaxtp.hf.stream_weights(model)
-        ]
+        more = [(live_bytes() - before, array.nbytes) for _, array in hf.stream_weights(model)]
     assert max(each for each, _ in more) <= max(size for _, size in more)
     assert live_bytes() == before
 
@@ -54,4 +53,4 @@ def test_a_model_of_no_family_is_refused_before_the_first_tensor():
     config = jaxtp.ModelConfig(num_layers=1, d_model=16, residual_scale=0.3, logit_softcap=3.0)
     abstract = nnx.eval_shape(decoder(config))
     with pytest.raises(jaxtp.errors.HFError, match="no family can represent this model"):
-        jaxtp.hf.stream_weights(abstract)
+        hf.stream_weights(abstract)

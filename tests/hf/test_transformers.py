@@ -10,11 +10,13 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, random_model, reference_tensors, stored_tensors, write_tensors
 from hf_reference import FOLDER, model_types
+from numpy.testing import assert_allclose, assert_array_equal
 from support import use_mesh
 from tables import read_json, write_json
 from variants import small_model
 
 import jaxtp
+from jaxtp import add_adapters, hf, merge_adapters
 from jaxtp.hf.config_json import family_of
 from jaxtp.hf.families import FAMILIES, WRAPPERS
 from jaxtp.hf.model_folder import read_attributes
@@ -135,11 +137,9 @@ def test_mxfp4_is_what_transformers_reads(tmp_path):
     write_tensors(tmp_path / "it", arrays)
     found = with_scales(read_header(tmp_path / "it"), (1, 1))["e_blocks"].read()
     expected = mxfp4.convert_moe_packed_tensors(*(torch.tensor(array) for array in arrays.values()))
-    np.testing.assert_array_equal(
-        found.view(np.uint16), expected.mT.contiguous().view(torch.uint16).numpy()
-    )
+    assert_array_equal(found.view(np.uint16), expected.mT.contiguous().view(torch.uint16).numpy())
     folder = FOLDER / "gpt_oss_mxfp4"
-    np.testing.assert_allclose(theirs(folder, IDS), ours(jaxtp.hf.load(folder), IDS), atol=5e-5)
+    assert_allclose(theirs(folder, IDS), ours(hf.load(folder), IDS), atol=5e-5)
 
 
 def test_every_family_is_a_reference():
@@ -157,26 +157,24 @@ def test_an_export_is_read_by_transformers_and_peft(source, tmp_path):
     with np.load(source / "reference.npz") as reference:
         ids = reference["input_ids"].astype(np.int32)
     with use_mesh(1, 2, 2):
-        model = jaxtp.hf.load(source)
-        adapted = move_adapters(
-            jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True)), scale=0.05
-        )
+        model = hf.load(source)
+        adapted = move_adapters(add_adapters(model, LoraConfig(rank=2, rslora=True)), scale=0.05)
         expected = ours(adapted, ids)
         layout = "stacked" if model.config.most_experts and family.wrapper is None else "separate"
-        jaxtp.hf.save(jaxtp.merge_adapters(adapted), tmp_path / "merged", **whole, experts=layout)
-        jaxtp.hf.save(model, tmp_path / "base", **whole)
-        jaxtp.hf.save_adapters(adapted, tmp_path / "adapters", family=name)
+        hf.save(merge_adapters(adapted), tmp_path / "merged", **whole, experts=layout)
+        hf.save(model, tmp_path / "base", **whole)
+        hf.save_adapters(adapted, tmp_path / "adapters", family=name)
         if name in CONVERTED:
-            jaxtp.hf.save_adapters(
+            hf.save_adapters(
                 adapted, tmp_path / "adapters of modules", family=name, experts="separate"
             )
     if family.wrapper is not None:
         kept, written = (others(folder, family.wrapper) for folder in (source, tmp_path / "merged"))
         assert kept
         assert written == kept
-    np.testing.assert_allclose(theirs(tmp_path / "merged", ids), expected, atol=1e-4)
+    assert_allclose(theirs(tmp_path / "merged", ids), expected, atol=1e-4)
     for adapters in tmp_path.glob("adapters*"):
-        np.testing.assert_allclose(theirs(tmp_path / "base", ids, adapters), expected, atol=1e-4)
+        assert_allclose(theirs(tmp_path / "base", ids, adapters), expected, atol=1e-4)
 
 
 def model_type(folder):
@@ -210,7 +208,7 @@ def by_peft(base, folder, **settings):
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("transformers") / "base"
-    jaxtp.hf.save(random_model(PLAIN), folder)
+    hf.save(random_model(PLAIN), folder)
     return folder
 
 
@@ -222,7 +220,7 @@ def test_adapters_of_peft_are_read_on_a_mesh_and_merged_by_the_command(kind, bas
         convert(["export", str(base), str(tmp_path / "merged"), f"--adapters={tmp_path}/theirs"])
         == 0
     )
-    np.testing.assert_allclose(theirs(tmp_path / "merged", IDS), begun, atol=1e-4)
+    assert_allclose(theirs(tmp_path / "merged", IDS), begun, atol=1e-4)
     assert_trained_on(base, begun, tmp_path)
 
 
@@ -278,15 +276,15 @@ SOME = [
 def test_adapters_of_some_projections_of_a_tensor(name, targets, tmp_path):
     """The others of its tensor have zeros."""
     with use_mesh(1, 2, 2):
-        model = jaxtp.hf.load(FOLDER / name)
+        model = hf.load(FOLDER / name)
         adapted = move_adapters(
-            jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets)), scale=0.05
+            add_adapters(model, LoraConfig(rank=2, targets=targets)), scale=0.05
         )
-        jaxtp.hf.save_adapters(adapted, tmp_path / "ours", family=model_type(FOLDER / name))
+        hf.save_adapters(adapted, tmp_path / "ours", family=model_type(FOLDER / name))
         expected = ours(adapted, IDS)
-        again = jaxtp.hf.load_adapters(model, tmp_path / "ours", family=model_type(FOLDER / name))
-        np.testing.assert_allclose(ours(again, IDS), expected, atol=1e-5)
-    np.testing.assert_allclose(theirs(FOLDER / name, IDS, tmp_path / "ours"), expected, atol=1e-4)
+        again = hf.load_adapters(model, tmp_path / "ours", family=model_type(FOLDER / name))
+        assert_allclose(ours(again, IDS), expected, atol=1e-5)
+    assert_allclose(theirs(FOLDER / name, IDS, tmp_path / "ours"), expected, atol=1e-4)
 
 
 def test_all_linear_layers_of_a_model_with_experts_but_its_gate(tmp_path):
@@ -297,7 +295,7 @@ def test_all_linear_layers_of_a_model_with_experts_but_its_gate(tmp_path):
     with pytest.raises(
         jaxtp.errors.HFError, match=r"adapters of .*shared_expert_gate are not supported"
     ):
-        jaxtp.hf.load_adapters(jaxtp.hf.load(base), tmp_path / "with it")
+        hf.load_adapters(hf.load(base), tmp_path / "with it")
     begun = by_peft(base, tmp_path / "theirs", r=2, target_modules="all-linear", **but)
     assert_trained_on(base, begun, tmp_path)
 
@@ -335,13 +333,13 @@ def assert_trained_on(base, begun, tmp_path):
     """PEFT's adapters in `theirs` are read, changed, merged, and read by PEFT."""
     family = model_type(base)
     with use_mesh(1, 2, 2):
-        adapted = jaxtp.hf.load_adapters(jaxtp.hf.load(base), tmp_path / "theirs", family=family)
-        np.testing.assert_allclose(ours(adapted, IDS), begun, atol=1e-4)
-        jaxtp.hf.save_adapters(adapted, tmp_path / "same", family=family)
+        adapted = hf.load_adapters(hf.load(base), tmp_path / "theirs", family=family)
+        assert_allclose(ours(adapted, IDS), begun, atol=1e-4)
+        hf.save_adapters(adapted, tmp_path / "same", family=family)
         move_adapters(adapted, scale=0.05)
-        jaxtp.hf.save_adapters(adapted, tmp_path / "ours", family=family)
+        hf.save_adapters(adapted, tmp_path / "ours", family=family)
         after = ours(adapted, IDS)
-        np.testing.assert_allclose(ours(jaxtp.merge_adapters(adapted), IDS), after, atol=1e-4)
-    np.testing.assert_allclose(theirs(base, IDS, tmp_path / "same"), begun, atol=1e-4)
-    np.testing.assert_allclose(theirs(base, IDS, tmp_path / "ours"), after, atol=1e-4)
+        assert_allclose(ours(merge_adapters(adapted), IDS), after, atol=1e-4)
+    assert_allclose(theirs(base, IDS, tmp_path / "same"), begun, atol=1e-4)
+    assert_allclose(theirs(base, IDS, tmp_path / "ours"), after, atol=1e-4)
     assert np.abs(after - begun).max() > 1e-3  # ten times what may differ

@@ -18,7 +18,7 @@ from planted import errors_of, plant_weights, with_gradient
 from support import by_name, random_weights, relative_error, state_on_mesh, swept, use_mesh
 from variants import small_model
 
-import jaxtp
+from jaxtp import ColumnParallelLinear, Precision, RowParallelLinear
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import (
     WeightDtypes,
@@ -59,7 +59,7 @@ def row_layer():
     """
     adapter = LoraConfig(rank=RANK, alpha=SCALE * RANK)
     context = LayerContext(sequence_parallel=True, lora=adapter)
-    return jaxtp.RowParallelLinear(F, D, context, use_bias=True, target="o_proj", rngs=nnx.Rngs(0))
+    return RowParallelLinear(F, D, context, use_bias=True, target="o_proj", rngs=nnx.Rngs(0))
 
 
 def found_on(mesh, layer, weights, x, g):
@@ -431,9 +431,9 @@ def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction()
 
 
 def column_in_float8():
-    precision = jaxtp.Precision(matmul="float8", matmul_least=1)
+    precision = Precision(matmul="float8", matmul_least=1)
     context = LayerContext(sequence_parallel=True, precision=precision)
-    return jaxtp.ColumnParallelLinear(D, F, context, rngs=nnx.Rngs(0))
+    return ColumnParallelLinear(D, F, context, rngs=nnx.Rngs(0))
 
 
 def gathered_in_float8():

@@ -10,7 +10,7 @@ import numpy as np
 from support import relative_error, swept, use_mesh
 from tables import read_table
 
-import jaxtp
+from jaxtp import Precision
 from jaxtp.layers import HeadConfig, LayerContext
 from jaxtp.layers.loss import vocab_parallel_statistics, vocab_parallel_top_k
 from jaxtp.layers.parameter import PaddedDim
@@ -19,10 +19,10 @@ from jaxtp.losses import vocab_parallel_cross_entropy
 D = 24
 V = 40
 CHUNK = 6
-LOW = jaxtp.Precision(compute="bfloat16")
+LOW = Precision(compute="bfloat16")
 
 
-def total(x, table, labels, chunk_size, precision=jaxtp.Precision()):
+def total(x, table, labels, chunk_size, precision=Precision()):
     head = HeadConfig(V, LayerContext(precision=precision), chunk_size=chunk_size)
     return vocab_parallel_cross_entropy(x, table, labels, head)[0]
 
@@ -34,7 +34,7 @@ def given(rows, length):
     return x, table, jax.random.randint(keys[2], (rows, length), 0, V)
 
 
-def traced(rows, length, chunk_size, precision=jaxtp.Precision()):
+def traced(rows, length, chunk_size, precision=Precision()):
     """Returns the equations of the loss and its gradients."""
     gradient = jax.grad(lambda *args: total(*args, chunk_size, precision), argnums=(0, 1))
     return [*accounts.equations(jax.make_jaxpr(gradient)(*given(rows, length)).jaxpr)]
@@ -42,7 +42,7 @@ def traced(rows, length, chunk_size, precision=jaxtp.Precision()):
 
 def test_products_are_in_the_compute_dtype():
     for dtype in ("bfloat16", "float32"):
-        equations = traced(4, 4, CHUNK, jaxtp.Precision(compute=dtype))
+        equations = traced(4, 4, CHUNK, Precision(compute=dtype))
         products = [
             [v.aval.dtype for v in e.invars] for e in equations if e.primitive.name == "dot_general"
         ]

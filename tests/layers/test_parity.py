@@ -26,7 +26,19 @@ from support import (
 from tables import read_table
 from variants import variant
 
-import jaxtp
+from jaxtp import (
+    MLP,
+    AttentionConfig,
+    CausalSelfAttention,
+    ColumnParallelLinear,
+    MLPConfig,
+    Norm,
+    NormConfig,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    make_mesh,
+)
 from jaxtp.layers import HeadConfig, LayerContext, vocab_parallel_logits
 from jaxtp.losses import vocab_parallel_cross_entropy
 
@@ -76,7 +88,7 @@ def biased_loss_by_the_book(w, x):
 
 
 def column(features=F, context=SPLIT, **options):
-    return lambda rngs: jaxtp.ColumnParallelLinear(D, features, context, rngs=rngs, **options)
+    return lambda rngs: ColumnParallelLinear(D, features, context, rngs=rngs, **options)
 
 
 LINEAR = {
@@ -91,18 +103,16 @@ LINEAR = {
         lambda layer, x: jnp.concatenate(layer(x), axis=-1),
     ),
     "row": Case(
-        lambda rngs: jaxtp.RowParallelLinear(F, D, SPLIT, use_bias=True, rngs=rngs),
+        lambda rngs: RowParallelLinear(F, D, SPLIT, use_bias=True, rngs=rngs),
         lambda w, x: x @ w["kernel"] + w["bias"],
         shape=(B, T, F),
     ),
     "SwiGLU": Case(
-        lambda rngs: jaxtp.MLP(D, jaxtp.MLPConfig(d_ff=F, mlp_bias=True), rngs=rngs),
+        lambda rngs: MLP(D, MLPConfig(d_ff=F, mlp_bias=True), rngs=rngs),
         lambda w, x: reference.swiglu(x, reference.named(w, reference.MLP)),
     ),
     "xIELU": Case(
-        lambda rngs: jaxtp.MLP(
-            D, jaxtp.MLPConfig(d_ff=F - 3, mlp="plain", activation="xielu"), rngs=rngs
-        ),
+        lambda rngs: MLP(D, MLPConfig(d_ff=F - 3, mlp="plain", activation="xielu"), rngs=rngs),
         lambda w, x: (
             reference.xielu(x @ w["up.kernels.0"], w["alpha_p"], w["alpha_n"]) @ w["down.kernel"]
         ),
@@ -120,29 +130,29 @@ NORMS = (
 EMBEDDINGS = {
     # An embedding has no float input; the factor is one.
     "embedding": Case(
-        lambda rngs: jaxtp.VocabParallelEmbedding(V, D, rngs=rngs),
+        lambda rngs: VocabParallelEmbedding(V, D, rngs=rngs),
         lambda w, x: w["embedding"][IDS] * x,
         lambda layer, x: layer(IDS) * x,
     ),
     "exchanged embedding": Case(  # a large table and few tokens
-        lambda rngs: jaxtp.VocabParallelEmbedding(LARGE_V, D, SPLIT, scale=3.0, rngs=rngs),
+        lambda rngs: VocabParallelEmbedding(LARGE_V, D, SPLIT, scale=3.0, rngs=rngs),
         lambda w, x: 3 * w["embedding"][LARGE_IDS] * x,
         lambda layer, x: layer(LARGE_IDS) * x,
     ),
 }
 LOSSES = {
     "logits": Case(
-        lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
+        lambda rngs: VocabParallelHead(V, D, rngs=rngs),
         lambda w, x: x @ w["kernel"].T,
         lambda head, x: vocab_parallel_logits(x, head.kernel[...], HeadConfig(V)),
     ),
     "loss": Case(
-        lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),
+        lambda rngs: VocabParallelHead(V, D, rngs=rngs),
         lambda w, x: jnp.stack(reference.cross_entropy(x @ w["kernel"].T, LABELS)),
         loss_and_count,
     ),
     "biased loss": Case(
-        lambda rngs: jaxtp.VocabParallelHead(V, D, use_bias=True, rngs=rngs),
+        lambda rngs: VocabParallelHead(V, D, use_bias=True, rngs=rngs),
         biased_loss_by_the_book,
         biased_loss,
     ),
@@ -157,10 +167,8 @@ def norm_by_the_book(kind, w, x, prefix="", shape=(-1,)):
 
 
 def norm_case(kind):
-    config = jaxtp.NormConfig(norm=kind, norm_eps=1e-3)
-    return Case(
-        lambda rngs: jaxtp.Norm(D, config, SPLIT), lambda w, x: norm_by_the_book(kind, w, x)
-    )
+    config = NormConfig(norm=kind, norm_eps=1e-3)
+    return Case(lambda rngs: Norm(D, config, SPLIT), lambda w, x: norm_by_the_book(kind, w, x))
 
 
 TABLE = read_table(__file__)
@@ -199,8 +207,8 @@ def heads_of(config, norm, w, q, k, v):
 
 
 def attention_case(norm, settings):
-    config = variant(jaxtp.AttentionConfig(**HEADS, rope_theta=50.0), settings)
-    norms = jaxtp.NormConfig(norm=norm, norm_eps=1e-3)
+    config = variant(AttentionConfig(**HEADS, rope_theta=50.0), settings)
+    norms = NormConfig(norm=norm, norm_eps=1e-3)
     names = {**reference.ATTENTION, "gate": "qkv.kernels.3"}
 
     def attend(w, x):
@@ -209,9 +217,7 @@ def attention_case(norm, settings):
             x, reference.named(w, names), *HEADS.values(), None, change=change
         )
 
-    return Case(
-        lambda rngs: jaxtp.CausalSelfAttention(D, config, SPLIT, norm=norms, rngs=rngs), attend
-    )
+    return Case(lambda rngs: CausalSelfAttention(D, config, SPLIT, norm=norms, rngs=rngs), attend)
 
 
 CASES = {**LINEAR, **EMBEDDINGS, **LOSSES, **{f"norm {kind}": norm_case(kind) for kind in NORMS}}
@@ -332,13 +338,11 @@ def test_a_key_bias_has_a_gradient_where_it_matters():
     x = RANDOM.standard_normal((B, 5, D)).astype("f4")
 
     def layer(settings):
-        config = variant(
-            jaxtp.AttentionConfig(**HEADS, rope_theta=2.0, attention_bias=True), settings
-        )
-        return jaxtp.CausalSelfAttention(D, config, rngs=nnx.Rngs(0))
+        config = variant(AttentionConfig(**HEADS, rope_theta=2.0, attention_bias=True), settings)
+        return CausalSelfAttention(D, config, rngs=nnx.Rngs(0))
 
     make = lambda: [layer(row["settings"]) for row in KEY_BIASES.values()]
-    mesh = jaxtp.make_mesh(tp=4)
+    mesh = make_mesh(tp=4)
     graph, state = state_on_mesh(make, random_weights(make), mesh)
     loss = lambda state: sum(jnp.sum(layer(x) ** 2) for layer in nnx.merge(graph, state))
     with jax.set_mesh(mesh):

@@ -23,7 +23,7 @@ from support import (
 from tables import read_table
 from variants import variant, variants
 
-import jaxtp
+from jaxtp import ModelConfig
 from jaxtp.analysis.layer_costs import Workload
 from jaxtp.analysis.step_costs import costs_of
 from jaxtp.config.schema import ConfigError
@@ -35,7 +35,7 @@ from jaxtp.train.validation import share_of
 
 T = 16
 TABLE = read_table(__file__)
-LLAMA = variant(jaxtp.ModelConfig(), TABLE["base"])
+LLAMA = variant(ModelConfig(), TABLE["base"])
 RUN = TrainConfig(model=LLAMA, data=DataConfig(sequence_length=T, global_batch_size=8))
 PACKED = variants(LLAMA, TABLE["packed"])
 """All examples of a model are one program."""

@@ -23,7 +23,7 @@ from support import (
 from tables import assert_errors, raised_by, read_table, with_tuples
 from variants import variant, variants
 
-import jaxtp
+from jaxtp import ModelConfig, make_mesh
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers import DecoderBlock
 from jaxtp.layers.remat import RematPolicy
@@ -31,7 +31,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import stored_arrays
 
 TABLE = read_table(__file__)
-PLAIN = variant(jaxtp.ModelConfig(), TABLE["base"])
+PLAIN = variant(ModelConfig(), TABLE["base"])
 MODELS = variants(PLAIN, TABLE["models"])
 B = 4
 T = 8
@@ -101,7 +101,7 @@ def test_remat_changes_no_gradient():
     every = jax.jit(
         lambda state: {policy: gradients(policy, state) for policy in get_args(RematPolicy)}
     )(state)
-    found = {policy: by_name(each, jaxtp.make_mesh()) for policy, each in every.items()}
+    found = {policy: by_name(each, make_mesh()) for policy, each in every.items()}
     for each in found.values():
         assert_close(each, found["none"])
 
@@ -146,7 +146,7 @@ def test_a_width_that_the_mesh_does_not_divide_is_refused_with_what_fits():
         ({"cp": 5, "tp": 2}, 5, {"num_experts": 4, "d_ff": 10}),
         ({"fsdp": 2, "cp": 3}, 6, {"norm": "layer", "mlp": "plain"}),
     ):
-        model = jaxtp.ModelConfig(d_model=64, num_layers=1, **changes)
+        model = ModelConfig(d_model=64, num_layers=1, **changes)
         nearest = f"or d_model {64 // product * product} or {-(-64 // product) * product}"
         with use_mesh(**sizes), pytest.raises(ConfigError, match=nearest):
             decoder(model)()

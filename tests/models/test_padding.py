@@ -19,6 +19,7 @@ from support import decoder, random_weights, swept, use_mesh, without_mesh
 from variants import variant
 
 import jaxtp
+from jaxtp import ModelConfig, make_mesh
 from jaxtp.analysis.step_costs import describe_padding, step_costs
 from jaxtp.checkpoint.logical import from_logical, named_variables, to_logical
 from jaxtp.config.schema import ConfigError
@@ -36,7 +37,7 @@ from jaxtp.train.step import make_train_step
 from jaxtp.train.validation import check
 
 RUN = TrainConfig(
-    model=jaxtp.ModelConfig(
+    model=ModelConfig(
         vocab_size=31,
         d_model=16,
         num_layers=2,
@@ -68,7 +69,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     model = {**BIASES, "qk_norm": "projection", "attention_gate": True, "attention_sinks": True}
     run = variant(RUN, {"model": model, "optimizer": {"name": optimizer}})
     rule = optimizers.build(run.optimizer, 10)
-    plan = plan_state(run.model, rule, jaxtp.make_mesh(tp=8))
+    plan = plan_state(run.model, rule, make_mesh(tp=8))
     step = make_train_step(step_settings(run), plan)
     state = plan.create(seed=0)
     with jax.set_mesh(plan.mesh):
@@ -81,7 +82,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
         padding = padding_of(variable)
         assert_array_equal(pad(unpad(array, padding, 8), padding, 8), array, err_msg=name)
     logical = {name: np.asarray(array) for name, array in to_logical(state, plan.mesh).items()}
-    for other in (jaxtp.make_mesh(fsdp=2, tp=2), jaxtp.make_mesh(tp=5)):
+    for other in (make_mesh(fsdp=2, tp=2), make_mesh(tp=5)):
         there = from_logical(logical, plan_state(run.model, rule, other).abstract, other)
         back = to_logical(there, other)
         for name, array in logical.items():

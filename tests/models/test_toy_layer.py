@@ -21,7 +21,7 @@ from tables import read_table
 from toy_layer import GatedConvolution, ToyBlock, ToyModel, WrongModel
 from variants import variant
 
-import jaxtp
+from jaxtp import ModelConfig
 from jaxtp.analysis.hardware import find
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, validate
@@ -179,7 +179,7 @@ def test_over_cp_it_is_refused_and_not_wrong():
         use_mesh(cp=2),
     ):
         nnx.eval_shape(decoder(PATTERN))
-    assert not any(violations(jaxtp.ModelConfig(), mesh_shape(cp=2))), "attention and an MLP do"
+    assert not any(violations(ModelConfig(), mesh_shape(cp=2))), "attention and an MLP do"
     assert all(case.sizes["cp"] == 1 for case in default_cases(CONFIG, mesh_shape(cp=2, tp=2)))
 
 

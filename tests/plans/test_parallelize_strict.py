@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from support import mesh_by_size, use_mesh
 
 import jaxtp
+from jaxtp import ColumnParallelLinear, explain, make_mesh
 from jaxtp.config.entry import UserError
 from jaxtp.errors import MeshError, PlanError
 from jaxtp.mesh import STORAGE
@@ -196,12 +197,12 @@ REFUSED_OF_OTHERS = {
         "layers may be stacked along dim 0 only",
     ),
     "our own layer": (
-        lambda: jaxtp.ColumnParallelLinear(D, F, rngs=nnx.Rngs(0)),
+        lambda: ColumnParallelLinear(D, F, rngs=nnx.Rngs(0)),
         {"": Colwise()},
         "it declares the specs of its parameters itself",
     ),
     "dims of our own layer": (
-        lambda: jaxtp.ColumnParallelLinear(D, 6, rngs=nnx.Rngs(0)),
+        lambda: ColumnParallelLinear(D, 6, rngs=nnx.Rngs(0)),
         {},
         r"declares .*; 4 does not divide dim",
     ),
@@ -265,7 +266,7 @@ def test_a_mesh_is_needed():
         jaxtp.parallelize(model, {})
     with pytest.raises(MeshError, match=r"takes a mesh, .* not 2"):
         jaxtp.parallelize(model, {}, mesh=2)
-    for sizes in ({"tp": 2}, "tp=2", jaxtp.make_mesh(tp=2)):
+    for sizes in ({"tp": 2}, "tp=2", make_mesh(tp=2)):
         kernel = nnx.state(jaxtp.parallelize(nnx.eval_shape(llama), {}, mesh=sizes))
         assert all(leaf.sharding.mesh.shape["tp"] == 2 for leaf in jax.tree.leaves(kernel))
     other = jax.make_mesh(
@@ -300,7 +301,7 @@ def test_what_makes_no_model(name):
     with pytest.raises(PlanError, match=message):
         jaxtp.parallelize(build, {}, mesh=mesh_by_size(*MESH))
     with pytest.raises(PlanError, match=message):
-        jaxtp.explain(build, mesh={"tp": 2})
+        explain(build, mesh={"tp": 2})
 
 
 def test_calls_that_do_not_fit_are_refused():

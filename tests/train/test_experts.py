@@ -14,7 +14,7 @@ from runs import OF_ANY_MODEL, SMALL, TEXT
 from support import new_decoder, swept, use_mesh
 from variants import small_model
 
-import jaxtp
+from jaxtp import merge_adapters
 from jaxtp.analysis import step_costs as costs
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.storage import open_checkpoint
@@ -79,7 +79,7 @@ def test_merged_adapters_leave_the_bias_where_it_is():
     model = new_decoder(ADAPTED)
     bias = model.blocks.mlp.selection_bias
     bias[...] = np.random.default_rng(0).normal(size=bias.shape).astype(np.float32)
-    assert_array_equal(jaxtp.merge_adapters(model).blocks.mlp.selection_bias[...], bias[...])
+    assert_array_equal(merge_adapters(model).blocks.mlp.selection_bias[...], bias[...])
 
 
 def updated(sizes, **train):

@@ -18,6 +18,7 @@ from tables import read_json, write_json
 from variants import small_model
 
 import jaxtp
+from jaxtp import Decoder, add_adapters, load_run
 from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.safetensors import read_header
@@ -46,7 +47,7 @@ IDS = np.arange(12, dtype=np.int32).reshape(1, 12)
 
 
 def decoder(seed=5):
-    return jax.jit(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(seed)))()
+    return jax.jit(lambda: Decoder(MODEL, rngs=nnx.Rngs(seed)))()
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_beside_the_same_model_only(
 def test_a_family_is_trained_beside_adapters_and_exported_as_itself(name, tmp_path, command):
     config = replace(jaxtp.hf.read_config(FOLDER / name), vocab_size=256)
     family = read_json(FOLDER / name / "config.json")["model_type"]
-    jaxtp.hf.save(jaxtp.Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
+    jaxtp.hf.save(Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
     flags = [
         f"--model.from-hf={tmp_path}/model",
         "--data.sequence-length=16",
@@ -167,7 +168,7 @@ def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
     assert {array.dtype.name for name, array in arrays.items() if name.startswith("model.")} == {
         "float32"
     }
-    adapted = jaxtp.load_run(run)
+    adapted = load_run(run)
     assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, FrozenParam))} == {
         "bfloat16"
     }
@@ -187,7 +188,7 @@ def test_adapters_beside_a_model_in_8_bits(tmp_path, command, model, adapter_run
     assert_same_records(run, adapter_run, "loss", rtol=0.02)
     bases = [open_checkpoint(folder).info["base"] for folder in (run, adapter_run)]
     assert bases[0] == bases[1], "of the original weights"
-    adapted = jaxtp.load_run(run)
+    adapted = load_run(run)
     assert convert(["export", str(run), str(tmp_path / "merged"), "--merged"]) == 0
     assert_allclose(outputs_of(jaxtp.hf.load(tmp_path / "merged")), outputs_of(adapted), atol=1e-4)
 
@@ -252,7 +253,7 @@ def test_a_run_needs_the_folder_that_it_began_with_no_more(
 def trained_adapters(tmp_path_factory, model):
     """A folder of adapters in PEFT's format: rsLoRA, in the second layer alone."""
     lora = LoraConfig(rank=2, alpha=4.0, rslora=True, targets=("q_proj", "down_proj"))
-    adapted = jaxtp.add_adapters(jaxtp.hf.load(model), lora)
+    adapted = add_adapters(jaxtp.hf.load(model), lora)
 
     def in_the_second_layer(array):
         made = np.random.default_rng(array.size).standard_normal(array.shape).astype(array.dtype)

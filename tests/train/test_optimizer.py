@@ -12,7 +12,7 @@ from support import assert_close, swept
 from tables import read_table
 from variants import small_model, variant
 
-import jaxtp
+from jaxtp import Precision, make_mesh
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_shape
@@ -129,7 +129,7 @@ def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
     assert changed == {path for path in expected if ".mu" in path}
 
 
-BFLOAT16 = replace(SMALL, precision=jaxtp.Precision(param="bfloat16"))
+BFLOAT16 = replace(SMALL, precision=Precision(param="bfloat16"))
 
 
 def test_moments_that_would_never_forget_are_refused():
@@ -226,11 +226,9 @@ def test_a_group_of_frozen_parameters_is_refused():
     config = replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
     adapted = replace(SMALL, lora=LoraConfig(rank=2))
     plan = Plan(config=config, parts=Parts(), shapes={})
-    plan.state_on(jaxtp.make_mesh())
+    plan.state_on(make_mesh())
     with pytest.raises(ConfigError, match=r"'embedding.\*' matches no trained parameter"):
-        Plan(config=replace(config, model=adapted), parts=Parts(), shapes={}).state_on(
-            jaxtp.make_mesh()
-        )
+        Plan(config=replace(config, model=adapted), parts=Parts(), shapes={}).state_on(make_mesh())
 
 
 def rates(steps, at, **settings):

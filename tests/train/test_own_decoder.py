@@ -29,6 +29,7 @@ from support import (
 )
 
 import jaxtp
+from jaxtp import Decoder, LoraConfig, ModelConfig, Trainer, load_run
 from jaxtp.analysis.layer_costs import has_formulas
 from jaxtp.analysis.step_costs import described
 from jaxtp.checkpoint.io_errors import CheckpointError
@@ -64,13 +65,13 @@ SIZES = {
     "head_dim": 4,
     "d_ff": 24,
 }
-CONFIG = jaxtp.ModelConfig(**SIZES)
+CONFIG = ModelConfig(**SIZES)
 B = 8
 T = 8
 example = sys.modules[load_object(f"{FILE}:build", "a test").__module__]
 
 
-class Probed(jaxtp.Decoder):
+class Probed(Decoder):
     """Has a Flax layer, which declares no spec, and one that declares fsdp."""
 
     def __init__(self, config, *, rngs):
@@ -95,14 +96,14 @@ def probed_loss(model, batch, key):
     return total + jnp.sum(others, where=labels != -100), count
 
 
-class WithArray(jaxtp.Decoder):
+class WithArray(Decoder):
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
         self.table = nnx.data(jax.random.normal(rngs.params(), (4,)))
 
 
 def test_an_array_that_no_checkpoint_would_have_is_refused():
-    settings = jaxtp.ModelConfig(decoder=WithArray, **SIZES)
+    settings = ModelConfig(decoder=WithArray, **SIZES)
     with pytest.raises(
         ConfigError,
         match=r"model.table is an array of a jaxtp.Decoder, but an attribute and not a variable",
@@ -114,7 +115,7 @@ def test_a_state_that_no_run_could_train_or_save_is_refused():
     holding = lambda array: lambda rngs: nnx.Dict(table=nnx.Param(array))
     for settings, build, message in (
         (
-            replace(CONFIG, lora=jaxtp.LoraConfig(rank=2, targets=())),
+            replace(CONFIG, lora=LoraConfig(rank=2, targets=())),
             None,
             "targets=nothing: the model has no such projection",
         ),
@@ -144,7 +145,7 @@ class FlaxGate(PositionwiseBranch):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlaxConfig(jaxtp.ModelConfig):
+class FlaxConfig(ModelConfig):
     def branches(self, block, rngs):
         return super().branches(block, rngs) | {"flax": FlaxGate(self.d_model, rngs)}
 
@@ -243,7 +244,7 @@ def test_a_run_resumes_on_another_mesh_and_is_used_from_its_folder(tmp_path, cap
     assert generate([*prompt, "--build", f"{FILE}:build", "--json=-"]) == 0
     generated = json.loads(capsys.readouterr().out)["ids"]
     with use_mesh(tp=2):
-        model = jaxtp.load_run(run, build=example.build)
+        model = load_run(run, build=example.build)
         scores = nnx.jit(lambda model, ids: model(ids))(model, jnp.array([list(b"line 1")]))
     assert type(model).__name__ == "GatedDecoder"
     assert generated == [scores[0, -1].argmax()]
@@ -265,9 +266,7 @@ def trainer_of(folder, task, **settings):
         "checkpoint.every": 0,
         "train.steps": 1,
     }
-    return jaxtp.Trainer(
-        **vars(task), settings=data | more | {"run.dir": folder / "run"} | settings
-    )
+    return Trainer(**vars(task), settings=data | more | {"run.dir": folder / "run"} | settings)
 
 
 @pytest.mark.wide
@@ -280,7 +279,7 @@ def test_a_run_of_settings_records_them_and_is_loaded_by_their_class(tmp_path):
     assert written["build"] == f"{FILE}:GatedConfig"
     arguments = {name: size for name, size in SIZES.items() if name != "vocab_size"}
     assert written["arguments"] == arguments | {"second_weight": 0.5}
-    load = partial(jaxtp.load_run, tmp_path / "run", build=example.GatedConfig)
+    load = partial(load_run, tmp_path / "run", build=example.GatedConfig)
     assert load().config.second_weight == 0.5
     with pytest.raises(ConfigError, match="a plan splits a model of your own"):
         load(plan={})
@@ -319,17 +318,17 @@ def test_a_class_with_some_arguments_gets_the_others_and_random_numbers():
 
 
 def with_more(rngs):
-    model = jaxtp.Decoder(CONFIG, rngs=rngs)
+    model = Decoder(CONFIG, rngs=rngs)
     model.second = nnx.Linear(16, 2, rngs=rngs)
     return model
 
 
 def plain(rngs, **changes):
-    return jaxtp.Decoder(replace(CONFIG, **changes), rngs=rngs)
+    return Decoder(replace(CONFIG, **changes), rngs=rngs)
 
 
 CONTRACT = "its __init__ should make all of it from its config"
-adapted = partial(plain, lora=jaxtp.LoraConfig(rank=2))
+adapted = partial(plain, lora=LoraConfig(rank=2))
 REFUSED = {
     "made later": (
         with_more,
@@ -353,7 +352,7 @@ def test_a_decoder_of_ones_own_is_refused_before_anything_is_made(name, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-class Rescaled(jaxtp.Decoder):
+class Rescaled(Decoder):
     def embed(self, *arguments, **more):
         return 2 * super().embed(*arguments, **more)
 
@@ -397,11 +396,11 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
         == f"model = jaxtp.load_run('{run}', build='{__name__}:Bigram')"
     )
     assert "attention" not in out
-    assert jaxtp.load_run(run, build=Bigram).table.shape == (256, 256)
+    assert load_run(run, build=Bigram).table.shape == (256, 256)
     with pytest.raises(
         CheckpointError, match=rf"name it: .* jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)$"
     ):
-        jaxtp.load_run(run)
+        load_run(run)
     source = [f"--model={run}", "--build", f"{__file__}:Bigram"]
     here = rf"in Python, jaxtp\.load_run\('{run}.*', build='.*:Bigram'\)"
     refusals = [

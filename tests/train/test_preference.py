@@ -29,8 +29,7 @@ from support import (
 )
 from variants import small_model
 
-import jaxtp
-from jaxtp import hf
+from jaxtp import Decoder, LoraConfig, hf, without_adapters
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.prepare.__main__ import main as prepare
@@ -212,7 +211,7 @@ def test_settings_are_refused():
 
 
 SMALL_MODEL = small_model(vocab_size=64, num_heads=2)
-ADAPTED = replace(SMALL_MODEL, lora=jaxtp.LoraConfig(rank=2), remat="none")
+ADAPTED = replace(SMALL_MODEL, lora=LoraConfig(rank=2), remat="none")
 
 
 def test_a_model_without_adapters_needs_scores():
@@ -233,7 +232,7 @@ def test_the_reference_of_adapters_is_the_base():
 
     @jax.jit
     def both(state):
-        base = jaxtp.without_adapters(nnx.merge(graph, state))
+        base = without_adapters(nnx.merge(graph, state))
         scores = columns | {"log_probs": log_probs_of(base, columns)}
         return [jax.value_and_grad(run, has_aux=True)(state, each) for each in (columns, scores)]
 
@@ -274,9 +273,7 @@ def test_a_run_ends_with_commands_that_take_its_data():
 @pytest.mark.journey
 def test_a_run_with_adapters_resumes(tmp_path):
     """From texts; margins rise."""
-    hf.save(
-        jaxtp.Decoder(replace(SMALL_MODEL, vocab_size=256), rngs=nnx.Rngs(5)), tmp_path / "model"
-    )
+    hf.save(Decoder(replace(SMALL_MODEL, vocab_size=256), rngs=nnx.Rngs(5)), tmp_path / "model")
     pairs = [
         {"prompt": f"{i} + {i}?", "chosen": f" {2 * i}.", "rejected": f" {i}, no!"}
         for i in range(64)

@@ -18,7 +18,7 @@ from runs import records, run_program
 from small_net import ROWS, Net, batches, checkpoints_in, loss, losses_of, train, trainer_of
 from tables import assert_errors, raised_by, read_table
 
-import jaxtp
+from jaxtp import Trainer, make_mesh
 from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import MeshError, mesh_shape, mesh_sizes
@@ -207,12 +207,12 @@ def test_a_block_that_is_left_saves_one_that_fails_does_not_and_both_are_entered
 def test_an_old_spelling_names_the_new_one():
     for old in (Net, TrainConfig(), Task(model=Net)):
         with pytest.raises(ConfigError, match=r"by name, without a Task: jaxtp.Trainer\(model="):
-            jaxtp.Trainer(old)
+            Trainer(old)
 
 
 @pytest.mark.wide
 def test_a_mesh_has_several_forms(tmp_path):
-    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
+    mesh = make_mesh(fsdp=2, tp=2)
     forms = ("fsdp=2,tp=2", {"fsdp": 2, "tp": 2}, mesh, mesh.abstract_mesh)
     for number, mesh in enumerate(forms):
         trainer = trainer_of(tmp_path / str(number), mesh)
@@ -302,9 +302,9 @@ def test_an_interrupted_or_failed_cell_leaves_the_trainer_usable(place, tmp_path
 
 def test_an_argument_of_the_wrong_kind_is_named():
     with pytest.raises(ConfigError, match=r"settings are a dict .* not 3"):
-        jaxtp.Trainer(settings=3)
+        Trainer(settings=3)
     with pytest.raises(MeshError, match=r"^mesh tq=2: 'tq' is not an axis"):
-        jaxtp.Trainer(mesh="tq=2")
+        Trainer(mesh="tq=2")
 
 
 def test_ctrl_c_in_a_cell_saves_and_the_next_cell_goes_on(tmp_path, capsys):
@@ -355,7 +355,7 @@ def test_after_stop_the_first_signal_is_recorded_as_before(tmp_path):
 
 @pytest.mark.wide
 def test_a_trainer_starts_under_another_mesh(tmp_path):
-    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+    with jax.set_mesh(make_mesh(tp=2)):
         outer = trainer_of(tmp_path / "outer", "fsdp=2,tp=2")
         with outer, trainer_of(tmp_path / "inner", "tp=2") as inner:
             assert next(iter(inner)).index == 1

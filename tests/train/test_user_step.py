@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from runs import records
 
-import jaxtp
+from jaxtp import Trainer, explain
 from jaxtp.checkpoint.__main__ import main as inspect_checkpoint
 from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import abstract_mesh, mesh_of, mesh_shape
@@ -85,7 +85,7 @@ def test_the_account_on_an_abstract_mesh_is_that_of_devices():
     assert memory.gradients == memory.parameters == 4 * 2 * WIDTH * HIDDEN / 4
     assert memory.batch == 4 * ROWS * WIDTH / 2
     call = lambda model, batch: loss(model, batch, None)[0]
-    whole = jaxtp.explain(lambda: Mlp(nnx.Rngs(0)), BATCH, plan=TASK.plan, mesh=sizes, call=call)
+    whole = explain(lambda: Mlp(nnx.Rngs(0)), BATCH, plan=TASK.plan, mesh=sizes, call=call)
     assert (work.saved, sum(product.flops for product in work.products)) == (
         whole.saved,
         whole.flops,
@@ -136,10 +136,10 @@ def test_a_step_that_exceeds_a_device_is_refused_before_anything_is_written(
     with pytest.raises(
         ConfigError, match=r"a step takes .* on each device.*--train.allow-oversize"
     ):
-        jaxtp.Trainer(**vars(WITH_BATCHES), folder=run, settings=SETTINGS).__enter__()
+        Trainer(**vars(WITH_BATCHES), folder=run, settings=SETTINGS).__enter__()
     assert not run.exists()
     monkeypatch.setattr(memory_check, "bytes_limit", lambda device: memory.total)
-    with jaxtp.Trainer(**vars(WITH_BATCHES), folder=run, settings=SETTINGS) as trainer:
+    with Trainer(**vars(WITH_BATCHES), folder=run, settings=SETTINGS) as trainer:
         assert trainer.run_to_end()
     assert " KB of state, exact; the rest modelled)" in capsys.readouterr().out
     assert inspect_checkpoint(["inspect", str(run)]) == 0
@@ -154,7 +154,7 @@ def test_a_run_logs_mfu_where_the_peak_is_known(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "platform_of", lambda device: "pretended")
     monkeypatch.setattr(performance, "peak_flops", lambda device: 1e9)
     settings = SETTINGS | {"launch.self_check": False}
-    with jaxtp.Trainer(**vars(WITH_BATCHES), folder=tmp_path, settings=settings) as trainer:
+    with Trainer(**vars(WITH_BATCHES), folder=tmp_path, settings=settings) as trainer:
         assert trainer.run_to_end()
     flops = row_work(*work_of(TASK))[0]
     expected = {

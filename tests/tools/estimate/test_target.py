@@ -9,7 +9,7 @@ import pytest
 from runs import run_program
 from support import sweep_of, swept
 
-import jaxtp
+from jaxtp import ModelConfig, Precision
 from jaxtp.analysis.step_costs import step_costs
 from jaxtp.config.schema import replace_nested, to_yaml
 from jaxtp.layers.lora import LoraConfig
@@ -49,9 +49,9 @@ def without_flags_for_cpus(monkeypatch):
 PARTS = Path(__file__).parents[3] / "scripts/parts.py"
 SIZES = mesh_shape(fsdp=2, tp=4)
 FSDP = mesh_shape(fsdp=8)
-IN_HALF = jaxtp.Precision(compute="bfloat16")
+IN_HALF = Precision(compute="bfloat16")
 CONFIG = TrainConfig(
-    model=jaxtp.ModelConfig(precision=IN_HALF, remat="full"),
+    model=ModelConfig(precision=IN_HALF, remat="full"),
     data=DataConfig(sequence_length=128, global_batch_size=4),
 )
 
@@ -61,7 +61,7 @@ def compiled_for_h100(config, sizes=SIZES):
 
 
 RINGS = TrainConfig(
-    model=jaxtp.ModelConfig(
+    model=ModelConfig(
         d_model=1024,
         d_ff=2048,
         head_dim=128,
@@ -108,7 +108,7 @@ def test_no_stack_of_frozen_weights_is_copied():
     """A layer adds its input, 0.25 MiB, and gradients of adapters; a copy of its weights would
     be 3.
     """
-    low = jaxtp.Precision(param="bfloat16", compute="bfloat16")
+    low = Precision(param="bfloat16", compute="bfloat16")
     wide = {
         "d_model": 2048,
         "num_heads": 16,
@@ -118,7 +118,7 @@ def test_no_stack_of_frozen_weights_is_copied():
         "attention": "xla",
     }
     adapters = LoraConfig(rank=4)
-    model = jaxtp.ModelConfig(lora=adapters, precision=low, remat="full", **wide)
+    model = ModelConfig(lora=adapters, precision=low, remat="full", **wide)
     config = TrainConfig(model=model, data=DataConfig(sequence_length=64, global_batch_size=8))
     few, many = (
         compiled_for_h100(replace_nested(config, {"model.num_layers": layers}), FSDP).temp_bytes
