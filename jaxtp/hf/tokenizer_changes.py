@@ -51,13 +51,15 @@ def changed_files(folder: Path, data: Path | None, new: NewTokens | None) -> dic
         ends = end_ids(folder / GENERATION) or end_ids(folder / MODEL_CONFIG)
         if end is not None and end not in ends:
             tokens = added_tokens(read_tokenizer(data / TOKENIZER), str(data / TOKENIZER))
-            names = {id: token for token, id in tokens.items()}
             generation = {**read(folder / GENERATION), "eos_token_id": [end, *ends]}
             files[GENERATION] = json_bytes(generation)
-            changes["eos_token"] = names[end]
+            # `jaxtp prepare --eos` may name a token that is not a special one.
+            names = {id: {"eos_token": token} for token, id in tokens.items()}
+            end_token = names.get(end, {})
+            changes |= end_token
             # Older versions of transformers prefer this file.
             if special := read(folder / _SPECIAL_TOKENS):
-                files[_SPECIAL_TOKENS] = json_bytes({**special, "eos_token": names[end]})
+                files[_SPECIAL_TOKENS] = json_bytes({**special, **end_token})
     if changes:
         files[TOKENIZER_CONFIG] = json_bytes({**described, **changes})
     return files
