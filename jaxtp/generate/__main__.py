@@ -30,7 +30,6 @@ from jaxtp.config.console import is_terminal
 from jaxtp.config.entry import Interrupt, shown
 from jaxtp.config.files import require_writable, writing
 from jaxtp.config.hints import closest
-from jaxtp.config.reading import MAX_JSON, read_bytes
 from jaxtp.config.schema import (
     ConfigError,
     Count,
@@ -41,7 +40,7 @@ from jaxtp.config.schema import (
 )
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
 from jaxtp.data.prepare.conversations import Conversations
-from jaxtp.data.prepare.messages import RESERVED, arguments_of
+from jaxtp.data.prepare.messages import RESERVED, read_tools
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import Row
 from jaxtp.data.tokenizer_files import read_template
@@ -350,7 +349,7 @@ def _open_conversations(config: GenerateConfig, source: ModelSource) -> Conversa
         chat = replace(chat, text=read_template(config.template), name=str(config.template))
     arguments = dict(config.template_arguments)
     if config.tools is not None:
-        arguments |= _read_tools(config.tools)
+        arguments |= read_tools(config.tools)
     settings = PrepareConfig(
         messages=config.messages or "messages",
         special_tokens=config.special_tokens,
@@ -358,16 +357,6 @@ def _open_conversations(config: GenerateConfig, source: ModelSource) -> Conversa
         media_as_text=config.chat,
     )
     return chat.conversations(source.tokenizer, settings)
-
-
-def _read_tools(path: Path) -> dict[str, object]:
-    """Returns the tools in a JSON file as arguments of a template; raises `ConfigError`."""
-    try:
-        return arguments_of({"tools": read_bytes(path, MAX_JSON).decode()}, {})
-    except OSError as error:
-        raise ConfigError(f"--tools {path}: {error.strerror}{nearest_file(path)}") from None
-    except (ChatError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--tools {path}: {error}") from None
 
 
 def _encode_rows(

@@ -8,8 +8,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from jaxtp.config.reading import MAX_JSON, read_bytes
+from jaxtp.config.schema import ConfigError, nearest_file
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
 from jaxtp.data.prepare.readers import MEDIA, BadInputError, Fields, Row, shorten
 
@@ -67,6 +70,19 @@ def arguments_of(row: Row, arguments: Mapping[str, object]) -> dict[str, object]
             raise ChatError(f"'documents' is not a list of objects, but {shorten(documents)}")
         merged["documents"] = documents
     return merged
+
+
+def read_tools(path: Path) -> dict[str, object]:
+    """Returns the tools in the file of --tools, as an argument of templates.
+
+    Raises ConfigError if the file has no list of tools.
+    """
+    try:
+        return arguments_of({"tools": read_bytes(path, MAX_JSON).decode()}, {})
+    except OSError as error:
+        raise ConfigError(f"--tools {path}: {error.strerror}{nearest_file(path)}") from None
+    except (ChatError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--tools {path}: {error}") from None
 
 
 def _parsed(value: object, name: str) -> Any:

@@ -118,6 +118,10 @@ class PrepareConfig:
     """Chat template for --messages, in Jinja; by default the template next to the tokenizer
     (chat_template.jinja, or in tokenizer_config.json)."""
 
+    tools: OptionalFile = None
+    """JSON file with a list of tools, for conversations without tools of their own. The dataset
+    records them, and jaxtp generate --chat gives them to the template too."""
+
     template_arguments: dict[str, object] = dataclass_field(default_factory=dict)
     """Arguments of the chat template, such as --template-arguments.enable-thinking false. A row's
     field chat_template_kwargs overrides them. jaxtp generate --chat uses the same arguments."""
@@ -276,10 +280,10 @@ def _contradictions(config: PrepareConfig, has_layout: bool) -> Iterator[str]:
             "--completion-field"
         )
     may_use_template = config.messages is not None or config.preference or not has_layout
-    if config.template is not None and not may_use_template:
-        yield "--template is for conversations; give --messages FIELD too"
-    if config.template_arguments and not may_use_template:
-        yield "--template-arguments is for conversations; give --messages FIELD too"
+    for name in ("template", "template_arguments", "tools"):
+        if getattr(config, name) and not may_use_template:
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{flag} is for conversations; give --messages FIELD too"
     for name in RESERVED:
         if name in config.template_arguments:
             yield f"--template-arguments.{name}: a row has {name}, and no argument names them"

@@ -20,6 +20,7 @@ from jaxtp.data.prepare.dataset_tokenizer import (
     named_tokenizer,
     write_tokenizer,
 )
+from jaxtp.data.prepare.messages import read_tools
 from jaxtp.data.prepare.preference import PairsOfConversations, pair_of_texts
 from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import DUPLICATE, EMPTY_DOCUMENT, BadInputError, PrepareError
@@ -49,6 +50,12 @@ def open_job(out: Path, config: PrepareConfig) -> Job:
     tokenizer = named_tokenizer(config)
     sources = find_sources(config)
     config = with_layout(config, sources)
+    if config.tools is not None:
+        # A resumed command compares the tools, and not the name of their file.
+        tools = read_tools(config.tools)
+        config = replace(
+            config, tools=None, template_arguments={**config.template_arguments, **tools}
+        )
     fields = config.fields
     conversations = None
     if config.messages is not None:

@@ -509,6 +509,21 @@ def test_tables_give_calls_no_keys_of_other_rows():
     assert spelled(found[2][1]) == '[get {"day": 3}]<|stop|>\n'
 
 
+def test_rows_without_tools_get_those_of_a_file():
+    write("all.jinja", WRITES_ALL)
+    row = calling({})
+    other = [{"name": "get", "description": "its own"}]
+    Path("tools.json").write_text(json.dumps(TOOLS))
+    write("c.jsonl", [row, {**row, "tools": other}])
+    words = "c.jsonl --template all.jinja --messages messages"
+    found = prompts_and_answers(made(f"{words} --tools tools.json"))
+    assert template_arguments(Path("d"))["tools"] == TOOLS
+    write("c.jsonl", [{**row, "tools": tools} for tools in (TOOLS, other)])
+    assert found == prompts_and_answers(made(words))
+    assert "--tools none.json: No such file" in refusal(f"{words} --tokenizer t --tools none.json")
+    assert "--tools is for conversations" in refusal("c.jsonl --field a --tools tools.json")
+
+
 def test_tools_reach_the_template_as_a_list_or_as_json():
     expected = f"<|turn|>tools\n{json.dumps(TOOLS)}<|stop|>\n"
     bare = [tool["function"] for tool in TOOLS]
