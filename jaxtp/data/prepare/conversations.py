@@ -194,7 +194,7 @@ class Conversations:
         except BadInputError as error:
             # The remedy is a flag of `jaxtp prepare`.
             raise ChatError(str(error).partition(";")[0]) from None
-        return messages, arguments_of(row, self._config.template_arguments)
+        return messages, self.arguments_of(row)
 
     def prompt(self, messages: list[Message], arguments: Mapping[str, object]) -> list[int]:
         """Returns the ids of the prompt of the next answer; raises `ChatError`.
@@ -205,12 +205,17 @@ class Conversations:
         ((ids, _),) = self._tokens.encode([(self._tokens.mark(text), "")])
         return ids.tolist()
 
+    def arguments_of(self, row: Row) -> dict[str, object]:
+        """Returns what the template gets beside a row's messages; raises `ChatError`."""
+        config = self._config
+        return arguments_of(row, config.template_arguments, config.tools_field)
+
     def of_row(self, row: Row) -> tuple[Turn, ...]:
         """Returns the `turns` of a row's conversation."""
         if self._config.completion_field is not None:
             return self._of_completion(row)
         messages = messages_of(row, self._fields)
-        return self.turns(messages, arguments_of(row, self._config.template_arguments))
+        return self.turns(messages, self.arguments_of(row))
 
     def turns(
         self, messages: object, arguments: Mapping[str, object] | None = None
@@ -221,11 +226,11 @@ class Conversations:
     def _of_completion(self, row: Row) -> tuple[Turn, ...]:
         """Returns the answers in the completion; raises `ChatError` or `BadInputError`."""
         parts = []
-        for name, role in zip(self._fields.names, ("user", ASSISTANT), strict=True):
+        for name, role in zip(self._fields.names[:2], ("user", ASSISTANT), strict=True):
             with naming(name):
                 parts.append(self._checked(as_messages(row[name], role)))
         prompt = with_system(parts[0], row.get("system") and text_of(row, "system"))
-        arguments = arguments_of(row, self._config.template_arguments)
+        arguments = self.arguments_of(row)
         return self._answers([*prompt, *parts[1]], len(prompt), arguments)
 
     def _answers(

@@ -46,11 +46,14 @@ _MEDIA = re.compile(r"<image>|^\s*<(audio|video)>(?!.*</\1>)|<(audio|video)>\s*$
 as media they stand at its start or end."""
 
 
-def arguments_of(row: Row, arguments: Mapping[str, object]) -> dict[str, object]:
+def arguments_of(
+    row: Row, arguments: Mapping[str, object], tools_field: str | None = None
+) -> dict[str, object]:
     """Returns a row's tools, documents and arguments for the template; raises `ChatError`.
 
     Args:
       arguments: the template's arguments for all rows; a row's own arguments override them.
+      tools_field: a field of the row's tools, before `tools` and `functions`.
     """
     own = _parsed(row.get("chat_template_kwargs"), "'chat_template_kwargs'") or {}
     if not isinstance(own, dict):
@@ -59,7 +62,8 @@ def arguments_of(row: Row, arguments: Mapping[str, object]) -> dict[str, object]
         if name in own:
             raise ChatError(f"'chat_template_kwargs' may not have {name!r}")
     merged = {**arguments, **own}
-    tools = _tools(row.get("tools") or row.get("functions"))
+    names = [tools_field or "tools", "tools", "functions"]
+    tools = _tools(next(filter(None, map(row.get, names)), None))
     if tools:
         merged["tools"] = tools
     documents = _parsed(row.get("documents"), "'documents'")
@@ -123,7 +127,7 @@ def _tools(value: object) -> list[dict[str, object]]:
 def messages_of(row: Row, fields: Fields) -> object:
     """Returns a row's messages, for `checked`; raises `ChatError`."""
     texts = [name for name in fields.optional if name not in ("history", *TEMPLATE_FIELDS)]
-    for name in (*texts, *(fields.names if fields.prompt else ())):
+    for name in (*texts, *((fields.prompt, fields.text) if fields.prompt else ())):
         value = row.get(name)
         if not isinstance(value, str) and (value is not None or name in fields.names):
             raise ChatError(f"{name!r} is not a string, but {shorten(value)}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
 from jaxtp.data.prepare.conversations import EMPTY_ANSWER, Conversations, is_empty, naming
-from jaxtp.data.prepare.messages import arguments_of, as_messages, with_system
+from jaxtp.data.prepare.messages import as_messages, with_system
 from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED
 from jaxtp.data.prepare.readers import BadInputError, Row, Turn, text_of
 
@@ -28,7 +28,7 @@ class PairsOfConversations(Conversations):
         """Returns the chosen and the rejected answer; raises `BadInputError`."""
         with naming(self._config.prompt_name):
             prompt = self._prompt(row)
-            arguments = arguments_of(row, self._config.template_arguments)
+            arguments = self.arguments_of(row)
         prompts = []
         turns: list[Turn] = []
         for name in (CHOSEN, REJECTED):

@@ -122,6 +122,9 @@ class PrepareConfig:
     """JSON file with a list of tools, for conversations without tools of their own. The dataset
     records them, and jaxtp generate --chat gives them to the template too."""
 
+    tools_field: Annotated[str | None, Argument("FIELD")] = None
+    """Field of a row that holds the tools of its conversation, if it is not tools or functions."""
+
     template_arguments: dict[str, object] = dataclass_field(default_factory=dict)
     """Arguments of the chat template, such as --template-arguments.enable-thinking false. A row's
     field chat_template_kwargs overrides them. jaxtp generate --chat uses the same arguments."""
@@ -197,21 +200,23 @@ class PrepareConfig:
     @property
     def fields(self) -> Fields:
         """The columns that make a document."""
+        tools = () if self.tools_field is None else (self.tools_field,)
         if self.preference:
             system = () if self.messages is None else ("system", *TEMPLATE_FIELDS)
+            pair = (REJECTED, *tools)
             if self.prompt_field is None:
-                return Fields(CHOSEN, optional=(PROMPT_FIELD, *system), required=(REJECTED,))
-            return Fields(CHOSEN, optional=system, required=(self.prompt_field, REJECTED))
+                return Fields(CHOSEN, optional=(PROMPT_FIELD, *system), required=pair)
+            return Fields(CHOSEN, optional=system, required=(self.prompt_field, *pair))
         if self.completion_field is not None:
             names: tuple[str, ...] = ()
             if self.messages is not None:
                 names = ("system", *TEMPLATE_FIELDS)
-            return Fields(self.completion_field, self.prompt_field, names)
+            return Fields(self.completion_field, self.prompt_field, names, required=tools)
         if self.messages == "instruction":
             texts = ("input", "system", "history")
-            return Fields("output", "instruction", (*texts, *TEMPLATE_FIELDS))
+            return Fields("output", "instruction", (*texts, *TEMPLATE_FIELDS), required=tools)
         if self.messages is not None:
-            return Fields(self.messages, optional=("system", *TEMPLATE_FIELDS))
+            return Fields(self.messages, optional=("system", *TEMPLATE_FIELDS), required=tools)
         return Fields(self.field)
 
 
@@ -280,7 +285,7 @@ def _contradictions(config: PrepareConfig, has_layout: bool) -> Iterator[str]:
             "--completion-field"
         )
     may_use_template = config.messages is not None or config.preference or not has_layout
-    for name in ("template", "template_arguments", "tools"):
+    for name in ("template", "template_arguments", "tools", "tools_field"):
         if getattr(config, name) and not may_use_template:
             flag = f"--{name.replace('_', '-')}"
             yield f"{flag} is for conversations; give --messages FIELD too"

@@ -146,7 +146,7 @@ class Fields:
     optional: tuple[str, ...] = ()
     turns: Callable[[Row], tuple[Turn, ...]] | None = None
     """Converts a row of a conversation or a pair; raises `ChatError` or `BadInputError`."""
-    required: tuple[str, ...] = ()  # columns that pairs have after `text`
+    required: tuple[str, ...] = ()  # columns of pairs and of tools, after `text`
     only_texts: bool = False  # Whether the command reads no conversations and no pairs
     ignored: set[str] = field(default_factory=set, compare=False)
     """The other columns that rows had so far, up to `_MAX_IGNORED`."""
@@ -154,7 +154,8 @@ class Fields:
     @property
     def names(self) -> list[str]:
         """The required columns."""
-        return [self.text, *self.required] if self.prompt is None else [self.prompt, self.text]
+        texts = [self.text] if self.prompt is None else [self.prompt, self.text]
+        return [*texts, *self.required]
 
     @property
     def is_list(self) -> bool:

@@ -90,7 +90,7 @@ def with_layout(config: PrepareConfig, sources: list[Source]) -> PrepareConfig:
     before = config
     if not config.has_prompts and TEXT_FIELD not in row:
         for layout in layouts:
-            if row.keys() >= set(layout.fields.names):
+            if row.keys() >= set(replace(layout, tools_field=None).fields.names):
                 config = layout
                 break
     has_messages = any(

@@ -509,7 +509,7 @@ def test_tables_give_calls_no_keys_of_other_rows():
     assert spelled(found[2][1]) == '[get {"day": 3}]<|stop|>\n'
 
 
-def test_rows_without_tools_get_those_of_a_file():
+def test_tools_are_in_a_file_for_all_rows_or_in_any_field():
     write("all.jinja", WRITES_ALL)
     row = calling({})
     other = [{"name": "get", "description": "its own"}]
@@ -520,6 +520,9 @@ def test_rows_without_tools_get_those_of_a_file():
     assert template_arguments(Path("d"))["tools"] == TOOLS
     write("c.jsonl", [{**row, "tools": tools} for tools in (TOOLS, other)])
     assert found == prompts_and_answers(made(words))
+    write("c.jsonl", [{**row, "apis": tools} for tools in (TOOLS, other)])
+    assert found == prompts_and_answers(made(f"{words} --tools-field apis"))
+    assert "did you mean 'apis'?" in refusal(f"{words} --tokenizer t --overwrite --tools-field api")
     assert "--tools none.json: No such file" in refusal(f"{words} --tokenizer t --tools none.json")
     assert "--tools is for conversations" in refusal("c.jsonl --field a --tools tools.json")
 
