@@ -182,17 +182,22 @@ def bytes_of_a_turn(text, least):
         if (
             not opcodes & {"dot", "add", *LOOKS_UP}
             and opcodes & {*REARRANGES}
-            and type_bytes(instruction.type) >= least
+            and _bytes(instruction.type) >= least
         ):
             rearranged.append(f"{instruction.opcode} {instruction.type} {sorted(opcodes)}")
         for index, (name, _) in enumerate(instruction.operands):
-            size = type_bytes(types[name].type)
+            size = _bytes(types[name].type)
             if size >= least and not any(
                 _only_looked_up(computation, index) for computation in inside
             ):
                 looked_up = instruction.opcode in LOOKS_UP and index == 0
                 read += 0 if looked_up else size
     return read, rearranged
+
+
+def _bytes(type):
+    """Returns the bytes of an array; 0 for a tuple."""
+    return 0 if type.startswith("(") else type_bytes(type)
 
 
 def _only_looked_up(computation, index):
