@@ -1,8 +1,12 @@
-"""What other systems made of conversations: which tokens a model learns, and after which prompt."""
+"""What other systems made of conversations: which tokens a model learns, and after which prompt.
+
+Texts are compared with those that are written here, and with what the bug would make of them.
+"""
 
 import json
 from pathlib import Path
 
+import jinja2
 import pytest
 from corpora import output, refusal, write
 from small_tokenizers import byte_level
@@ -53,9 +57,9 @@ def learned(*messages, template=TEMPLATE, **row):
 
 
 def test_trl_5213_a_prompt_that_opens_the_reasoning_is_a_prefix():
-    """https://github.com/huggingface/trl/issues/5213: the generation prompt opened the reasoning,
-    so it was no prefix of an answer without any, and the answer began at a wrong token. Here such
-    a prompt ends before the tag.
+    """https://github.com/huggingface/trl/issues/5213: the prompt of Qwen 3.5, which opens the
+    reasoning, was not the start of prompt and answer, of which only a warning told. Here such a
+    prompt ends before the tag.
     """
     ((prompt, text),) = learned(QUESTION, answer("So."), template=OPENS)
     assert (prompt, text) == ("user\nWhy?</s>\nassistant\n", "So.</s>\n")
@@ -64,20 +68,22 @@ def test_trl_5213_a_prompt_that_opens_the_reasoning_is_a_prefix():
 
 
 def test_maxtext_5013_reasoning_after_a_prompt_that_opens_it_is_learned():
-    """https://github.com/AI-Hypercomputer/maxtext/issues/5013: where the prompt ended in an empty
-    block of reasoning, an answer with reasoning was cut at the prompt's length. Here the tags at
-    the end of a prompt are left out where the answer has its own.
+    """https://github.com/AI-Hypercomputer/maxtext/pull/5013: a prompt ended in an empty block of
+    reasoning, so that the answer's reasoning stood after the block, which was then closed again.
+    Here the tags at the end of a prompt are left out where the answer has its own.
     """
     closed = TEMPLATE.replace("assistant\n{% endif", "assistant\n<think></think>{% endif")
     ((prompt, text),) = learned(QUESTION, answer("So.", reasoning="As is."), template=closed)
     assert text == "<think>As is.</think>So.</s>\n"
-    assert (prompt + text)[len(prompt + "<think></think>") :] != text, "as it is cut by length"
+    closed_twice = prompt + "<think></think>" + text.removeprefix("<think>")
+    assert (closed_twice.count("</think>"), (prompt + text).count("</think>")) == (2, 1)
 
 
 def test_skyrl_2092_an_answer_that_shares_a_token_with_its_prompt_is_whole():
-    """https://github.com/NovaSky-AI/SkyRL/issues/2092: a token had the end of the prompt and the
-    start of the answer, which was then no label, or was in no prompt. Here the prompt has the
-    tokens that it has alone, and the answer all of its text.
+    """https://github.com/NovaSky-AI/SkyRL/pull/2092: an answer had as many labels as it adds tokens
+    to its prompt, so where one token has the end of the prompt and the start of the answer, the
+    first was never learned. Here the prompt has the tokens that it has alone, and the answer all
+    of its text.
     """
     conversations, tokenizer = opened()
     turns = conversations.of_row({"messages": [QUESTION, answer("\n\nSo.")]})
@@ -91,9 +97,9 @@ def test_skyrl_2092_an_answer_that_shares_a_token_with_its_prompt_is_whole():
 
 @pytest.mark.parametrize("template", [OBJECTS, TEXTS])
 def test_oumi_2605_arguments_have_the_form_that_the_template_writes(template):
-    """https://github.com/oumi-ai/oumi/issues/2605: templates get the arguments of calls as objects
-    or as JSON in a string, and with the other form they fail or write other text. Here both are
-    tried.
+    """https://github.com/oumi-ai/oumi/pull/2605: some templates need the arguments of calls as
+    objects, others as JSON in a string, and with the other form they fail or write other text. Here
+    both are tried. No bug is injected: the text is compared with that which is written here.
     """
     for arguments in ({"city": "Rom"}, '{"city": "Rom"}'):
         call = {"function": {"name": "get", "arguments": arguments}}
@@ -102,8 +108,8 @@ def test_oumi_2605_arguments_have_the_form_that_the_template_writes(template):
 
 
 def test_transformers_45419_arguments_are_not_json_in_json():
-    """https://github.com/huggingface/transformers/issues/45419: a template made JSON of arguments
-    that were JSON in a string, and wrote quotes with backslashes. Here they are written once.
+    """https://github.com/huggingface/transformers/issues/45419: templates wrote arguments that are
+    JSON in a string with escaped quotes, as JSON in JSON. Here they are written once.
     """
     arguments = '{"city": "Rom"}'
     call = {"function": {"name": "get", "arguments": arguments}}
@@ -113,8 +119,8 @@ def test_transformers_45419_arguments_are_not_json_in_json():
 
 
 def test_trl_6259_both_answers_of_a_pair_have_the_tools():
-    """https://github.com/huggingface/trl/issues/6259: the tools of a row did not reach the
-    template in preference training. Here the prompt of both answers has them.
+    """https://github.com/huggingface/trl/pull/6259: training with preferences (KTO) ignored the
+    tools of a row, as if none were defined. Here the prompt of both answers of a pair has them.
     """
     conversations, _ = opened(kind=PairsOfConversations, preference=True)
     row = {"prompt": [QUESTION], "chosen": [answer("a")], "rejected": [answer("b")]}
@@ -124,23 +130,23 @@ def test_trl_6259_both_answers_of_a_pair_have_the_tools():
 
 
 def test_cookbook_387_an_answer_of_weight_zero_is_not_learned():
-    """https://github.com/fw-ai/cookbook/pull/387: `weight: 0` was ignored, so answers that are
-    context were trained without their reasoning. Here they are in prompts only.
+    """https://github.com/fw-ai/cookbook/pull/387: `weight: 0` was dropped, so answers that are
+    context were trained, without their reasoning. Here they are in prompts only.
     """
     _not_learned({"weight": 0})
 
 
 def test_verl_5316_an_answer_of_loss_mask_zero_is_not_learned():
-    """https://github.com/verl-project/verl/issues/5316: an answer in an agent's steps could not be
-    left out of the loss. Here `loss_mask: 0` and `trainable: false` do.
+    """https://github.com/verl-project/verl/issues/5316: a wrong answer among an agent's steps could
+    not be left out of the loss. Here `loss_mask: 0` or `trainable: false` leaves it out.
     """
     _not_learned({"loss_mask": 0})
     _not_learned({"trainable": False})
 
 
 def test_llamafactory_10471_an_answer_without_loss_is_not_learned():
-    """https://github.com/hiyouga/LlamaFactory/issues/10471: messages could not be left out of the
-    loss one by one. Here `loss: false` does.
+    """https://github.com/hiyouga/LlamaFactory/pull/10471: all earlier answers were left out of the
+    loss, or none. Here `loss: false` leaves out one.
     """
     _not_learned({"loss": False})
 
@@ -153,37 +159,43 @@ def _not_learned(mark):
 
 
 def test_verl_6854_earlier_reasoning_is_learned_in_its_own_turn():
-    """https://github.com/verl-project/verl/issues/6854: a conversation was rendered once, so
-    reasoning that the template keeps for the last answer only was never learned, or was in no
-    prompt of inference. Here each answer is rendered as the last one.
+    """https://github.com/verl-project/verl/issues/6854: a template removes reasoning from earlier
+    turns, so a turn's prompt does not begin with the tokens of the turn before it, and one sequence
+    of all turns has a prompt that inference never has. Here each answer is rendered as the last
+    one.
     """
     rows = [QUESTION, answer("a", reasoning="one"), QUESTION, answer("b", reasoning="two")]
-    (_, first), (prompt, second) = learned(*rows)
+    (start, first), (prompt, second) = learned(*rows)
     assert (first, second) == ("<think>one</think>a</s>\n", "<think>two</think>b</s>\n")
-    assert "one" not in prompt, "as in one rendering of the whole"
+    assert "one" not in prompt
+    assert not prompt.startswith(start + first), "as one sequence of all turns would begin"
 
 
-def test_axolotl_2762_the_end_of_an_answer_is_learned_where_the_template_marks_less():
-    """https://github.com/axolotl-ai-cloud/axolotl/issues/2762: marks in the template that say what
-    is learned differ from author to author, and may leave out the end. Here an answer is what the
-    text has after its prompt, whatever is marked.
+def test_axolotl_2762_a_template_that_marks_answers_is_read():
+    """https://github.com/axolotl-ai-cloud/axolotl/issues/2762: a template that marks what is
+    learned by `{% generation %}` ended the preparation. Here it is read, and an answer is what the
+    text has after its prompt, its end too, whatever is marked.
     """
     marked = TEMPLATE.replace(
         "{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"
     )
-    assert learned(QUESTION, answer("So."), template=marked) == learned(QUESTION, answer("So."))
-    assert learned(QUESTION, answer("So."))[0][1] == "So.</s>\n" != "So."
+    with pytest.raises(jinja2.TemplateSyntaxError, match="unknown tag 'generation'"):
+        jinja2.Environment().parse(marked)
+    ((prompt, text),) = learned(QUESTION, answer("So."), template=marked)
+    assert (prompt, text) == ("user\nWhy?</s>\nassistant\n", "So.</s>\n")
 
 
 def test_datasets_6891_a_json_file_of_lines_is_read_as_rows():
-    """https://github.com/huggingface/datasets/issues/6891: a `.json` file may hold a list or an
-    object in each line, and reading the one as the other failed or made other rows. Here both are
-    rows.
+    """https://github.com/huggingface/datasets/issues/6891: `to_json` writes an object in each line,
+    also to a file named `.json`, which a reader of JSON refuses. Here both are rows.
     """
     rows = [{"messages": [QUESTION, answer(text)]} for text in "ab"]
     opened()
     command = "d.json --messages messages --template all.jinja --tokenizer t --overwrite"
-    for content in ("\n".join(map(json.dumps, rows)), json.dumps(rows)):
+    lines = "\n".join(map(json.dumps, rows))
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(lines)
+    for content in (lines, json.dumps(rows)):
         write("d.json", content)
         assert "2 documents" in output(f"{command} --held-out 0")
     write("d.json", json.dumps(rows)[:-9])
