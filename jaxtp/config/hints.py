@@ -147,7 +147,7 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "by",
         "stride",
         "there are no groups: give one command for each source, or for each file of texts of one "
-        "length, and compare their --json files (jaxtp/tools/evaluate/README.md)",
+        "length, and compare their --json files (jaxtp/guides/evaluate_and_generate.md)",
     ),
     ("json", "top_k", "scores.json, in the folder of the scores, has all that a file here had"),
     (
