@@ -228,7 +228,6 @@ def furnish(place, tiny_models):
         for n in range(60)
     ]
     write_rows(place / "calls.jsonl", calls)
-    (place / "tools.json").write_text(json.dumps(tools))
     answers = [
         {"prompt": f"{n} + 1 =", "chosen": f" {n + 1}", "rejected": f" {n}"} for n in range(60)
     ]
