@@ -63,6 +63,8 @@ def with_tokens(content: bytes, tokens: Sequence[str], name: str) -> NewTokens:
             raise TokenizerError(
                 f"the new token {token!r} is empty; name a text such as <|im_end|>"
             )
+        if token != token.encode(errors="replace").decode():
+            raise TokenizerError(f"the new token {truncate(token)!r} is not UTF-8")
         if token in tokens[:place]:
             raise TokenizerError(f"the new token {truncate(token)!r} is named twice")
         if token in before:

@@ -157,8 +157,21 @@ class ChatTemplate:
                     f" takes more than {limits[died.code]}, the limit for a chat template, {when}"
                 )
         if problem:
-            raise RenderError(f"{self.name}{problem}")
+            raise RenderError(f"{self.name}{problem}{self._loops(problem, variables)}")
         return list(texts)
+
+    def _loops(self, problem: str, variables: Sequence[Mapping[str, object]]) -> str:
+        """Returns what to do about a loop over tools or documents where there are none."""
+        if "'NoneType' object is not iterable" not in problem:
+            return ""
+        for name in ("tools", "documents"):
+            is_absent = any(named[name] is None for named in variables)
+            if is_absent and re.search(rf"\bin\s+{name}\b", self.text):
+                return (
+                    f"; it loops over {name!r}, and there are none here: write "
+                    f"'in {name} or []' in the template"
+                )
+        return ""
 
 
 def writes_day(template: str) -> bool:

@@ -382,8 +382,8 @@ def _encode_rows(
         encoded.append(ids)
     if num_left_out:
         print_status(
-            f"left out {num_left_out:,} answers at the end of conversations, in place of which the "
-            "model gives its own"
+            f"left out {num_left_out:,} answer{'s' if num_left_out > 1 else ''} at the end of "
+            "conversations, in place of which the model gives its own"
         )
     return prompts, encoded
 

@@ -18,7 +18,7 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -301,6 +301,8 @@ class Generator:
         check_settings(settings)
         if isinstance(prompts, str):
             raise GenerationError(f"prompts is a string; for one prompt give [{prompts[:20]!r}]")
+        if isinstance(prompts, Mapping):
+            raise GenerationError("prompts is an object; for one message give [[message]]")
         arguments = {"tools": tools, **template_arguments}
         rendered = encode_conversations(prompts, self.tokenizer, arguments)
         end_ids = self.end_ids

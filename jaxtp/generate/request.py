@@ -148,9 +148,14 @@ def encode_prompts(
 
 
 def _is_prompt(prompt: object) -> bool:
-    array = np.asarray(prompt)
+    if isinstance(prompt, str):
+        return True
+    try:
+        array = np.asarray(prompt)
+    except ValueError:  # lists of unequal lengths
+        return False
     # [] is an array of floats.
-    return isinstance(prompt, str) or (array.ndim == 1 and array.dtype.kind in "iuf")
+    return array.ndim == 1 and (array.dtype.kind in "iu" or not array.size)
 
 
 @dataclass(frozen=True)

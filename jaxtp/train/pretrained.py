@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.storage import Info, newest_checkpoint, read_info
 from jaxtp.config.files import sha256
+from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, differences, replace_nested
 from jaxtp.data.added_tokens import NewTokens, added_tokens, with_tokens
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
@@ -297,7 +298,7 @@ class HFSource(Pretrained):
         tokens = ""
         if self.new_tokens is not None:
             ids = self.new_tokens.ids
-            tokens = f" of {' '.join(self.new_tokens.tokens)}"
+            tokens = f" of {truncate(' '.join(self.new_tokens.tokens), 200)}"
         if not ids:
             return []
         spare = ", spare ones so far," if ids.stop <= num_stored else ""

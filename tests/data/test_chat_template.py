@@ -70,6 +70,10 @@ UNUSABLE = {
     ),
     "a long text": ("{{ 'x' * 70000000 }}", f"{FAILS}its text has more than 67,108,864 characters"),
     "half a character": ("{{ '\\ud800' }}", f"{FAILS}'utf-8' codec can't encode"),
+    "no tools": (
+        "{% for tool in tools %}{% endfor %}",
+        f"{FAILS}'NoneType' object is not iterable; it loops over 'tools', and there are none here",
+    ),
     "a number": ("{{ 1 | join }}", f"{FAILS}'int' object is not iterable"),
     "arguments": ("{{ ''.join(1, 2) }}", FAILS),
 }

@@ -196,6 +196,7 @@ MISTAKES = {
     "a.jsonl, line 2): message 1 has no 'role'": "--messages messages",
     "--tools tools.jso: No such file": "--messages messages --tools tools.jso",
     "--tools tools.json: 'tools' is not a list": "--messages messages --tools tools.json",
+    "--tools tools.json: no tools in it": "--messages messages --tools tools.json",
     "--template-arguments.tools": "--messages messages --template-arguments.tools 1",
     "leave --prompt and --chat out": "--messages messages --prompt a",
     "--tools is for chat templates": "--tools tools.json",
@@ -209,5 +210,7 @@ def test_mistakes_are_named(model, capsys):
     for words, flags in MISTAKES.items():
         if "--field" in flags:
             write("a.jsonl", [{"messages": []}])
+        if "no tools" in words:
+            write("tools.json", "[]")
         flags = ["--model=model", "--prompt-file=a.jsonl", *flags.split()]
         assert_refused(main, flags, words, capsys)

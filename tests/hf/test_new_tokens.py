@@ -188,6 +188,7 @@ def test_adapters_train_the_rows_of_new_tokens(chats, tmp_path):
         ("data", [*NEW, END], f"the new token {END!r} is in"),
         ("data", [*NEW, NEW[1]], f"the new token {NEW[1]!r} is named twice"),
         ("data", [*NEW, ""], "the new token '' is empty"),
+        ("data", [*NEW, "\udcff"], "is not UTF-8"),
     ],
 )
 def test_the_data_and_the_run_have_the_same_new_tokens(data, new, message, chats, tmp_path, capsys):

@@ -11,6 +11,7 @@ import datetime
 import hashlib
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -84,6 +85,8 @@ _WITHIN = re.compile(r"\w\w|[-.]\d|\d\.\d")
 """Two characters that do not separate words or numbers."""
 _WRITTEN = {"role", "content", "tool_calls", "reasoning_content", "thinking", "reasoning"}
 """Keys of messages that `_turn` compares with the text."""
+_TOKEN = re.compile(r"<[^<>\s]+>")
+"""A text that looks like a special token."""
 _MAX_KEYS = 100
 _MAX_KNOWN = 10_000
 _WORD = "Qx7"
@@ -143,9 +146,15 @@ class Conversations:
             if self.ends and config.eos is None and not config.no_eos:
                 tokenizer.info = replace(tokenizer.info, eos_id=self.ends[-1])
         self.notes.clear()
-        if not turn.text.rpartition(_WORD)[2].strip():
+        end = turn.text.rpartition(_WORD)[2].strip()
+        if not end:
             self.notes.add(
                 "the template writes no end after an answer, so a model would not learn to stop"
+            )
+        elif _TOKEN.fullmatch(end) and not self.ends:
+            self.notes.add(
+                f"the template ends an answer by {end}, which is no token of this tokenizer, but "
+                f"several; --add-tokens {shlex.quote(end)} makes it one"
             )
 
     @cached_property

@@ -82,11 +82,14 @@ def read_tools(path: Path) -> dict[str, object]:
     Raises ConfigError if the file has no list of tools.
     """
     try:
-        return arguments_of({"tools": read_bytes(path, MAX_JSON).decode()}, {})
+        tools = arguments_of({"tools": read_bytes(path, MAX_JSON).decode()}, {})
     except OSError as error:
         raise ConfigError(f"--tools {path}: {error.strerror}{nearest_file(path)}") from None
     except (ChatError, UnicodeDecodeError) as error:
         raise ConfigError(f"--tools {path}: {error}") from None
+    if not tools:
+        raise ConfigError(f"--tools {path}: no tools in it; leave --tools out, or give a list")
+    return tools
 
 
 def _parsed(value: object, name: str) -> Any:

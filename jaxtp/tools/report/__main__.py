@@ -83,7 +83,8 @@ def _report(argv: Sequence[str]) -> None:
     runs = [read_run(folder, verify=options.verify) for folder in options.runs]
     text = page(runs, panels, estimate)
     with writing("--out", options.out):
-        options.out.write_text(text)
+        # Half of a surrogate pair, as a folder or a text may have, is no UTF-8.
+        options.out.write_bytes(text.encode(errors="replace"))
     print(options.out)
 
 
@@ -92,7 +93,8 @@ def _read_estimate(file: Path) -> Mapping[str, Any]:
         estimate = parse_json(read_bytes(file, MAX_JSON), f"--estimate {file}")
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from None
-    if "meshes" not in estimate:
+    meshes = estimate.get("meshes")
+    if not isinstance(meshes, list) or not all(isinstance(mesh, dict) for mesh in meshes):
         raise ConfigError(f"--estimate {file}: it is not what jaxtp estimate writes with --json")
     return estimate
 

@@ -79,9 +79,10 @@ class Panel:
             prefix = f"{curve.run.name}, " if names_runs else ""
             _draw_line(axes, curve.training, number, "-", f"{prefix}training")
             _draw_line(axes, curve.validation, second, "--", f"{prefix}validation")
-        axes.set_title(self.title)
+        # Names of metrics and of runs are no formulas, whatever dollar signs they have.
+        axes.set_title(self.title, parse_math=False)
         axes.set_ylabel(self.unit)
-        axes.set_xlabel(self.x)
+        axes.set_xlabel(self.x, parse_math=False)
         # Numbers of tokens are wide.
         axes.locator_params(axis="x", nbins=5)
         axes.grid()
@@ -101,7 +102,7 @@ def panels_of(runs: Sequence[Path], metrics: Sequence[str] = (), x: str = "step"
     Raises:
       ConfigError: no run has a requested metric. Missing `CURVES` are left out.
     """
-    records = {run: _by_step(_read(run)) for run in runs}
+    records = {run: _by_step(read_records(run)) for run in runs}
     # The names of all metrics, in the order of their first record
     names = list(dict.fromkeys(chain(*chain(*records.values()))))
     for name in (x, *metrics):
@@ -124,6 +125,15 @@ def panels_of(runs: Sequence[Path], metrics: Sequence[str] = (), x: str = "step"
     return panels
 
 
+def read_records(run: Path) -> list[dict[str, float]]:
+    """Returns the records of a run that have a step; raises ConfigError if there is no file."""
+    try:
+        records = read_metrics(run)
+    except FileNotFoundError:
+        raise ConfigError(f"{run}: no run has logged there; name the folder of a run") from None
+    return [record for record in records if math.isfinite(record.get("step", math.nan))]
+
+
 def draw(panels: Sequence[Panel], figure: "Figure", *, names_runs: bool) -> None:
     """Draws panels in rows of at most three; if the last row has fewer panels, they are wider."""
     count = len(panels)
@@ -136,7 +146,7 @@ def draw(panels: Sequence[Panel], figure: "Figure", *, names_runs: bool) -> None
         axes = figure.add_subplot(grid[row, column * width : (column + 1) * width])
         panel.draw(axes, names_runs=names_runs)
         if number == 0 or (not names_runs and panel.has_validation):
-            axes.legend()
+            _draw_legend(axes)
 
 
 def as_svg(panel: Panel, *, names_runs: bool) -> str:
@@ -155,7 +165,7 @@ def as_svg(panel: Panel, *, names_runs: bool) -> str:
         axes = figure.add_subplot()
         panel.draw(axes, names_runs=names_runs)
         if names_runs or panel.has_validation:
-            axes.legend()
+            _draw_legend(axes)
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     _, start, svg = text.getvalue().partition("<svg")
@@ -195,13 +205,6 @@ def write_picture(path: Path, draw: "Callable[[Figure], None]") -> None:
             figure.savefig(path, dpi=120)
 
 
-def _read(run: Path) -> list[dict[str, float]]:
-    try:
-        return read_metrics(run)
-    except FileNotFoundError:
-        raise ConfigError(f"{run}: no run has logged there; name the folder of a run") from None
-
-
 def _default_metrics(names: Sequence[str]) -> list[str]:
     # The loss, a user's metrics, then all other metrics. A metric that a user logs only in
     # evaluations has a panel too.
@@ -216,8 +219,7 @@ def _by_step(records: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
     # tokens.
     merged: defaultdict[float, dict[str, float]] = defaultdict(dict)
     for record in records:
-        if "step" in record:
-            merged[record["step"]].update(record)
+        merged[record["step"]].update(record)
     return [merged[step] for step in sorted(merged)]
 
 
@@ -226,6 +228,11 @@ def _curve(run: Path, records: Sequence[Mapping[str, float]], metric: str, x: st
         return [(record[x], record[name]) for record in records if name in record and x in record]
 
     return Curve(run, points(metric), points(f"{EVALUATED}{metric}"))
+
+
+def _draw_legend(axes: "Axes") -> None:
+    for text in axes.legend().get_texts():
+        text.set_parse_math(False)
 
 
 def _draw_line(

@@ -18,9 +18,8 @@ from jaxtp.config.reading import MAX_JSON, read_bytes
 from jaxtp.config.schema import ConfigError, from_yaml, value_at
 from jaxtp.generate.samples import SAMPLES
 from jaxtp.mesh import AXES, TP, Sizes, describe_mesh, mesh_shape
-from jaxtp.tools.report.curves import EVALUATED
+from jaxtp.tools.report.curves import EVALUATED, read_records
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.metrics import read_metrics
 from jaxtp.train.run_folder import CONFIG
 
 _NOT_READ = "not read; --verify compares them with their checksums"
@@ -91,10 +90,12 @@ class Run:
     @property
     def time_shares(self) -> dict[str, float]:
         """Shares of the time since the last start, by what it was spent on."""
-        if "goodput" not in self.last:
+        wait = self.last.get("data_wait_seconds")
+        step = self.last.get("step_seconds")
+        if "goodput" not in self.last or wait is None or not step:
             return {}
         goodput = self.last["goodput"]
-        waiting = goodput * self.last["data_wait_seconds"] / self.last["step_seconds"]
+        waiting = goodput * wait / step
         shares = {"steps": goodput - waiting, "waiting for data": waiting}
         for name, share in self.last.items():
             if name.startswith(_LOST):
@@ -135,7 +136,7 @@ def read_run(folder: Path, *, verify: bool) -> Run:
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder}: no {CONFIG} there; name the folder of a run")
     settings = from_yaml(TrainConfig, folder / CONFIG)
-    records = read_metrics(folder)
+    records = read_records(folder)
     last: dict[str, float] = {}
     for record in records:
         last |= record
@@ -173,8 +174,11 @@ def _samples(folder: Path) -> list[Mapping[str, Any]]:
     for line in read_bytes(folder / SAMPLES, MAX_JSON).decode(errors="replace").splitlines():
         try:
             sample = json.loads(line)
-            samples[sample["step"], sample["text"]] = sample
+            step = sample["step"]
+            text = sample["text"]
         # A kill cut the line short, or no run wrote it.
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             continue
+        if isinstance(step, int) and isinstance(text, str):
+            samples[step, text] = sample
     return list(samples.values())

@@ -99,6 +99,35 @@ def test_a_damaged_checkpoint_is_named(run, tmp_path):
     assert text.count("equal their checksums") == 1
 
 
+DAMAGED = {
+    "metrics.jsonl": [
+        '{"step": Infinity, "loss": 1.0}',
+        '{"step": NaN, "loss": 1.0}',
+        '{"eval_loss": 1.0}',
+        '{"step": 9, "goodput": 0.5, "step_seconds": 0.0, "own$\\\\x$": 2.0}',
+    ],
+    "samples.jsonl": [
+        "[" * 100_000,
+        '{"step": "x", "text": "a"}',
+        '{"step": null, "text": "b"}',
+        '{"step": 3, "text": 4}',
+        '{"step": 3, "text": "half \\ud800"}',
+    ],
+}
+
+
+def test_lines_that_no_run_wrote_are_left_out(run, tmp_path):
+    for name, lines in DAMAGED.items():
+        with (run / name).open("a") as file:
+            file.write("".join(f"\n{line}" for line in lines))
+    page = tmp_path / "report.html"
+    assert report([str(run), f"--out={page}"]) == 0
+    text = text_of(page)
+    assert "step 9 of 4" in text
+    assert "half ?" in text
+    assert "own$\\x$" in page.read_text()
+
+
 def test_the_estimate_of_the_mesh_stands_beside_the_measured_time(tiny_run, tmp_path):
     estimate = tmp_path / "estimate.json"
     seconds = {"products": 0.5, "communication": {"tp": 0.25}, "serial": 0.75, "overlapped": 0.5}
@@ -113,6 +142,8 @@ def test_the_estimate_of_the_mesh_stands_beside_the_measured_time(tiny_run, tmp_
     estimate.write_text(json.dumps({"meshes": []}))
     assert report(words) == 0
     assert "is not among the meshes of the estimate" in text_of(page)
+    estimate.write_text(json.dumps({"meshes": 3}))
+    assert report(words) == 2
 
 
 def test_a_picture_has_the_curves_alone(tiny_run, tmp_path):
