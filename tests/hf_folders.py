@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from hf_reference import FOLDER
+from numpy.random import default_rng
 from structures import is_one_clear_message, plant
 from support import decoder, filled, use_mesh
 from tables import read_json, write_json
@@ -129,7 +130,7 @@ def is_same(one, other):
 
 def moved(state, scale=0.1):
     """Returns a state with random noise added to each array, of the same dtypes and shardings."""
-    random = np.random.default_rng(0)
+    random = default_rng(0)
 
     def add_noise(array):
         noise = scale * random.standard_normal(array.shape)
@@ -168,7 +169,7 @@ def assert_all_refused(refusals):
 def random_model(config):
     """Returns a model with random weights on the mesh in context, or one device."""
     abstract = nnx.eval_shape(decoder(config))
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     weights = {
         path: (0.2 * random.standard_normal(logical_shape(variable))).astype(variable.dtype)
         for path, variable in named_variables(nnx.state(abstract)).items()

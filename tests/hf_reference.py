@@ -10,6 +10,7 @@ import zlib
 from pathlib import Path
 
 import numpy as np
+from numpy.random import default_rng
 from tables import read_json
 
 FOLDER = Path(__file__).parent / "hf/references"
@@ -33,7 +34,7 @@ gradient.
 
 def sketch(name, array, size=SIZE):
     """`[size]` float64."""
-    random = np.random.default_rng(zlib.crc32(name.encode()))
+    random = default_rng(zlib.crc32(name.encode()))
     buckets = random.integers(size, size=array.size)
     signs = random.choice([-1.0, 1.0], size=array.size)
     return np.bincount(buckets, signs * np.asarray(array, np.float64).ravel(), size)

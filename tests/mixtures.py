@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.random import default_rng
 from support import by_name, sizes_of, state_on_mesh, use_mesh
 
 from jaxtp.collectives import batch_spec
@@ -146,7 +147,7 @@ def mixture(weights, x, counts, config, experts):
 
 def probe(y, sums):
     """Returns a scalar that depends on all outputs and sums, each with its own weight."""
-    random = np.random.default_rng(7)
+    random = default_rng(7)
     outputs = (y, sums["probabilities"], sums["squared_normaliser"])
     return sum(jnp.sum(x * random.standard_normal(x.shape).astype(np.float32)) for x in outputs)
 

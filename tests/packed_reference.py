@@ -11,6 +11,7 @@ import latents
 import numpy as np
 import reference
 from flax import nnx
+from numpy.random import default_rng
 from support import by_name, decoder, sizes_of, state_on_mesh
 
 from jaxtp.mesh import mesh_of
@@ -23,7 +24,7 @@ D = 24
 
 @cache
 def batch():
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     ids, labels = random.integers(0, V, (2, B, T), np.int32)
     breaks = np.sort(random.integers(1, T, (B, 3)), axis=1)
     segments = 1 + (np.arange(T) >= breaks[:, :, None]).sum(axis=1).astype(np.int32)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from numpy.random import default_rng
 
 import jaxtp
 from jaxtp.plans import Colwise, Rowwise
@@ -48,7 +49,7 @@ def loss(model, batch, key):
 
 
 def batches(step):
-    random = np.random.default_rng(step)
+    random = default_rng(step)
     y = random.integers(0, 10, ROWS)
     return {"x": np.eye(10, 16)[y] + 0.3 * random.normal(size=(ROWS, 16)), "y": y}
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.random import default_rng
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
@@ -63,7 +64,7 @@ def random_weights(build, scale=0.1):
 
 
 def moved(name, array, scale):
-    noise = np.random.default_rng([0, zlib.crc32(name.encode())]).standard_normal(array.shape)
+    noise = default_rng([0, zlib.crc32(name.encode())]).standard_normal(array.shape)
     return (np.asarray(array, np.float64) + scale * noise).astype(array.dtype)
 
 

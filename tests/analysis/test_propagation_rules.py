@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 
 from jaxtp.analysis.propagation_rules import Blocked, pass_through
 
-X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
+X = default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
 PARTS = 2
 
 

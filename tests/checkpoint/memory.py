@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.random import default_rng
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -30,7 +31,7 @@ def resident(name):
 
 
 def save(folder, mesh):
-    values = np.random.default_rng(0).standard_normal(ELEMENTS, np.float32)
+    values = default_rng(0).standard_normal(ELEMENTS, np.float32)
     with Checkpoints(folder) as checkpoints:
         state = nnx.State({f"x{i}": variable(values, mesh, "fsdp") for i in range(ARRAYS)})
         checkpoints.save(1, state, mesh, {})

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from runs import full_disk
 from variants import small_model
@@ -52,9 +53,7 @@ def plan():
 
 def values(name, step, array):
     """The whole of an array at a step, the same in every process."""
-    numbers = np.random.default_rng([zlib.crc32(name.encode()), step]).normal(
-        scale=100, size=array.shape
-    )
+    numbers = default_rng([zlib.crc32(name.encode()), step]).normal(scale=100, size=array.shape)
     return np.asarray(numbers, array.dtype)
 
 

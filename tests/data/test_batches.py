@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import mesh_by_size
 
@@ -53,7 +54,7 @@ class Stream:
     read: int = 0
 
     def batches(self, epoch, first=0):
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        order = default_rng([self.seed, epoch]).permutation(self.rows)
         for start in range(first, self.rows, self.size):
             self.read += 1
             yield {"x": order[start : start + self.size]}
@@ -481,7 +482,7 @@ def test_rows_need_a_batch_size():
 
 
 def test_a_checksum_depends_on_every_row_and_name():
-    x = np.random.default_rng(0).random((16, 300, 300), np.float32)
+    x = default_rng(0).random((16, 300, 300), np.float32)
     sums = {checksum({"x": x}), checksum({"y": x})}
     for row in range(16):
         changed = x.copy()

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import jsonl, prepared, texts
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from tables import raised_by, read_json, write_json
 
@@ -237,7 +238,7 @@ def test_mutated_files_give_rows_or_one_error(dataset, is_finished):
     writer = write(dataset, top_k=3)
     if is_finished:
         writer.finish()
-    numbers = np.random.default_rng(0)
+    numbers = default_rng(0)
     corpus = load_corpus(dataset.folder)
     whole = (FOLDER / SCORES).read_bytes()
     errors = []

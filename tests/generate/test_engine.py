@@ -12,6 +12,7 @@ import pytest
 import reference
 from flax import nnx
 from hf_folders import move_adapters, random_model, values
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from small_generators import SmallDecoder, greedy_ids
 from support import compilations, swept, use_mesh
@@ -73,7 +74,7 @@ def test_greedy_texts_are_the_argmax_of_plain_formulas(mesh):
     """Prompts and texts have many lengths: a row whose text ends takes the next prompt, each token
     is read once, and each program is compiled once.
     """
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     prompts = [
         *PROMPTS,
         *(rng.integers(0, 256, length).tolist() for length in rng.integers(1, 40, 6)),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxtp
@@ -72,7 +73,7 @@ def plainly(logits, chosen):
     return softmax(logits)
 
 
-LOGITS = np.random.default_rng(3).normal(0, 0.8, V)
+LOGITS = default_rng(3).normal(0, 0.8, V)
 DRAWS = 4096
 CASES = {
     "cold": {"temperature": 0.4},

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from small_generators import SmallDecoder, greedy_ids
 from support import swept
@@ -60,7 +61,7 @@ def greedy(prompt):
 
 
 def prompts_of(count, most):
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     return [tuple(rng.integers(0, 256, length).tolist()) for length in rng.integers(1, most, count)]
 
 
@@ -206,7 +207,7 @@ def layer_programs():
     """
     layer = GatedDeltaNet(8, DELTA, rngs=nnx.Rngs(0))
     layer.decay_log[...] -= 6  # else states forget at once
-    inputs = np.random.default_rng(1).normal(size=(DOCUMENTS, LONGEST, 8)).astype(np.float32)
+    inputs = default_rng(1).normal(size=(DOCUMENTS, LONGEST, 8)).astype(np.float32)
     decode = jax.jit(layer.decode)
     return decode, inputs, np.asarray(jax.jit(layer)(inputs)), layer.init_cache(ROWS, 1)
 
@@ -258,7 +259,7 @@ def test_rows_that_begin_continue_wait_and_begin_again():
     """Any order of packed tokens and single ones: each row reads on from its own tokens."""
     decode, inputs, expected, empty = layer_programs()
     for seed in range(6):
-        rows = Rows(np.random.default_rng(seed))
+        rows = Rows(default_rng(seed))
         caches = empty
         for _ in range(12):
             before = caches

@@ -24,6 +24,7 @@ from hf_folders import (
 from hf_reference import EXPERTS, FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from structures import examples
 from support import swept, use_mesh
@@ -220,7 +221,7 @@ def test_which_layers_have_experts(count, step, dense, normalised, window):
 
 @pytest.mark.parametrize("kind", ["block", "expert", "all"])
 def test_stacked_float8_has_a_scale_of_each(kind, tmp_path):
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     plain = stacked("mixtral")
     scaled = {}
     for name in [name for name in plain if ".experts." in name]:
@@ -247,7 +248,7 @@ def test_mxfp4_numbers(tmp_path, monkeypatch):
     """Two in each byte, the low four bits first: a sign and one of eight numbers, times 2^(scale
     - 127).
     """
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     grid = (5, 3, 2)
     blocks = rng.integers(256, size=(*grid, 16), dtype=np.uint8)
     scales = rng.integers(253, size=grid, dtype=np.uint8)

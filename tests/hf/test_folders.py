@@ -26,6 +26,7 @@ from hf_folders import (
     write_model,
 )
 from hf_reference import FOLDER
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import assert_refused, swept, use_mesh
 from tables import read_json, write_json
@@ -307,7 +308,7 @@ IN_BLOCKS = [("mistral", [16, 24]), ("mistral", None), ("deepseek_v3", [5, 7])]
 def test_float8_is_multiplied_by_its_scales(case, tmp_path):
     """Of each block, also where a block is cut off, or of the whole matrix."""
     name, block = case
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     plain = reference_tensors(name)
     scaled = {}
     for key, array in plain.items():

@@ -25,6 +25,7 @@ from hf_folders import (
 )
 from hf_reference import FOLDER
 from hypothesis import given
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from structures import changed, examples, gives_one_of
 from support import by_name, swept, use_mesh
@@ -77,7 +78,7 @@ def module(target, layer):
 
 def random_factors(shapes, dtype=np.float32):
     """Returns random A and B by name, of `{module: (shape of A, shape of B)}`."""
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     arrays = {}
     for each, both in shapes.items():
         for factor, shape in zip("AB", both, strict=True):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, reference_attributes, values
 from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, NEWER, model_types
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from small_generators import greedy_ids
 from support import cached_and_whole, outputs_of, relative_error, sizes_of, swept, use_mesh
@@ -261,7 +262,7 @@ def test_a_sketch_has_the_norm_of_its_array():
     """Also of an error in one element, which a random projection could miss."""
     one = np.zeros((96, 192))
     one[5, 7] = 1e-3
-    dense = np.random.default_rng(0).standard_normal((96, 192))
+    dense = default_rng(0).standard_normal((96, 192))
     for error in (one, dense):
         assert np.linalg.norm(hf_reference.sketch("a", error)) == pytest.approx(
             np.linalg.norm(error), rel=0.2

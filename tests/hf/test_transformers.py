@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from hf_folders import move_adapters, random_model, reference_tensors, stored_tensors, write_tensors
 from hf_reference import FOLDER, model_types
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from support import use_mesh
 from tables import read_json, write_json
@@ -306,7 +307,7 @@ OLDER = {"mixtral": ("w1", "w3", "w2"), "qwen3_moe": ("gate_proj", "up_proj", "d
 @pytest.mark.parametrize("name", OLDER)
 def test_adapters_of_peft_of_experts_in_modules(name, tmp_path):
     """As it did with transformers 4, and both read it now."""
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     tensors = {}
     for path, kernel in reference_tensors(name).items():
         if path.removesuffix(".weight").endswith(OLDER[name]):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from numpy.random import default_rng
 from planted import errors_of, gathered_without_sum, plant_weights, with_gradient
 from support import decoder, random_weights, state_on_mesh, use_mesh, without_mesh
 from variants import small_model
@@ -48,7 +49,7 @@ SINKS = np.linspace(-1, 2, N).astype(np.float32)
 
 @cache
 def arrays():
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     shapes = [(B, T, heads, H) for heads in (N, K, K, N)]
     return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
 
@@ -237,7 +238,7 @@ def weights():
 
 
 def batch():
-    tokens = np.random.default_rng(1).integers(0, MODEL.vocab_size, (B, T + 1), np.int32)
+    tokens = default_rng(1).integers(0, MODEL.vocab_size, (B, T + 1), np.int32)
     return tokens[:, :-1], np.where(SEGMENTS > 0, tokens[:, 1:], -100)
 
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from hf_folders import read_tensors, reference_attributes, write_model, write_tensors
 from hf_reference import FOLDER
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import outputs_of
 from tables import read_json, write_json
@@ -157,7 +158,7 @@ def adapters(folder, arrays=None, **attributes):
 
 
 def factors():
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     config = loaded().config
     shapes = {"A": (RANK, config.d_model), "B": (config.num_heads * config.head_dim, RANK)}
     of = lambda shape: random.standard_normal(shape).astype(np.float32)

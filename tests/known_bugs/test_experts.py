@@ -26,6 +26,7 @@ from mixtures import (
     program,
     work,
 )
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from planted import errors_of, gathered_without_sum, plant_weights, with_gradient
 from support import decoder, random_weights, relative_error
@@ -62,7 +63,7 @@ def weights(config=CONFIG):
 @cache
 def rows():
     """Inputs, segments and labels; two rows end in padding, a third is nothing else."""
-    random = np.random.default_rng(1)
+    random = default_rng(1)
     segments = np.ones((B, T), np.int32)
     for row, begin in ((2, 5), (4, 1), (7, 0)):
         segments[row, begin:] = 0

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from accounts import equations
 from flax import nnx
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from planted import errors_of, plant_weights, with_gradient
 from support import by_name, random_weights, relative_error, state_on_mesh, swept, use_mesh
@@ -83,7 +84,7 @@ def reference(layer, formula, features):
     in float64.
     """
     weights = random_weights(layer, scale=0.5)
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     x = random.standard_normal((B, T, features))
     g = random.standard_normal((B, T, D))
 
@@ -273,7 +274,7 @@ def head_errors():
     """How far the loss over tp 4 and its gradient are from float64; all logits are strongly
     negative.
     """
-    random = np.random.default_rng(1)
+    random = default_rng(1)
     x = np.abs(random.standard_normal((B, T, D)))
     table = -2 * np.abs(random.standard_normal((V, D)))
     labels = random.integers(0, V, (B, T))
@@ -315,7 +316,7 @@ def test_torchtitan_3822_the_gradient_of_log_probabilities_is_not_summed_over_tp
     result every device used alike, summed their equal gradients, so those of log-probabilities were
     tp times too large. Here they are those of one device.
     """
-    random = np.random.default_rng(1)
+    random = default_rng(1)
     x, table = (np.float32(random.standard_normal(shape)) for shape in ((B, T, D), (2 * V - 2, D)))
     labels = jnp.asarray(random.integers(0, 2 * V - 2, (B, T), np.int32))
 
@@ -441,7 +442,7 @@ def gathered_in_float8():
     device.
     """
     weights = random_weights(column_in_float8)
-    x = np.random.default_rng(0).standard_normal((B, T, D))
+    x = default_rng(0).standard_normal((B, T, D))
     g = np.ones((B, T, F))
     found = (found_on(make_mesh(tp=tp), column_in_float8, weights, x, g)["output"] for tp in (4, 1))
     return relative_error(*found)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import assert_close, by_name, decoder, mesh_by_size, random_weights, state_on_mesh
 from variants import small_model
@@ -88,7 +89,7 @@ run = cache(Run)
 
 def batch():
     """Rows of which the first has one label, and the others seven or eight."""
-    tokens = np.random.default_rng(0).integers(0, V, (B, T + 1)).astype(np.int32)
+    tokens = default_rng(0).integers(0, V, (B, T + 1)).astype(np.int32)
     labels = tokens[:, 1:].copy()
     labels[0, 1:] = labels[2, 0] = -100
     return {"inputs": tokens[:, :-1], "labels": labels}

@@ -9,6 +9,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mixtures import B, D, E, F, T, balance_program, build, expected_balance
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import assert_close, random_weights, swept
 from tables import read_table
@@ -31,7 +32,7 @@ def rows():
     """Inputs of each layer, segments and labels of a batch, in which rows have more padding one
     than the other.
     """
-    random = np.random.default_rng(4)
+    random = default_rng(4)
     layers = random.standard_normal((LAYERS, B, T, D)).astype(np.float32)
     segments = 1 + np.cumsum(random.random((B, T)) < 0.3, axis=1).astype(np.int32)
     for row, begin in ((1, 3), (4, 6), (7, 0)):

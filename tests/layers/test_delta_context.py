@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
+from numpy.random import default_rng
 from support import (
     TOLERANCE,
     assert_close,
@@ -58,7 +59,7 @@ def test_every_chunk_starts_with_the_state_of_all_chunks_before_it(case):
     cp, zigzag = case
     count = cp * (1 + zigzag)
     chunks = 1 + zigzag
-    draw = np.random.default_rng(0).standard_normal
+    draw = default_rng(0).standard_normal
     m, u, upstream = (draw((count, B, HEADS, K, width)).astype(np.float32) for width in (K, V, V))
     expected, pull = jax.vjp(states_before, m, u)
     with use_mesh(**sizes_of((1, 2, cp, 2))):
@@ -129,7 +130,7 @@ def packings(draw, length):
 def test_a_document_over_chunks_equals_it_at_any_other_place(packing, seed):
     """Chunks are shorter than the convolution."""
     size, place, segments = packing
-    x = np.random.default_rng(seed).standard_normal((B, 16, D)).astype(np.float32)
+    x = default_rng(seed).standard_normal((B, 16, D)).astype(np.float32)
     x[1, place : place + size] = x[0, :size]
     y = np.asarray(program((1, 1, 4, 1), zigzag=True)(x, x, segments.astype(np.int32))["y"])
     assert relative_error(y[1, place : place + size], y[0, :size]) < TOLERANCE
@@ -141,7 +142,7 @@ def test_a_document_over_chunks_equals_it_at_any_other_place(packing, seed):
 def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
     mesh, zigzag, length, packed = case
     segments = data.draw(packings(length))[2].astype(np.int32)
-    x, upstream = np.random.default_rng(0).standard_normal((2, B, length, D)).astype(np.float32)
+    x, upstream = default_rng(0).standard_normal((2, B, length, D)).astype(np.float32)
     on_mesh = program(tuple(mesh), zigzag, packed)
     on_one = program((1, 1, 1, 1), False, packed)
     assert_close(on_mesh(x, upstream, segments), on_one(x, upstream, segments))

@@ -12,6 +12,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layer_programs import LayerProgram
+from numpy.random import default_rng
 from support import TOLERANCE, assert_close, random_weights, swept
 
 import jaxtp
@@ -36,7 +37,7 @@ SIZES = {  # rows, heads, chunks, tokens of a chunk, width of keys, width of val
 def draw(sizes, dtype="float32"):
     """Arguments, some of the decays 0 as where documents begin, and gradients of the results."""
     rows, heads, chunks, length, keys, values = sizes
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
 
     def normal(*shape, dtype=dtype):
         return jnp.asarray(rng.standard_normal((rows, heads, *shape)) * keys**-0.5, dtype)
@@ -136,7 +137,7 @@ def test_products_in_the_kernel_are_counted():
 @pytest.mark.wide
 def test_a_layer_with_the_kernel_is_that_with_lax():
     """Of packed documents, on a mesh. The backward pass does not compute the states again."""
-    arrays = np.random.default_rng(0).standard_normal((2, 2, 72, 12), "float32")
+    arrays = default_rng(0).standard_normal((2, 2, 72, 12), "float32")
     segments = np.where(np.arange(72) < 65, 1, 2) + np.array([[0], [1]])
     build = lambda: gated_delta.GatedDeltaNet(
         12, gated_delta.GatedDeltaConfig(**HEADS), rngs=nnx.Rngs(0)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import assert_close
 
@@ -30,7 +31,7 @@ def token_by_token(q, k, v, log_decay, write, starts, state):
 
 def draw(length, heads=(2, 4), widths=(3, 5), dtype="float64", rows=2):
     """Arguments of the rule, and the gradients of its results. Some tokens decay to nothing."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     keys, values = heads
     wide, deep = widths
     q, k = rng.normal(size=(2, rows, length, keys, wide))

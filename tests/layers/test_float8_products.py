@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from layer_programs import LayerProgram
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import assert_close, random_weights, relative_error, swept
 from tables import read_table
@@ -85,7 +86,7 @@ def of_product(a, b, a_error, b_error):
 
 def excess(kind, inputs):
     """The largest error relative to its bound, and the largest relative error of an array."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     make = INPUTS[inputs]
     x, kernel, grad_y = (
         np.float64(np.float32(each))
@@ -124,7 +125,7 @@ def test_the_error_of_each_number_is_bounded(kind):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_number_that_is_not_finite_stays_in_its_token_and_zeros_are_zeros(bad):
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     x = rng.standard_normal((T, D))
     kernel = rng.standard_normal((D, F))
     grad_y = rng.standard_normal((T, F))
@@ -165,7 +166,7 @@ def layer_of(kind, split=False, overlap="none"):
     return build
 
 
-GIVEN = np.random.default_rng(1).standard_normal((2, B, S, D), "f4")
+GIVEN = default_rng(1).standard_normal((2, B, S, D), "f4")
 
 
 @cache

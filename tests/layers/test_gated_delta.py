@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 from layer_programs import LayerProgram
+from numpy.random import default_rng
 from packed_reference import D, V, batch
 from support import assert_close, by_name, random_weights, swept
 from tables import read_table
@@ -41,7 +42,7 @@ def expected(name):
     config = CONFIGS[name]
     *_, segments = batch()
     weights = deltas.long_memory(random_weights(layer_of(config)))
-    arrays = np.random.default_rng(0).standard_normal((2, *segments.shape, D))
+    arrays = default_rng(0).standard_normal((2, *segments.shape, D))
     scale = config.lora.scale if config.lora.rank else 0
     rule = lambda w, x: deltas.gated_delta(x, segments, w, config, config.norm_eps, scale)
     with jax.enable_x64(True):

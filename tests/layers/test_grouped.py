@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
+from numpy.random import default_rng
 from support import TOLERANCE, assert_close, swept, use_mesh
 from tables import assert_errors, read_table
 
@@ -46,7 +47,7 @@ def in_blocks(rows=8, columns=16, summed=4):
 
 def draw(widths=(10, 20), groups=GROUPS, dtype="float32", rows=ROWS):
     """Rows, kernels and the gradient of the output."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     shapes = (rows, widths[0]), (groups, *widths), (rows, widths[1])
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from layer_programs import LayerProgram
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from support import assert_close, random_weights, sweep_of, swept, use_mesh
 
@@ -104,7 +105,7 @@ def which_see(queries, keys, window, segments):
 
 def draw(structure, queries=TOKENS, keys=TOKENS):
     """Returns queries, keys, values, the gradient of the output, and sinks or None."""
-    rng = np.random.default_rng(0)
+    rng = default_rng(0)
     of_queries, of_keys = structure.heads
     shapes = [
         (queries, of_queries, WIDTH),
@@ -448,7 +449,7 @@ def test_a_layer_with_a_kernel_for_gpus_equals_one_with_xla():
         again = jax.checkpoint(lambda x, _: (layer(x), None))
         return jax.lax.scan(again, x, length=2)[0]
 
-    arrays = np.random.default_rng(0).standard_normal((2, 4, 10, 8), "f4")
+    arrays = default_rng(0).standard_normal((2, 4, 10, 8), "f4")
     weights = random_weights(partial(build, "xla"))
     fused, xla = (
         LayerProgram(partial(build, name), weights, (1, 2, 1, 2), call=twice)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
+from numpy.random import default_rng
 from support import (
     MESHES,
     assert_close,
@@ -49,7 +50,7 @@ F = 40
 V = 19
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 12}
 LARGE_V = 203
-RANDOM = np.random.default_rng(0)
+RANDOM = default_rng(0)
 LABELS = np.where(RANDOM.random((B, T)) < 0.2, -100, RANDOM.integers(0, V, (B, T)))
 IDS = RANDOM.integers(0, V, (B, T))
 LARGE_IDS = RANDOM.integers(0, LARGE_V, (B, T))
@@ -243,7 +244,7 @@ def with_gradients(function, weights, inputs):
 
     def scalar(weights, inputs):
         outputs = function(weights, inputs)
-        random = np.random.default_rng(3)
+        random = default_rng(3)
         return sum(
             jnp.sum(y * random.standard_normal(y.shape).astype("f4")) for y in outputs.values()
         ), outputs

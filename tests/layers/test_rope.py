@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from numpy.random import default_rng
 from tables import raised_by
 
 import jaxtp
@@ -88,7 +89,7 @@ def test_any_numbers_are_a_problem_or_frequencies(theta, scaling):
 
 
 def test_a_fraction_is_a_narrower_head_and_the_rest_of_it_is_unchanged():
-    x = np.random.default_rng(0).standard_normal((2, 5, 3, 16)).astype(np.float32)
+    x = default_rng(0).standard_normal((2, 5, 3, 16)).astype(np.float32)
     rotate = jax.jit(apply_rope, static_argnums=(2, 3, 4, 5))
     for fraction, dims in ((0.25, 4), (0.4, 6), (0.75, 12), (1.0, 16)):
         for scaling in (UNSCALED, RopeScaling(kind="yarn", factor=4.0, original_length=8)):

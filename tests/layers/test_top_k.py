@@ -4,6 +4,7 @@ padding alone.
 
 import jax
 import numpy as np
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import swept, use_mesh
 
@@ -24,7 +25,7 @@ def test_the_top_tokens_and_their_log_probabilities(case):
     is never chosen.
     """
     size, k, tp = case
-    random = np.random.default_rng(size)
+    random = default_rng(size)
     padded = PaddedDim((size,)).padded(tp)
     x = random.integers(-2, 3, (B, T, D))
     table = random.integers(-2, 3, (padded, D))

@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random import default_rng
 from support import (
     TOLERANCE,
     decoder,
@@ -125,7 +126,7 @@ def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
 
 @swept("method", ["ulysses", "gather"])
 def test_logits_are_in_natural_order_and_those_of_one_device(method):
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     ids = random.integers(0, LLAMA.vocab_size, (ROWS, T), np.int32)
     segments = np.cumsum(random.random((ROWS, T)) < 0.2, axis=1, dtype=np.int32)
     graph, state = without_mesh(*built(method))

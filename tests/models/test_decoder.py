@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
+from numpy.random import default_rng
 from support import (
     assert_close,
     by_name,
@@ -50,7 +51,7 @@ def test_logits_loss_and_gradients_equal_the_plain_mathematics(name):
     config = MODELS[name]
     mesh = mesh_by_size(*TABLE["meshes"][name])
     build, weights = build_and_weights(config)
-    ids = np.random.default_rng(1).integers(0, config.vocab_size, (B, T), np.int32)
+    ids = default_rng(1).integers(0, config.vocab_size, (B, T), np.int32)
     labels = np.roll(ids, -1, axis=1)
     labels[:, -1] = -100
 
@@ -92,7 +93,7 @@ def test_norms_after_a_branch_may_have_another_epsilon():
 def test_remat_changes_no_gradient():
     build, weights = build_and_weights(PLAIN)
     _, state = without_mesh(build, weights)
-    ids = np.random.default_rng(1).integers(0, PLAIN.vocab_size, (B, T), np.int32)
+    ids = default_rng(1).integers(0, PLAIN.vocab_size, (B, T), np.int32)
 
     def gradients(policy, state):
         graph = nnx.graphdef(nnx.eval_shape(decoder(replace(PLAIN, remat=policy))))

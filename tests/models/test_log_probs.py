@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.random import default_rng
 from support import (
     assert_close,
     by_name,
@@ -35,7 +36,7 @@ K = 3
 TABLE = read_table(__file__)
 PLAIN = variant(jaxtp.ModelConfig(vocab_size=V), TABLE["base"])
 CASES = TABLE["cases"]
-RANDOM = np.random.default_rng(1)
+RANDOM = default_rng(1)
 IDS, LABELS = RANDOM.integers(0, V, (2, B, T), np.int32)
 TOP = RANDOM.integers(0, V, (B, T, K), np.int32)
 LABELS[:, 5] = -100

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import assert_close, by_name, decoder, random_weights, without_mesh
 from variants import small_model
@@ -35,7 +36,7 @@ LAYERS = [
     *(("blocks.1", 1, 3, 10_000.0), ("blocks.2", 1, None, 100.0)),
     ("blocks.3", 0, 3, 10_000.0),
 ]
-IDS = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (B, T), np.int32)
+IDS = default_rng(0).integers(0, PLAIN.vocab_size, (B, T), np.int32)
 
 
 def build(config):

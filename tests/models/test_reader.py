@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.random import default_rng
 from support import (
     TOLERANCE,
     continue_rows,
@@ -48,7 +49,7 @@ def test_reading_in_parts_equals_reading_at_once(name):
     """
     mesh = mesh_by_size(*MODELS[name]["mesh"])
     graph, state = built(variant(SHARED, MODELS[name]["model"]), mesh)
-    ids = np.random.default_rng(0).integers(0, SHARED.vocab_size, (B, T), np.int32)
+    ids = default_rng(0).integers(0, SHARED.vocab_size, (B, T), np.int32)
     with jax.set_mesh(mesh):
         expected = np.asarray(
             jax.jit(lambda state: nnx.merge(graph, state)(ids))(state), np.float64

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from accounts import B, T, account_of, compiled_flops, kept_activations
 from flax import nnx
+from numpy.random import default_rng
 from support import (
     assert_close,
     cached_and_whole,
@@ -192,6 +193,6 @@ def test_its_settings_are_written_and_read_back():
 @pytest.mark.wide
 def test_cached_equals_uncached():
     build = decoder(PATTERN)
-    ids = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 6), np.int32)
+    ids = default_rng(0).integers(0, MODEL.vocab_size, (2, 6), np.int32)
     cached, whole = cached_and_whole(*without_mesh(build, random_weights(build)), ids, 4)
     assert_close({"hidden": cached}, {"hidden": whole})

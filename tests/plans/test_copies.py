@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from support import use_mesh
 
@@ -49,7 +50,7 @@ def sums_and_gradients(model, x):
 
 @pytest.mark.wide
 def test_any_use_gives_the_numbers_of_the_array():
-    x = np.random.default_rng(0).standard_normal((4, D), np.float32)
+    x = default_rng(0).standard_normal((4, D), np.float32)
     run = nnx.jit(sums_and_gradients)
     expected = run(Mlp(), x)
     with use_mesh(1, 2, 2):

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from flax_models import D, F, T, V
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 
 import jaxtp
@@ -25,7 +26,7 @@ from jaxtp.plans import (
 )
 
 B = 8
-RANDOM = np.random.default_rng(1)
+RANDOM = default_rng(1)
 X = jnp.asarray(RANDOM.standard_normal((B, T, D), np.float32))
 IDS = jnp.asarray(RANDOM.integers(0, V, (B, T), np.int32))
 LINEAR = lambda: nnx.Linear(D, F, rngs=nnx.Rngs(0))

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from support import use_mesh
 
@@ -29,7 +30,7 @@ from jaxtp.plans import (
 )
 
 B = 8
-RANDOM = np.random.default_rng(1)
+RANDOM = default_rng(1)
 X = RANDOM.standard_normal((B, T, D), np.float32)
 IDS = RANDOM.integers(0, V, (B, T), np.int32)
 IMAGES = RANDOM.standard_normal((B, 8, 8, 3), np.float32)

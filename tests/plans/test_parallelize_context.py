@@ -12,6 +12,7 @@ from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
 from moves import assert_weights_alone_move, audit_gradients, sent
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import use_mesh
 
@@ -20,8 +21,8 @@ from jaxtp.errors import PlanError
 from jaxtp.layers import DecoderBlock
 from jaxtp.plans import Colwise, ContextParallel, PrepareInput, Replicate, Rowwise, Shard
 
-X = np.random.default_rng(1).standard_normal((8, T, D), np.float32)
-IDS = np.random.default_rng(2).integers(0, V, (1, T), np.int32)
+X = default_rng(1).standard_normal((8, T, D), np.float32)
+IDS = default_rng(2).integers(0, V, (1, T), np.int32)
 WHOLE = {"": ContextParallel()}
 
 

@@ -7,6 +7,7 @@ from flax_models import Attention, D, FeedForward, General, T
 from flax_parity import assert_same, train_alone, train_on
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from numpy.random import default_rng
 from support import sizes_of
 
 import jaxtp
@@ -22,7 +23,7 @@ from jaxtp.plans import (
 )
 
 MESHES = [(1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 4), (1, 1, 8), (1, 4, 2)]
-X = np.random.default_rng(0).standard_normal((8, T, D))
+X = default_rng(0).standard_normal((8, T, D))
 BRANCHES = (Attention, FeedForward, General)
 
 

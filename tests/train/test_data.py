@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from corpora import write_bpe
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from run_comparisons import assert_same_records
 from runs import SMALL, mesh, records
@@ -27,7 +28,7 @@ def write_rows(path, rows):
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("texts")
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     for index in range(120):
         (folder / f"{index}.txt").write_text(
             " ".join(random.choice(WORDS, random.integers(3, 30))) + ".\n"

@@ -12,6 +12,7 @@ import pytest
 from corpora import prepared
 from flax import nnx
 from gradients import loss_and_gradients
+from numpy.random import default_rng
 from run_comparisons import assert_same_records
 from runs import SMALL, TEXT, records
 from support import assert_close, assert_refused, swept
@@ -70,7 +71,7 @@ MESHES = [
 
 def batch_of(k, temperature=1.0):
     """Returns a packed batch, with the scores of a random teacher and its logits."""
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     logits = 2 * random.normal(size=(B, T, V)).astype(np.float32)
     tokens = random.integers(0, V, (B, T + 1), np.int32)
     labels = np.where(random.random((B, T)) < 0.2, -100, tokens[:, 1:])

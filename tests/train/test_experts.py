@@ -8,6 +8,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from run_comparisons import assert_same_records
 from runs import OF_ANY_MODEL, SMALL, TEXT
@@ -78,7 +79,7 @@ def test_checkpoints_hold_the_bias_and_no_optimizer_has_it():
 def test_merged_adapters_leave_the_bias_where_it_is():
     model = new_decoder(ADAPTED)
     bias = model.blocks.mlp.selection_bias
-    bias[...] = np.random.default_rng(0).normal(size=bias.shape).astype(np.float32)
+    bias[...] = default_rng(0).normal(size=bias.shape).astype(np.float32)
     assert_array_equal(merge_adapters(model).blocks.mlp.selection_bias[...], bias[...])
 
 

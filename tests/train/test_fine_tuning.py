@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_reference import FOLDER, TRAINED
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from run_comparisons import assert_same_records
 from runs import TEXT, records
@@ -256,7 +257,7 @@ def trained_adapters(tmp_path_factory, model):
     adapted = add_adapters(jaxtp.hf.load(model), lora)
 
     def in_the_second_layer(array):
-        made = np.random.default_rng(array.size).standard_normal(array.shape).astype(array.dtype)
+        made = default_rng(array.size).standard_normal(array.shape).astype(array.dtype)
         made[0] = 0
         return jax.device_put(made)
 

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import sizes_of, swept
 from variants import small_model
@@ -110,7 +111,7 @@ SHAPES = {
 
 def moments(name, sizes):
     """The first moments after two updates, unpadded."""
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     rule = optimizers.build(config_of(name), 10)
     variables = {}
     with jax.set_mesh(mesh_of(sizes)):

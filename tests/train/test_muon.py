@@ -11,6 +11,7 @@ import numpy as np
 import optax.contrib
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.random import default_rng
 from support import assert_close, swept
 from variants import small_model
 
@@ -58,7 +59,7 @@ into the devices.
 
 
 def weights():
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     return {
         name: jnp.asarray(random.standard_normal(shape, np.float32))
         for name, (shape, *_) in SHAPES.items()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import assert_close, swept
 from tables import read_table
@@ -70,7 +71,7 @@ SHAPES = {"blocks.up.kernel": (2, 6, 4), "blocks.norm.scale": (2, 6), "head.kern
 
 
 def arrays():
-    random = np.random.default_rng(0)
+    random = default_rng(0)
     return {name: random.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
 
 

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from flax import nnx
 from gradients import loss_and_gradients
+from numpy.random import default_rng
 from run_comparisons import assert_same_records
 from runs import TEXT, contents
 from support import (
@@ -153,7 +154,7 @@ class FlaxConfig(ModelConfig):
 def gradients(build, loss, sizes, accumulation=1):
     """Returns loss, count, metrics and gradients."""
     settings = StepSettings(Objective(loss) if loss else NextToken(), accumulation)
-    tokens = np.random.default_rng(0).integers(0, 256, (B, T + 1), np.int32)
+    tokens = default_rng(0).integers(0, 256, (B, T + 1), np.int32)
     tokens[0, 1:4] = -100
     batch = {"inputs": abs(tokens[:, :-1]), "labels": tokens[:, 1:]}
     return loss_and_gradients(build, batch, settings, make_mesh(**sizes))

@@ -13,6 +13,7 @@ import optax.contrib
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import assert_close, by_name, compilations, swept, use_mesh
 from tables import read_table
@@ -71,7 +72,7 @@ def mean_square(model, arrays):
 
 
 def batch_of(step):
-    return np.random.default_rng(step).standard_normal((2, 16, 8), np.float32)
+    return default_rng(step).standard_normal((2, 16, 8), np.float32)
 
 
 def last_two_dims(params):
@@ -323,7 +324,7 @@ def test_the_training_step_passes_its_mean_loss_and_gradient():
     config = TrainConfig(
         model=DECODER, data=DataConfig(sequence_length=8), train=LoopConfig(steps=2)
     )
-    ids = np.random.default_rng(0).integers(DECODER.vocab_size, size=(8, 9))
+    ids = default_rng(0).integers(DECODER.vocab_size, size=(8, 9))
     batch = {"inputs": ids[:, :-1], "labels": ids[:, 1:]}
     with jax.set_mesh(mesh):
         state, output = make_train_step(step_settings(config), blueprint)(

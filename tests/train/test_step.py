@@ -11,6 +11,7 @@ import optax
 import pytest
 import step_beside_plain
 from flax import nnx
+from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import (
     assert_close,
@@ -72,7 +73,7 @@ def batch_of(model, step):
     """Returns tokens of which the first row has few labels, so that a mean of micro-batches'
     means would differ.
     """
-    tokens = np.random.default_rng(step).integers(0, model.vocab_size, (B, T + 1), np.int32)
+    tokens = default_rng(step).integers(0, model.vocab_size, (B, T + 1), np.int32)
     labels = tokens[:, 1:].copy()
     labels[0, :2] = -100
     return {"inputs": tokens[:, :-1], "labels": labels}
@@ -84,7 +85,7 @@ def test_bfloat16_parameters_have_gradients_and_norms_that_are_summed_in_float32
     here.
     """
     plan = plan_of(replace(PLAIN, precision=jaxtp.Precision(param="bfloat16")), dp=2, tp=2)
-    tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (512, 3), np.int32)
+    tokens = default_rng(0).integers(0, PLAIN.vocab_size, (512, 3), np.int32)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
     found = []
     with jax.set_mesh(plan.mesh):

@@ -15,6 +15,7 @@ import optax
 import pytest
 import small_net
 from flax import nnx
+from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from runs import records
 from small_net import (
@@ -130,7 +131,7 @@ def random_features(*, rngs):
 
 def numpy_features(*, rngs):
     model = FixedFeatures(rngs=rngs)
-    model.frequencies = nnx.data(np.random.default_rng().normal(size=(16, 32)).astype(np.float32))
+    model.frequencies = nnx.data(default_rng().normal(size=(16, 32)).astype(np.float32))
     return model
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flips import flipped, with_flip
 from jax.sharding import NamedSharding, PartitionSpec
+from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from quick_run import QUICK, quick_flags
 from runs import mesh, records
@@ -58,9 +59,7 @@ class Rig:
         self.config = TrainConfig(optimizer=SETTINGS, train=loop)
         self.plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), self.mesh)
         length = 5 if self.mesh.shape[CP] == 1 else 6  # tp does not divide what cp leaves
-        tokens = np.random.default_rng(0).integers(
-            MODEL.vocab_size, size=(8, length + 1), dtype=np.int32
-        )
+        tokens = default_rng(0).integers(MODEL.vocab_size, size=(8, length + 1), dtype=np.int32)
         where = NamedSharding(self.mesh, batch_spec(None))
         self.batch = {
             "inputs": jax.device_put(tokens[:, :-1], where),
