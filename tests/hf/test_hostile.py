@@ -397,7 +397,9 @@ def test_a_folder_that_its_mesh_or_options_do_not_fit_is_refused(whole):
         ):
             hf.load(whole)
     for name in ("norm_eps", "remta", "lora"):
-        with pytest.raises(HFError, match=rf"{name}: hf.load takes .*remat.* the architecture"):
+        with pytest.raises(
+            HFError, match=rf"{name}: jaxtp.hf.load takes .*remat.* the architecture"
+        ):
             hf.load(whole, **{name: 1e-3})
 
 

@@ -24,14 +24,14 @@ join_processes()
 import jax, jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
-    model = hf.load(sys.argv[1])
-    hf.save(model, sys.argv[2])
-    print("streamed", sum(float(array.sum(dtype="float64")) for _, array in hf.stream_weights(model)))
+    model = jaxtp.hf.load(sys.argv[1])
+    jaxtp.hf.save(model, sys.argv[2])
+    print("streamed", sum(float(array.sum(dtype="float64")) for _, array in jaxtp.hf.stream_weights(model)))
     results = jaxtp.generate.Generator(model, ByteTokenizer()).generate(["ab", "c"], jaxtp.generate.Settings(max_tokens=4))
 with jax.set_mesh(jaxtp.make_mesh(tp=4)):
-    hf.save(hf.load(sys.argv[3]), sys.argv[4])
+    jaxtp.hf.save(jaxtp.hf.load(sys.argv[3]), sys.argv[4])
 with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
-    hf.save(hf.load(sys.argv[3]), sys.argv[5], experts="stacked")
+    jaxtp.hf.save(jaxtp.hf.load(sys.argv[3]), sys.argv[5], experts="stacked")
 print("ids", [list(result.ids) for result in results])
 """  # noqa: E501
 
