@@ -102,8 +102,8 @@ def is_public(reference: str) -> bool:
     return is_settings and place in ("jaxtp", namespace, value.__module__)
 
 
-def _named_code(config: Hashable, ignored: Set[tuple[str, ...]]) -> list[tuple[str, str]]:
-    """Returns the flags and values of the settings that name code, except for jaxtp's own.
+def named_code(config: Hashable, ignored: Set[tuple[str, ...]]) -> list[tuple[str, str]]:
+    """Returns the flags and values of the settings that name code other than jaxtp's own.
 
     Args:
       config: a configuration.
@@ -144,7 +144,7 @@ def require_consent(
     Raises:
       ConfigError: the user did not consent.
     """
-    references = _named_code(config, flags.keys())
+    references = named_code(config, flags.keys())
     shown = [f"{flag} {truncate(value, 300)}" for flag, value in references]
     # If the user chose other code than the file, the file's arguments were not written for it.
     is_mixed = False

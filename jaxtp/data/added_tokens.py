@@ -28,7 +28,7 @@ class NewTokens:
 
     tokens: tuple[str, ...]
     ids: range
-    """Their ids, which follow those of all other tokens."""
+    """Consecutive ids after the largest id of the tokenizer."""
     tokenizer: bytes
     """The tokenizer.json with them."""
 

@@ -47,7 +47,7 @@ _END = "\ufdd3"
 _NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
 _MARKS = re.compile(f"[{_BEFORE}{_AFTER}]")
 _ESCAPED = re.compile(f"{_SPELLED}([0-9]{{1,9}}){_END}|[{_SPELLED}{_END}]")
-_WORD = "Qx7"
+WORD = "Qx7"  # stands for a content, to see whether a template writes it
 
 
 class ChatError(UserError):
@@ -109,11 +109,11 @@ class ChatTemplate:
 
     def _writes_content(self) -> bool:
         try:
-            text = self.render([{"role": "user", "content": _WORD}])
+            text = self.render([{"role": "user", "content": WORD}])
         except RenderError:
             return False
         # In quotes it is a list of parts as Python writes it.
-        return _WORD in text and repr(_WORD) not in text
+        return WORD in text and repr(WORD) not in text
 
     def _variables(
         self, messages: Sequence[Message], answer: bool, arguments: Mapping[str, object]

@@ -133,8 +133,8 @@ class GenerateConfig(SourceConfig):
     """Chat template in Jinja, instead of the model's."""
 
     template_arguments: dict[str, object] = dataclass_field(default_factory=dict)
-    """Arguments of the chat template, such as --template-arguments.enable-thinking false; they
-    override those of the run's data."""
+    """Arguments of the chat template, such as --template-arguments.enable-thinking false. They
+    override the arguments that the run's dataset records."""
 
     date: Day | None = None
     """The day that a chat template with a date writes (strftime_now); by default the day that it
@@ -383,7 +383,7 @@ def _encode_rows(
     if num_left_out:
         print_status(
             f"left out {num_left_out:,} answer{'s' if num_left_out > 1 else ''} at the end of "
-            "conversations, in place of which the model gives its own"
+            "conversations; the model generates them"
         )
     return prompts, encoded
 

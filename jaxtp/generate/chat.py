@@ -29,7 +29,7 @@ _FINAL = "<|channel|>final<|message|>"
 _CHANNEL = r"<\|channel\|>(?:analysis|final)<\|message\|>"
 _TAG = re.compile(f"{THOUGHT.pattern}|{_CHANNEL}", re.IGNORECASE)
 _CLOSES = re.compile(r"[<\[]/|<\|end_|<channel|<\|channel\|>final", re.IGNORECASE)
-"""Tags of reasoning, also of gpt-oss, and the starts of those that close it."""
+"""Tags that open or close reasoning, including gpt-oss's, and how closing tags start."""
 _LONGEST_TAG = 40
 _NUM_OPENING = 32  # Tokens at the end of a prompt that may open the reasoning
 _READS_REASONING = re.compile(r"\b(?:reasoning_content|thinking|reasoning)\b")
@@ -160,7 +160,8 @@ def _speed_text(speed: Speed, num_tokens: int) -> str:
 class Answer:
     """An answer that is printed while it is generated; a terminal shows its reasoning dimmed.
 
-    Only the start of an answer is reasoning, between tags of which the prompt may have the first.
+    Reasoning comes first in an answer, between two tags. The prompt may already have the opening
+    tag.
 
     Args:
       prompt: the end of the prompt.

@@ -175,12 +175,12 @@ class Pretrained(InitSource):
             return super().create_state(run, blueprint, restored)
         base = None
         changes = self.changes(model)
+        new_ids = None if self.new_tokens is None else self.new_tokens.ids
         try:
             if model.lora.rank:
                 abstract = blueprint.abstract["model"]
                 weights, base, origin = load_frozen(self.path, model, blueprint.mesh, abstract)
             else:
-                new_ids = None if self.new_tokens is None else self.new_tokens.ids
                 weights, origin = load_base(self.path, model, blueprint.mesh, new_ids=new_ids)
         except CheckpointError as error:
             raise CheckpointError("; ".join([str(error), *changes])) from None
@@ -190,7 +190,6 @@ class Pretrained(InitSource):
         if (model.lora.tokens or model.lora.tables) and restored is None:
             # Spare rows of the frozen tables stay as they are, so that every command reads the same
             # base model, but new tokens do not begin as those.
-            new_ids = None if self.new_tokens is None else self.new_tokens.ids
             tables, _ = load_base(
                 self.path,
                 model,

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from jaxtp.config.files import write_atomically
 from jaxtp.config.reading import truncate
 from jaxtp.data.chat_template import (
     ASSISTANT,
+    WORD,
     ChatError,
     ChatTemplate,
     ChatTokenizer,
@@ -89,8 +90,7 @@ _TOKEN = re.compile(r"<[^<>\s]+>")
 """A text that looks like a special token."""
 _MAX_KEYS = 100
 _MAX_KNOWN = 10_000
-_WORD = "Qx7"
-_PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": _WORD}]
+_PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": WORD}]
 _TOOL = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
 _TOOLS = [{"type": "function", "function": _TOOL}]
 
@@ -146,7 +146,7 @@ class Conversations:
             if self.ends and config.eos is None and not config.no_eos:
                 tokenizer.info = replace(tokenizer.info, eos_id=self.ends[-1])
         self.notes.clear()
-        end = turn.text.rpartition(_WORD)[2].strip()
+        end = turn.text.rpartition(WORD)[2].strip()
         if not end:
             self.notes.add(
                 "the template writes no end after an answer, so a model would not learn to stop"
@@ -181,7 +181,7 @@ class Conversations:
     def ends(self) -> list[int]:
         """The special tokens that the template writes after an answer."""
         try:
-            end = self._probe.text.rpartition(_WORD)[2]
+            end = self._probe.text.rpartition(WORD)[2]
         except ChatError:
             # A template may refuse the probe, such as one without a system message.
             return []
@@ -208,7 +208,7 @@ class Conversations:
     def prompt(self, messages: list[Message], arguments: Mapping[str, object]) -> list[int]:
         """Returns the ids of the prompt of the next answer; raises `ChatError`.
 
-        They are those of the document of that answer.
+        A dataset that contains the answer has the same ids before it.
         """
         text = self._with_calls(messages, arguments, self._rendered_prompt)
         ((ids, _),) = self._tokens.encode([(self._tokens.mark(text), "")])
@@ -326,7 +326,7 @@ class Conversations:
         the JSON. The first of both that a template writes once is right.
         """
         for name in arguments.keys() - RESERVED:
-            if re.search(rf"\b{re.escape(name)}\b", self.template.text) is None:
+            if not _reads(self.template.text, name):
                 self.notes.add(f"the template reads no argument {name!r}")
         escaped = self._tokens.escape(arguments, keep=self._config.special_tokens)
         try:
@@ -345,7 +345,7 @@ class Conversations:
 
     def _rendered_prompt(self, messages: list[Message], arguments: Mapping[str, object]) -> str:
         text = self.template.render(messages, arguments=arguments)
-        answer = {"role": ASSISTANT, "content": _WORD}
+        answer = {"role": ASSISTANT, "content": WORD}
         doubtful = self._doubtful([*messages, answer], 0, arguments)
         self._require_prompt(messages, 0, text, arguments, doubtful)
         return text
@@ -470,7 +470,7 @@ class Conversations:
             words = {}
             for index in range(start, len(messages)):
                 if messages[index]["content"]:
-                    words[index] = f"{_WORD}{index}x"
+                    words[index] = f"{WORD}{index}x"
                     changed[index] = {**messages[index], "content": words[index]}
             try:
                 prompt, whole = self.template.render_turn(changed, arguments)
@@ -496,7 +496,7 @@ class Conversations:
     ) -> None:
         """Raises `ChatError` if the template writes a text whatever the content of a message."""
         changed = list(messages)
-        changed[index] = {**messages[index], "content": f"{messages[index]['content']} {_WORD}"}
+        changed[index] = {**messages[index], "content": f"{messages[index]['content']} {WORD}"}
         if self._writes(text, changed, answer, arguments):
             raise NotWrittenError(
                 f"message {index + 1}: the template does not write it, whose role is "
@@ -560,6 +560,11 @@ class Conversations:
             return self.template.render(messages, answer=answer, arguments=arguments) == text
         except ChatError:
             return False
+
+
+@cache
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _template_of(config: PrepareConfig) -> tuple[str, str]:

@@ -11,11 +11,10 @@ from typing import Any
 
 from jaxtp.checkpoint.io_errors import CheckpointError, files_below
 from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint, read_info
-from jaxtp.config.affects import RUNS_CODE, settings_of
 from jaxtp.config.console import size_text
-from jaxtp.config.python_object import ALLOW_CODE
+from jaxtp.config.python_object import ALLOW_CODE, named_code
 from jaxtp.config.reading import MAX_JSON, read_bytes
-from jaxtp.config.schema import ConfigError, from_yaml, value_at
+from jaxtp.config.schema import ConfigError, from_yaml
 from jaxtp.generate.samples import SAMPLES
 from jaxtp.mesh import AXES, TP, Sizes, describe_mesh, mesh_shape
 from jaxtp.tools.report.curves import EVALUATED, read_records
@@ -62,16 +61,14 @@ class Run:
         words = ["jaxtp", "train", "--config", str(self.folder / CONFIG)]
         if self.settings.run.dir != self.folder:
             words += ["--run.dir", str(self.folder)]
-        settings = settings_of(TrainConfig).values()
-        code = [setting.path for setting in settings if RUNS_CODE in setting.marks]
-        if any(value_at(self.settings, path) for path in code):
+        if named_code(self.settings, set()):
             words.append(ALLOW_CODE)
         return shlex.join(words)
 
     @property
     def mesh(self) -> Sizes:
         """Number of devices along each axis."""
-        return {axis: value_at(self.settings.mesh, [axis]) for axis in AXES}
+        return self.settings.mesh.sizes
 
     @property
     def groups(self) -> list[tuple[str, range]]:
