@@ -1,6 +1,10 @@
 """Times `jaxtp prepare` on the standard library's sources and a JSONL file, and reading the data.
 
     python scripts/prepare_speed.py
+    python scripts/prepare_speed.py --conversations 100000 --tokenizer models/smollm2
+
+The second times conversations of six messages instead, with a model's tokenizer and template.
+`PYTHONPATH` chooses another checkout of the package.
 
 Each command is a separate process; its time includes the start, and the table has its peak memory.
 Numbers are medians of `--repeats`. For comparison, the tokenizers library alone encodes the same
@@ -8,8 +12,11 @@ text in this process.
 """
 
 import argparse
+import hashlib
 import json
 import os
+import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -103,6 +110,38 @@ def compare_with_library(folder: Path) -> None:
     )
 
 
+def write_conversations(path: Path, count: int) -> None:
+    """Writes conversations of three questions and their answers, of 5 to 60 words each."""
+    source = random.Random(0)
+    words = Path(json.__file__).read_text().split()
+    with path.open("w") as file:
+        for _ in range(count):
+            messages = []
+            for turn in range(6):
+                text = " ".join(source.choices(words, k=source.randint(5, 60)))
+                messages.append({"role": ("user", "assistant")[turn % 2], "content": text})
+            file.write(json.dumps({"messages": messages}) + "\n")
+
+
+def time_conversations(folder: Path, count: int, tokenizer: str) -> None:
+    """Prints wall and CPU seconds of `jaxtp prepare`, and a digest of the tokens that it wrote."""
+    rows = folder / "rows.jsonl"
+    write_conversations(rows, count)
+    out = folder / "out"
+    took, memory = command(
+        out, str(rows), "--messages", "messages", "--tokenizer", tokenizer, "--held-out", "0"
+    )
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    digest = hashlib.sha256()
+    for shard in sorted(out.glob("train-*")):
+        digest.update(shard.read_bytes())
+    print(
+        f"{count:,} conversations, {read_manifest(out).splits['train'].tokens:,} tokens, "
+        f"{took:.1f} s, {usage.ru_utime + usage.ru_stime:.1f} CPU s, {memory:,.0f} MB of memory, "
+        f"sha256 of the shards {digest.hexdigest()[:16]}"
+    )
+
+
 def read_back(split: Split) -> None:
     """Times random reads of documents with one thread and with four."""
     order = np.random.default_rng(0).integers(0, split.num_documents, READS).tolist()
@@ -124,7 +163,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--copies", type=int, default=8, help="copies of the sources in the JSONL file (default 8)"
     )
+    parser.add_argument("--conversations", type=int, help="time so many conversations instead")
+    parser.add_argument("--tokenizer", help="a model's folder, for --conversations")
     arguments = parser.parse_args(argv)
+    if arguments.conversations:
+        with tempfile.TemporaryDirectory() as name:
+            time_conversations(Path(name), arguments.conversations, arguments.tokenizer)
+        return
     load = f"load average {os.getloadavg()[0]:.1f} at the start"
     print(
         f"{os.cpu_count()} cores, {load}, Python {sys.version.split()[0]}; sources of the standard "
