@@ -32,6 +32,7 @@ from jaxtp.data.tokenizer import (
 )
 from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.data.worker import WORKER, WorkerDiedError
+from jaxtp.data.worker_process import SPAN, SPAN_END
 
 Message = Mapping[str, Any]  # `role` (system, user, assistant) and `content`
 
@@ -44,8 +45,9 @@ _BEFORE = "\ufdd0"
 _AFTER = "\ufdd1"
 _SPELLED = "\ufdd2"
 _END = "\ufdd3"
-_NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
-_MARKS = re.compile(f"[{_BEFORE}{_AFTER}]")
+_NONCHARACTERS = re.compile(f"[{_BEFORE}-{SPAN_END}]")
+_MARKS = re.compile(f"[{_BEFORE}{_AFTER}{SPAN}{SPAN_END}]")
+SPANS = re.compile(f"[{SPAN}{SPAN_END}]")
 _ESCAPED = re.compile(f"{_SPELLED}([0-9]{{1,9}}){_END}|[{_SPELLED}{_END}]")
 WORD = "Qx7"  # stands for a content, to see whether a template writes it
 
@@ -90,13 +92,16 @@ class ChatTemplate:
         *,
         answer: bool = True,
         arguments: Mapping[str, object] | None = None,
+        with_spans: bool = False,
     ) -> str:
         """Returns the text, with the next answer's header if `answer`.
 
         Args:
           arguments: other variables of the template, such as its tools.
+          with_spans: whether the text has marks around its blocks `{% generation %}` (`SPANS`).
         """
-        (text,) = self._request([self._variables(messages, answer, arguments or {})])
+        variables = self._variables(messages, answer, arguments or {})
+        (text,) = self._request([variables], with_spans)
         return text
 
     def render_turn(
@@ -134,12 +139,15 @@ class ChatTemplate:
             "add_generation_prompt": answer,
         }
 
-    def _request(self, variables: Sequence[Mapping[str, object]]) -> list[str]:
+    def _request(
+        self, variables: Sequence[Mapping[str, object]], with_spans: bool = False
+    ) -> list[str]:
         request = {
             "template": self.text,
             "variables": variables,
             "day": self.day,
             "characters": MAX_TEXT,
+            "with_spans": with_spans,
             "memory": MEMORY,
             "seconds": SECONDS,
         }

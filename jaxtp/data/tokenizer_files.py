@@ -12,6 +12,8 @@ from jaxtp.config.reading import MAX_JSON, inside, parse_json, read_bytes, trunc
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
+_WITH_TOOLS = "tool_use"
+_TEMPLATE_WITH_TOOLS = f"additional_chat_templates/{_WITH_TOOLS}.jinja"
 MODEL_CONFIG = "config.json"
 GENERATION = "generation_config.json"
 MAX_POSITIONS = "max_position_embeddings"  # The context length in config.json
@@ -120,26 +122,43 @@ def template_arguments(folder: Path) -> dict[str, Any]:
 def chat_template(folder: Path) -> str | None:
     """Returns the template in chat_template.jinja, tokenizer_config.json or chat_template.json.
 
-    Of a list of templates it returns the one named "default".
+    As in transformers, conversations with tools have the template named "tool_use", if there is
+    one, and others the one named "default".
     """
-    if os.path.lexists(folder / TEMPLATE):
-        with reading(folder / TEMPLATE):
-            return read_template(inside(folder, TEMPLATE))
+    templates: dict[str, Any] = {}
+    for name, file in (("default", TEMPLATE), (_WITH_TOOLS, _TEMPLATE_WITH_TOOLS)):
+        if os.path.lexists(folder / file):
+            with reading(folder / file):
+                templates[name] = read_template(inside(folder, file))
+    if not templates:
+        templates = _templates_in_json(folder)
+    for template in templates.values():
+        if isinstance(template, str) and len(template) > MAX_TEMPLATE:
+            raise TokenizerError(
+                f"{folder / TOKENIZER_CONFIG}: a chat template of more than {MAX_TEMPLATE:,} "
+                "characters"
+            )
+    default = templates.get("default")
+    with_tools = templates.get(_WITH_TOOLS)
+    if not isinstance(default, str):
+        return None
+    if not isinstance(with_tools, str):
+        return default
+    # Jinja drops the line break after a block, and one at the end of a template. The empty texts
+    # keep it from dropping spaces before a block.
+    texts = [text.removesuffix("\n") + "{{ '' }}" for text in (with_tools, default)]
+    return f"{{% if tools %}}\n{texts[0]}{{% else %}}\n{texts[1]}{{% endif %}}"
+
+
+def _templates_in_json(folder: Path) -> dict[str, Any]:
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
     if template is None:
         # Files of multimodal models from 2024
         template = read(folder / "chat_template.json").get("chat_template")
-    for entry in template if isinstance(template, list) else ():
-        if isinstance(entry, dict) and entry.get("name") == "default":
-            template = entry.get("template")
-            break
-    if not isinstance(template, str):
-        return None
-    if len(template) > MAX_TEMPLATE:
-        raise TokenizerError(
-            f"{folder / TOKENIZER_CONFIG}: a chat template of more than {MAX_TEMPLATE:,} characters"
-        )
-    return template
+    if not isinstance(template, list):
+        return {"default": template}
+    named = [entry for entry in template if isinstance(entry, dict)]
+    return {str(entry.get("name")): entry.get("template") for entry in named}
 
 
 def read_template(path: Path) -> str:

@@ -23,6 +23,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
+SPAN = "\ufdd4"
+SPAN_END = "\ufdd5"
+"""Marks around the blocks `{% generation %}` of a text."""
 UNKNOWN = "unknown"
 """The problem of a request whose tokenizer is not loaded; the same request with the `content` loads
 it."""
@@ -59,13 +62,20 @@ def main() -> None:
 
 
 def render(
-    template: str, variables: Sequence[Mapping[str, Any]], day: str | None, characters: int
+    template: str,
+    variables: Sequence[Mapping[str, Any]],
+    day: str | None,
+    characters: int,
+    with_spans: bool,
 ) -> bytes:
-    """Returns a problem, and a text of up to `characters` for each set of variables, as JSON."""
+    """Returns a problem, and a text of up to `characters` for each set of variables, as JSON.
+
+    If `with_spans`, the texts have marks around their blocks `{% generation %}`.
+    """
     problem = ""
     texts: list[str] = []
     try:
-        write = _template(template, day)
+        write = _template(template, day, with_spans)
     except Exception as error:
         problem = f": not a chat template: {_shown(error)}"
         variables = ()
@@ -133,7 +143,7 @@ def _strftime_now(day: str | None, form: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _template(template: str, day: str | None) -> Callable[..., str]:
+def _template(template: str, day: str | None, with_spans: bool) -> Callable[..., str]:
     """Returns the function that renders a template, with the extensions of transformers.
 
     If `day` is given, the template reads noon of this day as the present time, so that it always
@@ -157,7 +167,7 @@ def _template(template: str, day: str | None) -> Callable[..., str]:
             return call.set_lineno(line)
 
         def _content(self, caller: Callable[[], str]) -> str:
-            return caller()
+            return f"{SPAN}{caller()}{SPAN_END}" if with_spans else caller()
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]

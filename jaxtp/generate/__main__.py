@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as dataclass_field
@@ -129,6 +129,9 @@ class GenerateConfig(SourceConfig):
     tools: OptionalFile = None
     """JSON file with a list of tools, for a chat, and for rows of --messages without tools."""
 
+    tools_field: Annotated[str | None, Argument("FIELD")] = None
+    """Field of the tools in rows of --messages, if it is not tools or functions."""
+
     template: OptionalFile = None
     """Chat template in Jinja, instead of the model's."""
 
@@ -182,7 +185,10 @@ def _generate(config: GenerateConfig) -> None:
     prompts: Asked = config.prompt
     rows: list[Row | None] = []
     if config.prompt_file is not None and config.messages is not None:
-        rows = _read_rows(config.prompt_file, config.messages, "--messages")
+        fields = {"--messages": config.messages}
+        if config.tools_field is not None:
+            fields["--tools-field"] = config.tools_field
+        rows = _read_rows(config.prompt_file, fields)
     elif config.prompt_file is not None:
         prompts = [*config.prompt, *read_prompts(config.prompt_file, config.field)]
     request_devices(config.mesh)
@@ -245,6 +251,8 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
             f"--messages {config.messages} reads conversations of --prompt-file FILE.jsonl; give "
             "that, and leave --prompt and --chat out"
         )
+    if config.tools_field is not None and config.messages is None:
+        yield f"--tools-field {config.tools_field} needs --messages FIELD"
     for name in RESERVED:
         if name in config.template_arguments:
             yield f"--template-arguments.{name}: no argument has this name; a row has {name}"
@@ -274,7 +282,7 @@ def read_prompts(path: Path, field: str) -> list[str | None]:
     if not _is_jsonl(path):
         return _read_lines(path)
     texts: list[str | None] = []
-    for number, row in enumerate(_read_rows(path, field, "--field"), 1):
+    for number, row in enumerate(_read_rows(path, {"--field": field}), 1):
         if row is None:
             texts.append(None)
             continue
@@ -309,25 +317,31 @@ def _read_lines(path: Path) -> list[str | None]:
     return texts
 
 
-def _read_rows(path: Path, field: str, flag: str) -> list[Row | None]:
+def _read_rows(path: Path, fields: Mapping[str, str]) -> list[Row | None]:
     rows: list[Row | None] = []
     for number, line in enumerate(_read_lines(path), 1):
         where = f"{path}, line {number}"
-        rows.append(None if line is None else _row(where, line, field, flag))
+        rows.append(None if line is None else _row(where, line, fields))
     return rows
 
 
-def _row(where: str, line: str, field: str, flag: str) -> Row:
-    """Returns an object that has a field; raises `ConfigError`."""
+def _row(where: str, line: str, fields: Mapping[str, str]) -> Row:
+    """Returns an object that has some fields, by the flags that name them.
+
+    Raises `ConfigError`.
+    """
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON: {error}") from None
     if not isinstance(row, dict):
+        field = json.dumps(next(iter(fields.values())))
         raise ConfigError(
-            f"{where}: expected an object such as {{{json.dumps(field)}: ...}}, found {line[:60]}"
+            f"{where}: expected an object such as {{{field}: ...}}, found {line[:60]}"
         )
-    if field not in row:
+    for flag, field in fields.items():
+        if field in row:
+            continue
         hint = f"it has {', '.join(row) or 'none'}"
         close = closest(field, row, cutoff=0.5)
         if close:
@@ -355,8 +369,10 @@ def _open_conversations(config: GenerateConfig, source: ModelSource) -> Conversa
         special_tokens=config.special_tokens,
         template_arguments=arguments,
         media_as_text=config.chat,
+        tools_field=config.tools_field,
     )
-    return chat.conversations(source.tokenizer, settings)
+    # What the model wrote in a chat is text.
+    return chat.conversations(source.tokenizer, settings, trusts_answers=not config.chat)
 
 
 def _encode_rows(

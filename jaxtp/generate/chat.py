@@ -46,7 +46,6 @@ class Chat:
 
     def __init__(self, conversations: Conversations, settings: Settings, system: str | None = None):
         self._conversations = conversations
-        conversations.has_trusted_answers = False
         self._settings = settings
         self._system: list[Message] = []
         if system is not None:

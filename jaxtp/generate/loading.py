@@ -187,11 +187,13 @@ class ChatSource:
         name = f"the chat template of {self.name}"
         return ChatTemplate(self.text, name, self.special_tokens, self.day)
 
-    def conversations(self, tokenizer: Tokenizer, config: PrepareConfig) -> Conversations:
+    def conversations(
+        self, tokenizer: Tokenizer, config: PrepareConfig, *, trusts_answers: bool = True
+    ) -> Conversations:
         """Returns the template for a tokenizer; raises `ChatError` or `TokenizerError`."""
         arguments = {**self.arguments, **config.template_arguments}
         settings = replace(config, template_arguments=arguments)
-        return Conversations(settings, tokenizer, self.template())
+        return Conversations(settings, tokenizer, self.template(), trusts_answers=trusts_answers)
 
 
 def chat_source(folders: Sequence[Path], name: str) -> ChatSource:

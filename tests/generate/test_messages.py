@@ -200,6 +200,8 @@ MISTAKES = {
     "--template-arguments.tools": "--messages messages --template-arguments.tools 1",
     "leave --prompt and --chat out": "--messages messages --prompt a",
     "--tools is for chat templates": "--tools tools.json",
+    "--tools-field a needs --messages": "--tools-field a",
+    "no field 'toolz'; it has messages": "--messages messages --tools-field toolz",
     "messages = []: should be text, or a conversation for --messages": "--field messages",
 }
 

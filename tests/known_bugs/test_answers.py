@@ -52,7 +52,7 @@ def opened(template=TEMPLATE, kind=Conversations, **settings):
 
 def learned(*messages, template=TEMPLATE, **row):
     """Prompt and answer of each document, as texts."""
-    turns = opened(template)[0].of_row({"messages": [*messages], **row})
+    turns = opened(template)[0].of_row({"messages": [*messages], **row}).turns
     return [(without_marks(turn.prompt), without_marks(turn.text)) for turn in turns]
 
 
@@ -86,7 +86,7 @@ def test_skyrl_2092_an_answer_that_shares_a_token_with_its_prompt_is_whole():
     of its text.
     """
     conversations, tokenizer = opened()
-    turns = conversations.of_row({"messages": [QUESTION, answer("\n\nSo.")]})
+    turns = conversations.of_row({"messages": [QUESTION, answer("\n\nSo.")]}).turns
     ((prompt, ids),) = conversations.encode(turns)
     text = without_marks(turns[0].prompt)
     library = Tokenizer.from_file("t/tokenizer.json")
@@ -124,9 +124,9 @@ def test_trl_6259_both_answers_of_a_pair_have_the_tools():
     """
     conversations, _ = opened(kind=PairsOfConversations, preference=True)
     row = {"prompt": [QUESTION], "chosen": [answer("a")], "rejected": [answer("b")]}
-    turns = conversations.of_row(row | {"tools": TOOLS})
+    turns = conversations.of_row(row | {"tools": TOOLS}).turns
     assert ["tools\n" in turn.prompt for turn in turns] == [True, True]
-    assert ["tools\n" in turn.prompt for turn in conversations.of_row(row)] == [False, False]
+    assert ["tools\n" in turn.prompt for turn in conversations.of_row(row).turns] == [False, False]
 
 
 def test_cookbook_387_an_answer_of_weight_zero_is_not_learned():

@@ -47,6 +47,8 @@ class Batch:
     bytes_read: int = 0  # approximate bytes of the inputs
     entries: list[Entry] = field(default_factory=list)
     problems: list[BadInputError] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Why answers are no documents."""
 
 
 def batches(
@@ -67,8 +69,10 @@ def batches(
         first_item = start.item if index == start.source else 0
         for event in read_source(source, first_item, fields):
             if event.problem is None:
-                batch.entries.append(_entry(event.turns))
-                size += sum(batch.entries[-1].sizes)
+                batch.left_out += event.documents.left_out
+                if event.documents.turns:
+                    batch.entries.append(_entry(event.documents.turns))
+                    size += sum(batch.entries[-1].sizes)
             elif on_error == "stop" and not event.problem.is_harmless:
                 yield batch
                 raise PrepareError(str(event.problem))

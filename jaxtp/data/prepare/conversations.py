@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,6 +25,7 @@ from jaxtp.config.files import write_atomically
 from jaxtp.config.reading import truncate
 from jaxtp.data.chat_template import (
     ASSISTANT,
+    SPANS,
     WORD,
     ChatError,
     ChatTemplate,
@@ -53,6 +53,7 @@ from jaxtp.data.prepare.prepare_config import PrepareConfig
 from jaxtp.data.prepare.readers import (
     NO_CONVERSATION,
     BadInputError,
+    Documents,
     Row,
     Turn,
     text_of,
@@ -71,7 +72,7 @@ from jaxtp.data.tokenizer_files import (
 
 T = TypeVar("T")
 
-NO_ANSWER = "not learned"
+NO_ANSWER = "answer marked as not learned"
 EMPTY_ANSWER = "empty answer"
 GREETING = "answer without a prompt"
 """Kinds of answers that are left out, as `dataset.json` counts them."""
@@ -86,6 +87,7 @@ _WITHIN = re.compile(r"\w\w|[-.]\d|\d\.\d")
 """Two characters that do not separate words or numbers."""
 _WRITTEN = {"role", "content", "tool_calls", "reasoning_content", "thinking", "reasoning"}
 """Keys of messages that `_turn` compares with the text."""
+_GENERATION = re.compile(r"{%[-+]?\s*generation\b")
 _TOKEN = re.compile(r"<[^<>\s]+>")
 """A text that looks like a special token."""
 _MAX_KEYS = 100
@@ -104,21 +106,26 @@ class Conversations:
 
     Without a `template`, it reads the configured one, and sets the tokenizer's prefix and end token
     to the template's.
+
+    Args:
+      trusts_answers: whether answers, too, may spell special tokens where the settings let messages
+        do so.
     """
 
     checksum = ""
     """A hash of a configured template and its special tokens, to detect changes."""
 
-    has_trusted_answers = True
-    """Whether answers, too, may spell special tokens where the settings let messages do so."""
-
     def __init__(
-        self, config: PrepareConfig, tokenizer: Tokenizer, template: ChatTemplate | None = None
+        self,
+        config: PrepareConfig,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None = None,
+        *,
+        trusts_answers: bool = True,
     ):
         self._config = config
+        self._trusts_answers = trusts_answers
         self._fields = config.fields
-        self.left_out = Counter[str]()
-        """The answers that were left out, by reason."""
         self.notes = set[str]()
         """Sentences about the prompts, for the summary of the command."""
         self.ignored = set[tuple[str, str]]()
@@ -128,6 +135,7 @@ class Conversations:
         self._known: dict[object, frozenset[int]] = {}
         """The results of `_doubtful`, by what decides them."""
         self._tokens = ChatTokenizer(tokenizer)
+        self._compares_spans = False
         if template is not None:
             self.template = template
             return
@@ -146,6 +154,7 @@ class Conversations:
             if self.ends and config.eos is None and not config.no_eos:
                 tokenizer.info = replace(tokenizer.info, eos_id=self.ends[-1])
         self.notes.clear()
+        self._compares_spans = _GENERATION.search(text) is not None
         end = turn.text.rpartition(WORD)[2].strip()
         if not end:
             self.notes.add(
@@ -219,20 +228,20 @@ class Conversations:
         config = self._config
         return arguments_of(row, config.template_arguments, config.tools_field)
 
-    def of_row(self, row: Row) -> tuple[Turn, ...]:
-        """Returns the `turns` of a row's conversation."""
+    def of_row(self, row: Row) -> Documents:
+        """Returns a row's answers; raises `ChatError` or `BadInputError`."""
         if self._config.completion_field is not None:
             return self._of_completion(row)
         messages = messages_of(row, self._fields)
-        return self.turns(messages, self.arguments_of(row))
+        return self._answers(self._checked(messages), 0, self.arguments_of(row))
 
     def turns(
         self, messages: object, arguments: Mapping[str, object] | None = None
     ) -> tuple[Turn, ...]:
         """Returns a conversation's answers; raises `ChatError` or `BadInputError`."""
-        return self._answers(self._checked(messages), 0, arguments or {})
+        return self._answers(self._checked(messages), 0, arguments or {}).turns
 
-    def _of_completion(self, row: Row) -> tuple[Turn, ...]:
+    def _of_completion(self, row: Row) -> Documents:
         """Returns the answers in the completion; raises `ChatError` or `BadInputError`."""
         parts = []
         for name, role in zip(self._fields.names[:2], ("user", ASSISTANT), strict=True):
@@ -244,7 +253,7 @@ class Conversations:
 
     def _answers(
         self, conversation: list[Message], start: int, arguments: Mapping[str, object]
-    ) -> tuple[Turn, ...]:
+    ) -> Documents:
         """Returns the answers from a position on."""
         roles = [message["role"] for message in conversation]
         answers = [index for index in range(start, len(roles)) if roles[index] == ASSISTANT]
@@ -263,14 +272,8 @@ class Conversations:
                 left_out.append(GREETING)
             else:
                 learned.append(index)
-        if not learned:
-            self.left_out.update(left_out[1:])
-            raise BadInputError(
-                left_out[0], f"no answer is to be learned: {left_out[0]}", is_harmless=True
-            )
-        turns = self._turns(conversation, learned, arguments)
-        self.left_out.update(left_out)
-        return turns
+        turns = self._turns(conversation, learned, arguments) if learned else ()
+        return Documents(turns, tuple(left_out))
 
     def _has_empty_prompt(self, arguments: Mapping[str, object]) -> bool:
         """Returns whether the template writes a prompt without messages."""
@@ -391,7 +394,7 @@ class Conversations:
         """
         escaped = []
         for message in messages:
-            is_trusted = self.has_trusted_answers or message["role"] != ASSISTANT
+            is_trusted = self._trusts_answers or message["role"] != ASSISTANT
             keep = self._config.special_tokens and is_trusted
             # As in transformers, a key of a message that is null is absent.
             present = {
@@ -435,7 +438,32 @@ class Conversations:
         if len(messages) - 1 in doubtful:
             self._require_content(messages, whole, False, arguments, len(messages) - 1)
         self._require_each_call(messages, arguments)
+        if self._compares_spans:
+            self._compare_spans(messages, prompt, answer, arguments)
         return Turn(self._tokens.mark(prompt), self._tokens.mark(answer), is_rendered=True)
+
+    def _compare_spans(
+        self, messages: list[Message], prompt: str, answer: str, arguments: Mapping[str, object]
+    ) -> None:
+        """Notes the first answer of which the template marks another part as generated."""
+        text = self.template.render(messages, answer=False, arguments=arguments, with_spans=True)
+        generated = ""
+        end = 0
+        for index, part in enumerate(SPANS.split(text)):
+            end += len(part)
+            # The parts of odd index are within marks; those of earlier answers end in the prompt.
+            if index % 2 and end > len(prompt):
+                generated += part
+        if generated.strip() != answer.strip():
+            self._compares_spans = False
+            learned, marked = (
+                truncate(without_marks(self._tokens.mark(part.strip())), 40)
+                for part in (answer, generated)
+            )
+            self.notes.add(
+                f"{learned} is learned, which is all that follows the prompt, though the template "
+                f"marks {marked} as generated"
+            )
 
     def _shared_prompt(self, prompt: str, whole: str, number: int) -> str:
         """Returns a prompt without the tags of reasoning at its end, which the answer lacks."""

@@ -11,7 +11,7 @@ from jaxtp.data.chat_template import ASSISTANT, ChatError, Message
 from jaxtp.data.prepare.conversations import EMPTY_ANSWER, Conversations, is_empty, naming
 from jaxtp.data.prepare.messages import as_messages, with_system
 from jaxtp.data.prepare.prepare_config import CHOSEN, REJECTED
-from jaxtp.data.prepare.readers import BadInputError, Row, Turn, text_of
+from jaxtp.data.prepare.readers import BadInputError, Documents, Row, Turn, text_of
 
 _NO_PAIR = "no pair"
 _EQUAL_ANSWERS = "equal answers"
@@ -24,7 +24,7 @@ mark that both texts share."""
 class PairsOfConversations(Conversations):
     """Renders and tokenizes two answers to one conversation."""
 
-    def of_row(self, row: Row) -> tuple[Turn, ...]:
+    def of_row(self, row: Row) -> Documents:
         """Returns the chosen and the rejected answer; raises `BadInputError`."""
         with naming(self._config.prompt_name):
             prompt = self._prompt(row)
@@ -47,7 +47,7 @@ class PairsOfConversations(Conversations):
                 "before the answer; only their last messages may differ",
             )
         chosen, rejected = turns
-        return self._limited(_different(chosen, rejected))
+        return Documents(self._limited(_different(chosen, rejected)))
 
     def _prompt(self, row: Row) -> list[Message]:
         prompt = row.get(self._config.prompt_name)
@@ -75,7 +75,7 @@ class PairsOfConversations(Conversations):
         return messages
 
 
-def pair_of_texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
+def pair_of_texts(prompt_name: str, row: Row) -> Documents:
     """Returns the chosen and the rejected answer of a row of texts, which needs no template."""
     chosen = text_of(row, CHOSEN)
     rejected = text_of(row, REJECTED)
@@ -91,7 +91,7 @@ def pair_of_texts(prompt_name: str, row: Row) -> tuple[Turn, ...]:
     for name, text in ((CHOSEN, chosen), (REJECTED, rejected)):
         if not text.strip():
             raise _empty(name)
-    return _different(Turn(prompt, chosen), Turn(prompt, rejected))
+    return Documents(_different(Turn(prompt, chosen), Turn(prompt, rejected)))
 
 
 def _shared(chosen: str, rejected: str) -> int:

@@ -114,6 +114,14 @@ class Turn(NamedTuple):
     """Whether a chat template wrote it, with marked special tokens (see `chat_template.py`)."""
 
 
+class Documents(NamedTuple):
+    """The documents of a row or of a text file."""
+
+    turns: tuple[Turn, ...]  # One turn, or one for each answer of a conversation
+    left_out: tuple[str, ...] = ()
+    """Why other answers of the conversation are no documents, as `dataset.json` counts them."""
+
+
 class Position(NamedTuple):
     """A position in the inputs, before which everything has been read."""
 
@@ -124,7 +132,7 @@ class Position(NamedTuple):
 class Event(NamedTuple):
     """A row of a source, or a text file: its documents, or a problem."""
 
-    turns: tuple[Turn, ...]  # One turn, or one for each answer of a conversation
+    documents: Documents
     item: int  # Number of lines or rows that have been read, including this one
     bytes_read: int  # approximate bytes of the source
     problem: BadInputError | None = None
@@ -144,7 +152,7 @@ class Fields:
     text: str
     prompt: str | None = None
     optional: tuple[str, ...] = ()
-    turns: Callable[[Row], tuple[Turn, ...]] | None = None
+    turns: Callable[[Row], Documents] | None = None
     """Converts a row of a conversation or a pair; raises `ChatError` or `BadInputError`."""
     required: tuple[str, ...] = ()  # columns of pairs and of tools, after `text`
     only_texts: bool = False  # Whether the command reads no conversations and no pairs
@@ -213,14 +221,19 @@ def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
                 # A row of a list has no line.
                 place += f", {unit if isinstance(item, bytes) else 'row'} {number}"
             try:
-                yield Event(_turns(source, item, fields), number, bytes_read, None, place)
+                yield Event(_documents(source, item, fields), number, bytes_read, None, place)
             except BadInputError as error:
-                yield Event((), number, bytes_read, error.at(place))
+                yield Event(Documents(()), number, bytes_read, error.at(place))
         if not number:
             raise BadInputError(EMPTY_FILE, "the file is empty", is_harmless=source.in_folder)
     except (BadInputError, *DECOMPRESSION_ERRORS, OSError) as error:
         after = f", after {unit} {number}" if number else ""
-        yield Event((), END, source.size, _to_bad_input(source, error).at(f"{source.path}{after}"))
+        yield Event(
+            Documents(()),
+            END,
+            source.size,
+            _to_bad_input(source, error).at(f"{source.path}{after}"),
+        )
 
 
 def first_row(source: Source, fields: Fields) -> Row:
@@ -439,9 +452,9 @@ def _open_stream(path: Path) -> Iterator[tuple[BufferedReader, BufferedReader]]:
             yield file, file
 
 
-def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
+def _documents(source: Source, item: object, fields: Fields) -> Documents:
     if isinstance(item, str) and source.format == TEXT:
-        return (Turn(None, item),)
+        return Documents((Turn(None, item),))
     record = _row(source, item, fields)
     _require_fields(record, fields)
     row = {name: record[name] for name in fields.names_in(record)}
@@ -463,7 +476,7 @@ def _turns(source: Source, item: object, fields: Fields) -> tuple[Turn, ...]:
         except RecursionError as error:
             raise _not_json(error) from None
     prompt = None if fields.prompt is None else text_of(row, fields.prompt)
-    return (Turn(prompt, text_of(row, fields.text)),)
+    return Documents((Turn(prompt, text_of(row, fields.text)),))
 
 
 def _without_nulls(value: object, depth: int = 0) -> object:

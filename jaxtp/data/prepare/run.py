@@ -84,8 +84,6 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 conversations.template.day = state.day
             if state.tokenizer is None:  # nothing depends on the threshold yet
                 state.threshold = threshold(job.sources, job.fields, job.config)
-            if conversations is not None:
-                conversations.left_out.clear()
             write_tokenizer(job, state)
             _Preparation(job, state, stack).finish()
     except OSError as error:  # from writing; readers handle read errors
@@ -180,10 +178,8 @@ class _Preparation:
             self._state.skip(problem.kind)
             self._show(problem)
         self._state.skip(DUPLICATE, len(batch.entries) - len(entries))
-        if self._job.conversations is not None:
-            for kind, count in self._job.conversations.left_out.items():
-                self._state.skip(kind, count)
-            self._job.conversations.left_out.clear()
+        for kind in batch.left_out:
+            self._state.skip(kind)
         self._state.position = batch.position
         self._report(batch.bytes_read)
 

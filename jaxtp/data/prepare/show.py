@@ -1,6 +1,7 @@
 """Shows documents as they are trained, and writes nothing."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
@@ -71,6 +72,7 @@ def _show_inputs(job: Job, count: int) -> None:
         conversations.template.day = conversations.first_day()
     encoder = DocumentEncoder(job)
     picture = _Picture(job.tokenizer, job.config.show_tokens)
+    left_out = Counter[str]()
     num_shown = 0
     for event in chain.from_iterable(read_source(source, 0, job.fields) for source in job.sources):
         if event.problem is not None:
@@ -78,7 +80,10 @@ def _show_inputs(job: Job, count: int) -> None:
                 raise PrepareError(str(event.problem))
             print(f"{'left out':<12}{event.problem}\n")
             continue
-        documents = [encoder.document(ids) for ids in encoder.encode(event.turns)]
+        left_out.update(event.documents.left_out)
+        if not event.documents.turns:
+            continue
+        documents = [encoder.document(ids) for ids in encoder.encode(event.documents.turns)]
         for place, (parts, num_prompt) in zip(_places(job, event), documents, strict=True):
             if parts:
                 picture.show(place, np.concatenate(parts), num_prompt)
@@ -91,12 +96,12 @@ def _show_inputs(job: Job, count: int) -> None:
         raise PrepareError(f"no document in {len(job.sources)} files")
     for line in remarks(job):
         print(line)
-    if conversations is not None and conversations.left_out:
-        print(f"{'left out':<12}{listed(conversations.left_out)}")
+    if left_out:
+        print(f"{'left out':<12}{listed(left_out)}")
 
 
 def _places(job: Job, event: Event) -> Iterator[str]:
-    num_turns = len(event.turns)
+    num_turns = len(event.documents.turns)
     for number in range(num_turns):
         if job.config.preference:
             yield f"{event.place}, {_PAIR[number]}"

@@ -1,6 +1,7 @@
 """Conversations: a document for each answer, made by the model's chat template."""
 
 import io
+import itertools
 import json
 import re
 import sys
@@ -31,7 +32,12 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.prepare.conversations import Conversations
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
-from jaxtp.data.tokenizer_files import TokenizerError, template_arguments, template_day
+from jaxtp.data.tokenizer_files import (
+    TokenizerError,
+    chat_template,
+    template_arguments,
+    template_day,
+)
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.loading import open_source
 from jaxtp.train.__main__ import main as train
@@ -566,7 +572,9 @@ def test_answers_that_are_marked_or_empty_are_left_out_and_counted():
     ((prompt, answer),) = texts_of([row])
     assert (answer, "BAD" in prompt) == ("GOOD<|stop|>\n", True)
     command = "c.jsonl --template all.jinja --messages messages --tokenizer t --held-out 0"
-    assert "left out    1 x empty answer, 1 x not learned" in output(f"{command} --overwrite")
+    assert "left out    1 x answer marked as not learned, 1 x empty answer" in output(
+        f"{command} --overwrite"
+    )
     row["messages"][1]["weight"] = 0.5
     assert "message 2: 'weight' is 0.5, and not 0 or 1" in refused(row)
     row["messages"][1]["weight"] = 1
@@ -600,6 +608,37 @@ def test_what_a_model_writes_may_be_marked_by_the_template():
     )
     rows = [conversation("a", "b")]
     assert texts_of(rows, template=marked) == texts_of(rows, template=CHAT_TEMPLATE)
+    write("m.jinja", marked)
+    command = "a.jsonl --messages messages --tokenizer t --template m.jinja --overwrite"
+    note = "yes<|stop|> is learned, which is all that follows the prompt, though the template marks"
+    assert output(command).count(f"{note} yes as generated") == 1
+    write("m.jinja", marked.replace("{% endgeneration %}<|stop|>", "<|stop|>{% endgeneration %}"))
+    assert "marks" not in output(command)
+
+
+def test_conversations_with_tools_have_the_template_for_them():
+    messages = ROWS[0]["messages"]
+    texts = [
+        CHAT_TEMPLATE,
+        WRITES_ALL,
+        f"  {WRITES_ALL}\n",
+        "\n\n{{ tools }}  \n\n",
+        "{{- tools -}}  ",
+    ]
+    for with_tools, plain in itertools.permutations(texts, 2):
+        both = [
+            {"name": "tool_use", "template": with_tools},
+            {"name": "default", "template": plain},
+        ]
+        write("t/tokenizer_config.json", json.dumps({"chat_template": both}))
+        joined = ChatTemplate(chat_template(Path("t")), "joined", {})
+        for tools, template in ((TOOLS, with_tools), (None, plain)):
+            arguments = {"tools": tools}
+            expected = ChatTemplate(template, "alone", {}).render(messages, arguments=arguments)
+            assert joined.render(messages, arguments=arguments) == expected
+    write("t/chat_template.jinja", plain)
+    write("t/additional_chat_templates/tool_use.jinja", with_tools)
+    assert chat_template(Path("t")) == joined.text
 
 
 def test_an_answer_that_shares_a_token_with_its_prompt_keeps_all_its_text():

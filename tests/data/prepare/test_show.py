@@ -77,7 +77,7 @@ def test_what_is_left_out_is_said():
     write("a.jsonl", [row, {"messages": 3}, conversation("a", "b")])
     out = output(f"{CHATS} --show 2 --on-error skip")
     assert "left out    a.jsonl, line 2: 'messages': not a list of messages, but 3\n" in out
-    assert out.endswith("\nleft out    1 x not learned\n")
+    assert out.endswith("\nleft out    1 x answer marked as not learned\n")
     code, out, errors = run(f"{CHATS} --show 2")
     assert code == 2
     assert "⟦c<|stop|>\n⟧" in out
