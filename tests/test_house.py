@@ -231,11 +231,11 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 327_700,
-    "files": 275,
+    "tokens of code": 329_100,
+    "files": 277,
     "rooms": 15,
     "arrows between rooms": 80,
-    "files that training imports": 100,
+    "files that training imports": 101,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
