@@ -6,6 +6,8 @@ from jaxtp.layers.branch import BranchConfig as BranchConfig
 from jaxtp.layers.branch import PositionwiseBranch as PositionwiseBranch
 from jaxtp.layers.cache import NewTokens as NewTokens
 from jaxtp.layers.context import Sequences as Sequences
+from jaxtp.layers.convolution import ShortConvolution as ShortConvolution
+from jaxtp.layers.convolution import ShortConvolutionConfig as ShortConvolutionConfig
 from jaxtp.layers.embedding import HeadConfig as HeadConfig
 from jaxtp.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from jaxtp.layers.embedding import VocabParallelHead as VocabParallelHead

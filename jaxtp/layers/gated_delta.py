@@ -11,10 +11,8 @@ column and the row layer communicate over tp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +27,20 @@ from jaxtp.config.schema import Count, CountOrZero, Settings
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
-from jaxtp.layers.context import Sequences, with_halo
+from jaxtp.layers.context import Sequences
+from jaxtp.layers.convolution import (
+    convolution_taps,
+    convolve,
+    last_tokens,
+    recomputed,
+    with_earlier,
+)
 from jaxtp.layers.kernels.delta_rule import Scan, Tokens, delta_rule, delta_step
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, rms_normalise
-from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
-from jaxtp.layers.positions import segment_positions
+from jaxtp.layers.parameter import Weights, parameter, params_and_specs
 from jaxtp.mesh import CP, TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
@@ -116,16 +120,10 @@ class GatedDeltaNet(Branch):
             d_model, features, context, targets=DELTA_TARGETS, rngs=rngs
         )
 
-        def taps(dim: PaddedDim) -> Any:
-            # The initial values of PyTorch's convolutions
-            bound = config.delta_conv**-0.5
-            shape = (config.delta_conv, dim.size)
-            initial = jax.random.uniform(rngs.params(), shape, dtype, -bound, bound)
-            return parameter("taps", initial, P(None, TP), padding=((-1, dim),))
-
-        self.q_conv = taps(keys)
-        self.k_conv = taps(keys)
-        self.v_conv = taps(values)
+        taps_of = partial(convolution_taps, config.delta_conv, dtype=dtype, rngs=rngs)
+        self.q_conv = taps_of(keys)
+        self.k_conv = taps_of(keys)
+        self.v_conv = taps_of(values)
         shape = (config.delta_value_heads,)
         rates = jax.random.uniform(rngs.params(), shape, dtype, 0.01, 16)
         per_head = partial(parameter, spec=P(TP), padding=((-1, numbers),))
@@ -152,25 +150,14 @@ class GatedDeltaNet(Branch):
 
     def _read(self, weights: Weights, projected: tuple[Array, ...], sequences: Sequences) -> Array:
         *qkv, gate, write, decay = projected  # [b, T/cp, F/tp]
-        rows, length, _ = gate.shape
-        chunks = sequences.num_chunks
-        segments = sequences.segments
-        positions = sequences.local_positions(length * axis_size(CP))
-        if segments is not None:
-            positions = jnp.take(segment_positions(segments), positions, axis=1)
-        # A device's chunks of a row are read like rows of their own: [b * chunks, t, ...].
-        positions = jnp.broadcast_to(positions, (rows, length)).reshape(rows * chunks, -1)
-        reach = self.config.delta_conv - 1  # W - 1
-        before_and_chunk = with_halo(jnp.concatenate(qkv, axis=-1), reach, chunks)
-
-        def as_rows(x: Array) -> Array:
-            return x.reshape(rows * chunks, -1, x.shape[-1])
-
-        projections = as_rows(jnp.stack(before_and_chunk, axis=1))  # [b * chunks, W - 1 + t, F/tp]
-        write = as_rows(write)
-        decay = as_rows(decay)
+        projections, positions = with_earlier(
+            jnp.concatenate(qkv, axis=-1), self.config.delta_conv, sequences
+        )  # [b * chunks, W - 1 + t, F/tp]
+        rows, length = positions.shape
+        write = write.reshape(rows, length, -1)
+        decay = decay.reshape(rows, length, -1)
         q, k, v = self.heads(weights, projections, positions)
-        starts = None if segments is None else positions == 0
+        starts = None if sequences.segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
         log_decay, write = self.strengths(weights, write, decay)
         tokens = Tokens(q, k, v, log_decay, write, starts)
@@ -195,8 +182,8 @@ class GatedDeltaNet(Branch):
         q_taps = load(weights["q_conv"], tp_gather=(1, num_shards))
         k_taps = load(weights["k_conv"], tp_gather=(1, num_shards))
         v_taps = load(weights["v_conv"])
-        convolve = partial(_convolved_heads, config.delta_key_dim, config.delta_value_dim)
-        return _recomputed(convolve, tokens, positions, q_taps, k_taps, v_taps)
+        heads_of = partial(_convolved_heads, config.delta_key_dim, config.delta_value_dim)
+        return recomputed(heads_of, tokens, positions, q_taps, k_taps, v_taps)
 
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
         """Returns the logarithm of each head's decay, and its write strength.
@@ -224,7 +211,7 @@ class GatedDeltaNet(Branch):
 
         # Loaded outside, so that no gradient of a frozen scale is summed over devices
         scale = self.precision.load(weights["norm_scale"], None, used_by_all_tp=True)
-        return _recomputed(run, y, gate, scale)
+        return recomputed(run, y, gate, scale)
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns empty states `[B, Hv, K, V]`, and the convolution's last inputs.
@@ -285,21 +272,10 @@ class GatedDeltaNet(Branch):
             read = Tokens(q, k, v, log_decay, write, begins)
             y, state = delta_rule(read, state, scan=self._scan())
         # The window ends with the last token that is kept.
-        index = jnp.sum(is_kept, axis=1, keepdims=True) + jnp.arange(window.shape[1])
-        window = jnp.take_along_axis(tokens, index[..., None], axis=1)
+        num_kept = jnp.sum(is_kept, axis=1, keepdims=True)
+        window = last_tokens(tokens, num_kept, self.config.delta_conv)
         cache = (new.replace(states, state), new.replace(windows, window[:, None]))
         return self.gated(weights, y, gate), cache
-
-
-def _recomputed(function: Callable[..., Any], *arguments: Array) -> Any:
-    # The backward pass repeats a chain of elementwise operations. A nested `jax.checkpoint` would
-    # follow the block's policy, and `none` would save every float32 array of it.
-    call = jax.custom_vjp(function)
-    call.defvjp(
-        lambda *args: (function(*args), args),
-        lambda args, grads: jax.vjp(function, *args)[1](grads),
-    )
-    return call(*arguments)
 
 
 def _convolved_heads(
@@ -310,16 +286,7 @@ def _convolved_heads(
     *taps: Array,
 ) -> tuple[Array, ...]:
     """Convolves tokens `[b, W - 1 + T, F]` with taps `[W, F_i]`; see `GatedDeltaNet.heads`."""
-    reach = taps[0].shape[0] - 1  # W - 1
-    length = positions.shape[1]
-    all_taps = jnp.concatenate(taps, axis=1)  # [W, F]
-    tokens32 = tokens.astype(jnp.float32)
-    y = all_taps[reach] * tokens32[:, reach:]  # [b, T, F]
-    for back in range(1, reach + 1):
-        tap = all_taps[reach - back]
-        is_in_document = positions[..., None] >= back
-        earlier = tokens32[:, reach - back :][:, :length]
-        y += tap * jnp.where(is_in_document, earlier, 0)
+    y = convolve(tokens, jnp.concatenate(taps, axis=1), positions)
     ends = np.cumsum([x.shape[1] for x in taps[:-1]])
     q, k, v = jnp.split(jax.nn.silu(y), ends, axis=-1)
     shape = positions.shape
