@@ -148,11 +148,12 @@ def make(name, seed):
     config = getattr(transformers, f"{kind}Config")(**json.loads(json.dumps({**settings, **rope})))
     config._attn_implementation = config._experts_implementation = "eager"
     config.dtype = torch.float32
-    head = (
-        "ForConditionalGeneration" if wraps else "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
-    )
     with InDouble() if name in FAMILIES else contextlib.nullcontext():
-        model = getattr(transformers, kind.removesuffix("Text") + head)(config).eval()
+        if wraps:
+            model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    model.eval()
     folder = FOLDER / name
     for each in itertools.count(seed, 1000):
         generator = torch.Generator().manual_seed(each)

@@ -317,7 +317,9 @@ def _problems(attributes: Attributes, family: Family, ignored: Collection[str]) 
             hint = f"; did you mean {truncate(close)}?" if close else ""
             yield f"--ignore-config {truncate(name)}: there is no such attribute{hint}"
     yield from (problem for _, problem in _misfits(attributes, family, ignored))
-    if attributes.get("architectures") not in (None, [family.architecture]):
+    # A published file may name its own class in place of transformers' one.
+    own = [[code.rpartition(".")[2]] for code in family.remote_code]
+    if attributes.get("architectures") not in (None, [family.architecture], *own):
         yield (
             f"architectures = {quote(attributes['architectures'])} is not supported, only "
             f"{family.architecture}"

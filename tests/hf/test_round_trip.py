@@ -147,7 +147,7 @@ def test_progress_counts_every_byte(name, tmp_path):
 
 
 FAMILY_FIELDS = read_table(__file__, "families")
-NEVER_FIRST = {"gemma4_unified_text", "ernie4_5", "glm4_moe_lite"}
+NEVER_FIRST = {"gemma4_unified_text", "ernie4_5", "glm4_moe_lite", "exaone"}
 """Families whose models another family can represent too."""
 
 

@@ -7,6 +7,7 @@ from jaxtp.hf.families.cohere import COHERE, COHERE2
 from jaxtp.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jaxtp.hf.families.dots import DOTS1
 from jaxtp.hf.families.ernie import ERNIE4_5, ERNIE4_5_MOE
+from jaxtp.hf.families.exaone import EXAONE
 from jaxtp.hf.families.exaone4 import EXAONE4
 from jaxtp.hf.families.family import Family, Wrapper
 from jaxtp.hf.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, VAULTGEMMA
@@ -55,6 +56,7 @@ FAMILIES: Mapping[str, Family] = {
         *(GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
         *(GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
+        *(EXAONE,),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
