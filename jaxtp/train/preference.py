@@ -1,4 +1,4 @@
-"""DPO on pairs of a chosen and a rejected answer (arXiv 2305.18290), as in TRL 1.16.
+"""DPO and SimPO on pairs of a chosen and a rejected answer, as in TRL 1.16.
 
 The column `pairs` assigns tokens to answers, so an answer may be anywhere in its row.
 """
@@ -30,7 +30,7 @@ from jaxtp.train.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DPO(Settings):
-    """A loss that makes chosen answers more likely, and rejected answers less likely.
+    """A loss that makes chosen answers more likely, and rejected ones less (arXiv 2305.18290).
 
     Likelihoods are relative to a reference: the model without its adapters, or the scores of
     `jaxtp score` (`data.scores`). The step divides by the number of pairs; a pair counts only if
@@ -71,19 +71,7 @@ class DPO(Settings):
         self, model: Decoder, batch: Mapping[str, Array], key: Array
     ) -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
         """Returns the sum over pairs, their number, and TRL's metrics."""
-        labels_BT = batch["labels"]
-        pairs_BT = batch[PAIRS]
-        if pairs_BT.shape != labels_BT.shape:
-            raise ConfigError(
-                f"DPO: {PAIRS} is {list(pairs_BT.shape)}, and labels is {list(labels_BT.shape)}"
-            )
-        segments_BT = batch.get(SEGMENTS, 2 * jnp.abs(pairs_BT) - (pairs_BT > 0))
-
-        def log_probs(model: Decoder) -> Array:
-            return jnp.asarray(
-                token_log_probs(model, batch["inputs"], labels_BT, segments=segments_BT)
-            )
-
+        log_probs = partial(_log_probs, batch=batch)
         if LOG_PROBS in batch:
             reference_BT = batch[LOG_PROBS]
         elif jax.tree.leaves(nnx.state(model, nnx.LoRAParam)):
@@ -94,15 +82,7 @@ class DPO(Settings):
                 "data.scores, or adapters (--model.lora.rank 16); the model without them is then "
                 "the reference"
             )
-        is_label_BT = labels_BT != IGNORE
-        terms_BT3 = jnp.stack([log_probs(model), reference_BT, is_label_BT], axis=-1)
-        sums = [
-            _by_answer(terms_BT3, jnp.where(is_label_BT, sign * pairs_BT, 0)) for sign in (1, -1)
-        ]
-        # Each is [2 answers, B, pairs of a row].
-        policy, reference, tokens = jnp.moveaxis(jnp.stack(sums), -1, 0)
-        valid = jnp.all(tokens > 0, axis=0)
-        _check(jnp.sum(tokens * valid, axis=(0, 2)), jnp.sum(is_label_BT, axis=1))
+        (policy, reference, tokens), valid = _sums(batch, log_probs(model), reference_BT)
         total = partial(jnp.sum, where=valid)
         log_ratios = policy - reference
         loss = total(self._losses(log_ratios, tokens))
@@ -137,22 +117,97 @@ class DPO(Settings):
         self, rows: int, length: int, config: TrainConfig
     ) -> dict[str, NDArray[np.generic]]:
         """Returns random rows of two pairs."""
-        random = np.random.default_rng(0)
-        inputs, labels = random.integers(0, config.model.vocab_size, (2, rows, length), np.int32)
-        answer = np.minimum(np.arange(length) // max(length // 4, 1), 4)
-        pairs = np.tile(np.array([1, -1, 2, -2, 0], np.int32)[answer], (rows, 1))
-        batch = {"inputs": inputs, "labels": np.where(pairs, labels, IGNORE), PAIRS: pairs}
+        batch = _example_pairs(rows, length, config)
         if config.model.lora.rank and config.data.scores is None:
             return batch
+        random = np.random.default_rng(1)
         return batch | {LOG_PROBS: -random.exponential(size=(rows, length)).astype(np.float32)}
 
 
-def _by_answer(terms_BT3: Array, numbers_BT: Array) -> Array:
-    """Returns sums `[B, pairs, 3]` over the tokens of answers 1, 2, ... of each row."""
-    max_pairs = terms_BT3.shape[1] // 2
+@dataclass(frozen=True, kw_only=True)
+class SimPO(Settings):
+    """A loss of pairs without a reference (arXiv 2405.14734).
+
+    A reward is beta times the mean log-probability of an answer's tokens. The step divides by the
+    number of pairs; a pair counts only if both answers have labels.
+    """
+
+    beta: Positive = 2.0
+    """Factor of the mean log-probabilities."""
+
+    margin: NonNegative = 1.0
+    """The rewards' difference at which the loss is log 2 (gamma in the paper)."""
+
+    columns: ClassVar[tuple[str, ...]] = DPO.columns
+
+    def __call__(
+        self, model: Decoder, batch: Mapping[str, Array], key: Array
+    ) -> tuple[Array, Array, dict[str, tuple[Array, Array]]]:
+        """Returns the sum over pairs, their number, and TRL's metrics."""
+        (policy, tokens), valid = _sums(batch, _log_probs(model, batch))
+        total = partial(jnp.sum, where=valid)
+        rewards = self.beta * policy / jnp.maximum(tokens, 1)
+        difference = rewards[0] - rewards[1]
+        loss = total(-jax.nn.log_sigmoid(difference - self.margin))
+        count = jnp.sum(valid)
+        metrics = {
+            "rewards/accuracies": difference > 0,
+            "rewards/margins": difference,
+            "rewards/chosen": rewards[0],
+            "rewards/rejected": rewards[1],
+        }
+        return loss, count, {name: (total(values), count) for name, values in metrics.items()}
+
+    def example_batch(
+        self, rows: int, length: int, config: TrainConfig
+    ) -> dict[str, NDArray[np.generic]]:
+        """Returns random rows of two pairs."""
+        return _example_pairs(rows, length, config)
+
+
+def _log_probs(model: Decoder, batch: Mapping[str, Array]) -> Array:
+    """Returns the log-probability of each label, `[B, T]`."""
+    pairs_BT = batch[PAIRS]
+    labels_BT = batch["labels"]
+    if pairs_BT.shape != labels_BT.shape:
+        raise ConfigError(
+            f"{PAIRS} is {list(pairs_BT.shape)}, and labels is {list(labels_BT.shape)}"
+        )
+    segments_BT = batch.get(SEGMENTS, 2 * jnp.abs(pairs_BT) - (pairs_BT > 0))
+    log_probs = token_log_probs(model, batch["inputs"], labels_BT, segments=segments_BT)
+    return jnp.asarray(log_probs)
+
+
+def _sums(batch: Mapping[str, Array], *terms_BT: Array) -> tuple[Array, Array]:
+    """Returns sums over the tokens of answers, and which pairs have labels in both answers.
+
+    The sums are of each term, and the number of labels, `[terms + 1, 2 answers, B, pairs of a
+    row]`.
+    """
+    is_label_BT = batch["labels"] != IGNORE
+    terms = jnp.stack([*terms_BT, is_label_BT], axis=-1)
+    sums = [_by_answer(terms, jnp.where(is_label_BT, sign * batch[PAIRS], 0)) for sign in (1, -1)]
+    by_term = jnp.moveaxis(jnp.stack(sums), -1, 0)
+    tokens = by_term[-1]
+    valid = jnp.all(tokens > 0, axis=0)
+    _check(jnp.sum(tokens * valid, axis=(0, 2)), jnp.sum(is_label_BT, axis=1))
+    return by_term, valid
+
+
+def _example_pairs(rows: int, length: int, config: TrainConfig) -> dict[str, NDArray[np.generic]]:
+    random = np.random.default_rng(0)
+    inputs, labels = random.integers(0, config.model.vocab_size, (2, rows, length), np.int32)
+    answer = np.minimum(np.arange(length) // max(length // 4, 1), 4)
+    pairs = np.tile(np.array([1, -1, 2, -2, 0], np.int32)[answer], (rows, 1))
+    return {"inputs": inputs, "labels": np.where(pairs, labels, IGNORE), PAIRS: pairs}
+
+
+def _by_answer(terms: Array, numbers_BT: Array) -> Array:
+    """Returns sums `[B, pairs, ...]` over the tokens of answers 1, 2, ... of each row."""
+    max_pairs = terms.shape[1] // 2
     # The function segment_sum drops indices beyond the last.
     indices_BT = jnp.where(numbers_BT > 0, numbers_BT - 1, max_pairs)
-    return jax.vmap(partial(jax.ops.segment_sum, num_segments=max_pairs))(terms_BT3, indices_BT)
+    return jax.vmap(partial(jax.ops.segment_sum, num_segments=max_pairs))(terms, indices_BT)
 
 
 def _check(paired_B: Array, labels_B: Array) -> None:

@@ -33,7 +33,7 @@ from jaxtp import Decoder, LoraConfig, hf, without_adapters
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.prepare.__main__ import main as prepare
-from jaxtp.losses import DPO, token_log_probs
+from jaxtp.losses import DPO, SimPO, token_log_probs
 from jaxtp.mesh import make_mesh
 from jaxtp.train import preference
 from jaxtp.train.__main__ import main as train
@@ -152,6 +152,25 @@ def test_loss_metrics_and_gradients_are_those_of_trl(case):
     }
     assert errors.keys() == grads.keys()
     assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_simpo_has_no_reference():
+    columns = pairs_in_rows(True)
+    log_probs = np.float64(log_probs_of(hf.load(FOLDER / MODEL), columns))
+    differences = []
+    for numbers, labels, row in zip(columns["pairs"], columns["labels"], log_probs, strict=True):
+        for number in range(1, numbers.max() + 1):
+            chosen, rejected = (
+                row[(numbers == sign * number) & (labels != -100)].mean() for sign in (1, -1)
+            )
+            differences.append(3 * (chosen - rejected))
+    with use_mesh(fsdp=2, tp=2):
+        graph, state = nnx.split(hf.load(FOLDER / MODEL))
+        run = lambda state: means(SimPO(beta=3, margin=0.7), nnx.merge(graph, state), columns)
+        loss, metrics = jax.jit(run)(state)
+    assert loss == pytest.approx(np.log1p(np.exp(0.7 - np.array(differences))).mean(), rel=1e-5)
+    assert metrics["rewards/margins"] == pytest.approx(np.mean(differences), rel=1e-4)
+    assert metrics["count"] == len(differences) == len(reference()["lengths"])
 
 
 @pytest.fixture
