@@ -1,4 +1,4 @@
-"""The page of known bugs: each row links the thread of a test, and each test has its row."""
+"""The page of known bugs: each entry links the thread of a test, and each test has its entry."""
 
 import ast
 import re
@@ -6,11 +6,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 LINK = re.compile(r"https://github\.com/[\w.-]+/([\w.-]+)/(?:issues|pull)/(\d+)")
-ROW = re.compile(r"^\| \[[\w .-]+#(\d+)\]\((https://[\w./-]+/\1)\) \| [^|]+\. \|$")
-SECTION = re.compile(
-    r"^In \[(test_\w+\.py)\]\(\1\)\.\n\n\| thread \| bug \|\n\|---\|---\|\n((?:\|.*\n)+)",
-    re.MULTILINE,
-)
+ENTRY = re.compile(r"- \[[\w .-]+#(\d+)\]\((https://[\w./-]+/\1)\): [A-Z].*\.")
+SECTION = re.compile(r"^Tests: \[(test_\w+\.py)\]\(\1\)\n\n((?:- .*\n)+)", re.MULTILINE)
 
 
 def threads_of(path):
@@ -25,11 +22,11 @@ def threads_of(path):
     return sorted(links)
 
 
-def test_every_test_has_a_row_with_its_link_and_every_row_a_test():
+def test_every_test_has_an_entry_with_its_link_and_every_entry_a_test():
     sections = dict(SECTION.findall((FOLDER / "README.md").read_text()))
     files = {path for path in FOLDER.glob("test_*.py") if path != Path(__file__)}
     assert sections.keys() == {path.name for path in files}
     for path in files:
-        rows = [(line, ROW.match(line)) for line in sections[path.name].splitlines()]
-        assert not [line for line, row in rows if row is None]
-        assert sorted(row[2] for _, row in rows) == threads_of(path)
+        entries = [(line, ENTRY.fullmatch(line)) for line in sections[path.name].splitlines()]
+        assert not [line for line, entry in entries if entry is None]
+        assert sorted(entry[2] for _, entry in entries) == threads_of(path)
