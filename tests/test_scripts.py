@@ -1,5 +1,6 @@
 """Scripts that measure are run small; others have a test of their own."""
 
+import runpy
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,11 @@ def test_a_script_runs(line):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert SMALL[line] in done.stdout
+
+
+def test_the_page_of_settings_is_made_from_the_docstrings():
+    made = runpy.run_path(str(SCRIPTS / "settings.py"))
+    assert made["PAGE"].read_text() == made["page"](), "run python scripts/settings.py"
 
 
 @pytest.mark.journey

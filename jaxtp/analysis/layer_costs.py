@@ -3,10 +3,10 @@
 A layer yields records: weights, collectives, products, and bytes of memory and of traffic through
 it; `step_costs.py` sums them. The size and split of a weight come from the layer's variable, except
 for the vocabulary, which the embedding and the head may share. The other formulas derive from a
-layer's sizes and one device's workload, not from the layer's code, so that
-`tests/models/test_budget.py` and `test_work.py`, which compare them with jaxprs and compiled
-programs, find mistakes in both. `branch_costs` dispatches on the class of a branch: register a
-function for a new class, or it is traced.
+layer's sizes and one device's workload, not from the layer's code. So the tests that compare them
+with jaxprs (`tests/models/test_budget.py`) and with compiled programs
+(`tests/tools/estimate/test_partitioned.py`) find mistakes in both. `branch_costs` dispatches on the
+class of a branch: register a function for a new class, or it is traced.
 
 `tools/estimate/README.md` has the bytes that a device sends for each layer. Layers in float8 gather
 kernels, and tokens in the forward pass, in 8 bits with float32 scales. Each scale is an all-reduced

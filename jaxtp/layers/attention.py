@@ -82,9 +82,9 @@ class AttentionConfig(Settings):
     own."""
 
     qk_norm: QKNormKind = "none"
-    """Normalisation of queries and keys, as in norm but without a bias: of each head, with one
-    scale for all heads (head), a scale for each (heads) or none (head_plain), or RMS normalisation
-    of the whole projection. head_bias is head with a bias (Phi)."""
+    """Normalisation of queries and keys, as in norm but without a bias. It is of each head, with
+    one scale for all heads (head), a scale for each (heads) or none (head_plain), or RMS
+    normalisation of the whole projection. head_bias is head with a bias (Phi)."""
 
     qk_norm_after_rope: bool = False
     """Normalise queries and keys after the rotary embedding (Hunyuan)."""

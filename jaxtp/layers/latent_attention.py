@@ -63,14 +63,15 @@ LATENT_NORM = NormConfig(norm="rms", norm_eps=1e-6)
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionConfig(AttentionConfig):
-    """Settings of attention that may be latent."""
+    """Settings of multi-head latent attention."""
 
     kv_rank: CountOrZero = 0
     """Width of the latent from which multi-head latent attention computes keys and values; 0 is
     ordinary attention."""
 
     query_rank: CountOrZero = 0
-    """Width of the latent from which it computes queries; 0 computes them from the input."""
+    """Latent attention: width of the latent from which queries are computed; 0 computes them from
+    the input."""
 
     rope_head_dim: CountOrZero = 0
     """Latent attention: last part of head_dim that is rotated; all heads share this part of the

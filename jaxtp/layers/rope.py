@@ -35,7 +35,7 @@ class RopeScaling(Settings):
     """Scaling of rotary frequencies for contexts longer than in training."""
 
     kind: RopeScalingKind = "none"
-    """Scaling of the rotary frequencies: linear divides every frequency; llama3 divides low
+    """Scaling of the rotary frequencies. linear divides every frequency; llama3 divides low
     frequencies, with a smooth transition; yarn divides dims that turn seldom within
     original_length; longrope (arXiv 2402.13753) divides each frequency by its own factor. yarn and
     longrope also scale queries and keys. proportional (Gemma 4) divides every frequency, and

@@ -21,7 +21,7 @@ from jaxtp.layers.parameter import PaddedDim
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionConfig, BranchConfig):
-    """A kind of decoder block: attention or Gated DeltaNet, then an MLP or experts, with norms.
+    """Settings of a block: attention or Gated DeltaNet, then an MLP or experts, with norms.
 
     It has the settings of all these layers. `heads` and `use` describe attention, which is latent
     if `kv_rank` is not 0.

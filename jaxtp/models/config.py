@@ -173,7 +173,7 @@ class DecoderSizes(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(BlockConfig, DecoderSizes):
-    """A decoder, by default like Llama.
+    """Settings of a decoder, by default like Llama.
 
     `first_blocks` and `pattern` change the settings of single blocks.
     """

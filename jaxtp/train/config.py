@@ -79,8 +79,7 @@ class RunConfig(Settings):
     """Seed of the initial weights and of the order of the data."""
 
     init_from: UserPath | None = None
-    """Folder of another run of the same model: the new run starts from the weights of its newest
-    checkpoint."""
+    """Folder of another run of the same model, whose newest weights the new run starts from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +198,9 @@ class OptimizerConfig(Settings):
     name: Annotated[
         Literal["adamw", "lion", "adafactor", "muon"], Affects(cost=True, numbers=True, fixed=True)
     ] = "adamw"
-    """Rule of the updates: adamw; lion, usually with a third of adamw's learning rate; adafactor,
-    which factors second moments; muon, which orthogonalises the updates of matrices in the blocks,
-    and uses adamw for all other parameters."""
+    """Rule of the updates. lion usually takes a third of adamw's learning rate; adafactor factors
+    second moments; muon orthogonalises the updates of matrices in the blocks, and uses adamw for
+    all other parameters."""
 
     first_moment: Annotated[
         Literal["param", "bfloat16"], Affects(cost=True, numbers=True, fixed=True)
@@ -297,7 +296,7 @@ class LoopConfig(Settings):
     """Steps between lines of metrics.jsonl; the first and the last step are always logged."""
 
     non_finite: Annotated[Literal["stop", "skip"], NOTHING] = "stop"
-    """Reaction to a non-finite loss or gradient, whose update is never applied: stop saves the
+    """Reaction to a non-finite loss or gradient, whose update is never applied. stop saves the
     state and the batch and ends the run, skip continues. If the loss and the gradient are finite,
     but the update is not, the run always ends."""
 
@@ -314,8 +313,8 @@ class LoopConfig(Settings):
     threads; 0 is off."""
 
     stall_abort_seconds: Annotated[NonNegative, NOTHING] = 0.0
-    """Seconds after which a stalled step (the first includes compilation), evaluation or save ends
-    the process with exit code 75, so that a scheduler can restart it; 0 is off."""
+    """Seconds after which a stalled step, evaluation or save ends the process with exit code 75,
+    so that a scheduler can restart it; 0 is off. The first step includes compilation."""
 
     stopped_exit_code: Annotated[int, Field(ge=0, le=255), NOTHING] = 0
     """Exit code when a signal stops a run early; not 0 for schedulers that restart only failed jobs
@@ -364,7 +363,7 @@ class LaunchConfig(Settings):
     """Processes and start of a run."""
 
     allocator: Annotated[Allocator, COST] = "default"
-    """Allocator of GPU memory: default is JAX's (BFC), whose free memory can fragment; cuda_async
+    """Allocator of GPU memory. default is JAX's (BFC), whose free memory can fragment; cuda_async
     is CUDA's pool, which does not fragment while steps peak below its share of the memory (0.85, or
     XLA_PYTHON_CLIENT_MEM_FRACTION). With jax 0.11 or newer XLA_PYTHON_CLIENT_ALLOCATOR=platform
     asks the driver for each array."""
