@@ -5,6 +5,7 @@
 Writes the losses of both to `scripts/results/interrupted_run.json`, which a picture shows.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def finish(run: Path, mesh: str) -> dict[int, float]:
 
 
 def kill(run: Path, mesh: str) -> dict[int, float]:
-    """Kills a run after `KILLED_AT` steps; returns the losses until then."""
+    """Kills a run once it has logged step `KILLED_AT`; returns the losses until then."""
     process = start(run, mesh)
     logged = run / "metrics.jsonl"
     while not logged.exists() or KILLED_AT not in losses(run):
@@ -56,21 +57,29 @@ def kill(run: Path, mesh: str) -> dict[int, float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=RESULT, metavar="FILE.json")
+    out = parser.parse_args().out
     with tempfile.TemporaryDirectory() as folder:
-        result = {
-            "first_mesh": FIRST_MESH,
-            "second_mesh": SECOND_MESH,
-            "undisturbed": finish(Path(folder, "undisturbed"), FIRST_MESH),
-            "killed": kill(Path(folder, "killed"), FIRST_MESH),
-        }
-        checkpoints = Path(folder, "killed/checkpoints").iterdir()
-        result["checkpoint"] = max(int(each.name) for each in checkpoints if each.name.isdigit())
-        resumed = finish(Path(folder, "killed"), SECOND_MESH)
-    result["resumed"] = {
-        step: loss for step, loss in resumed.items() if step > result["checkpoint"]
+        undisturbed = finish(Path(folder, "undisturbed"), FIRST_MESH)
+        run = Path(folder, "killed")
+        killed = kill(run, FIRST_MESH)
+        folders = [each.name for each in Path(run, "checkpoints").iterdir()]
+        saved = max(int(name) for name in folders if name.isdigit())
+        resumed = finish(run, SECOND_MESH)
+    result = {
+        "first_mesh": FIRST_MESH,
+        "second_mesh": SECOND_MESH,
+        "checkpoint": saved,
+        "undisturbed": undisturbed,
+        "killed": killed,
+        "resumed": {step: loss for step, loss in resumed.items() if step > saved},
     }
-    RESULT.write_text(json.dumps(result) + "\n")
-    print(RESULT)
+    out.write_text(json.dumps(result) + "\n")
+    difference = max(abs(loss - undisturbed[step]) for step, loss in resumed.items())
+    print(f"the losses of the resumed run differ by at most {difference:.7f}")
 
 
 if __name__ == "__main__":

@@ -230,9 +230,7 @@ def draw_experts(page: dict[str, str]) -> Drawing:
     dense = bytes_sent(numbers("explain", BLOCK), "blocks.mlp", "tp", passes)
     drawing.text(372, 324, f"sum over tp, by {' and '.join(sent)}", "start")
     ratio = sum(sent.values()) / sum(dense.values())
-    words = (
-        f"A dense MLP has this sum too, so experts send {ratio:.2f} times as much as a dense MLP."
-    )
+    words = f"A dense MLP has this sum too: over tp, experts send {ratio:.2f} times as much."
     drawing.faint(14, 384, words)
     return drawing
 
