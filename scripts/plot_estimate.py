@@ -55,8 +55,8 @@ def draw(estimate: Numbers, figure: Any) -> None:
         by_tp.setdefault(setting[TP], setting)
     settings = [by_tp[tp] for tp in sorted(by_tp)]
     devices = f"{estimate['devices']} x {estimate['hardware']['name']}"
-    figure.set_size_inches(9, 5.2)
-    figure.suptitle(f"{estimate['parameters']:,} parameters on {devices}", fontsize=13)
+    figure.set_size_inches(7.6, 4.9)
+    figure.suptitle(f"{estimate['parameters']:,} parameters on {devices}, modelled", fontsize=13)
     memory_panel, time_panel = figure.subplots(1, 2)
     memory = list(map(_gigabytes, settings))
     seconds = list(map(_seconds, settings))
@@ -65,7 +65,7 @@ def draw(estimate: Numbers, figure: Any) -> None:
     memory_panel.set_title("Memory of each device", fontsize=11)
     memory_panel.set_ylabel("GB")
     _draw_bars(time_panel, seconds, colors, "{:.2f}")
-    time_panel.set_title("Time of a step, modelled, without overlap", fontsize=11)
+    time_panel.set_title("Time of a step, without overlap", fontsize=11)
     time_panel.set_ylabel("seconds")
     for panel in (memory_panel, time_panel):
         _name_bars(panel, settings, best=ranked[0])

@@ -35,10 +35,22 @@ def test_the_tutorial_runs_in_one_namespace_and_its_notebook_shows_it(tmp_path):
 
 
 @pytest.mark.journey
-def test_the_pictures_show_what_explain_says(tmp_path):
+def test_the_pictures_show_what_commands_and_functions_say(tmp_path):
     pytest.importorskip("matplotlib")
-    run(SCRIPTS / "pictures.py", tmp_path)
-    for picture in tmp_path.iterdir():
-        assert picture.read_text() == (SCRIPTS / "results" / picture.name).read_text()
+    run(SCRIPTS / "pictures", tmp_path)
+    drawn = {picture.name: picture.read_text() for picture in tmp_path.iterdir()}
+    assert drawn == {path.name: path.read_text() for path in SCRIPTS.glob("results/*.svg")}
     # Four sums of the block, and two in the legend
     assert (tmp_path / "block_dark.svg").read_text().count("Σ") == 6
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_has_the_losses_of_an_undisturbed_one(tmp_path):
+    file = tmp_path / "made.json"
+    run(SCRIPTS / "pictures/interrupted_run.py", file)
+    made = json.loads(file.read_text())
+    assert made["checkpoint"] < len(made["killed"]) < len(made["undisturbed"])
+    whole = made["undisturbed"]
+    assert made["resumed"] == {
+        step: pytest.approx(whole[step], abs=1e-5) for step in made["resumed"]
+    }

@@ -135,15 +135,17 @@ def read_records(run: Path) -> list[dict[str, float]]:
 
 
 def draw(panels: Sequence[Panel], figure: "Figure", *, names_runs: bool) -> None:
-    """Draws panels in rows of at most three; if the last row has fewer panels, they are wider."""
+    """Draws panels in rows of two; a panel alone in its row is as wide as the row."""
     count = len(panels)
-    columns = 2 if count in (2, 4) else min(3, count)
-    figure.set_size_inches(4.8 * columns, 3.2 * math.ceil(count / columns))
-    grid = figure.add_gridspec(math.ceil(count / columns), 6)
+    columns = min(2, count)
+    rows = math.ceil(count / columns)
+    # Words are legible where the picture is shown 700 pixels wide.
+    figure.set_size_inches(4.2 * columns, 2.8 * rows)
+    grid = figure.add_gridspec(rows, columns)
     for number, panel in enumerate(panels):
         row, column = divmod(number, columns)
-        width = 6 // min(columns, count - row * columns)
-        axes = figure.add_subplot(grid[row, column * width : (column + 1) * width])
+        end = columns if number == count - 1 else column + 1
+        axes = figure.add_subplot(grid[row, column:end])
         panel.draw(axes, names_runs=names_runs)
         if number == 0 or (not names_runs and panel.has_validation):
             _draw_legend(axes)
