@@ -2,22 +2,28 @@
 
     python scripts/step_beside_plain.py --mesh tp=2
     python scripts/step_beside_plain.py --model 8b --rows 8 --mesh fsdp=8 --absent
+    python scripts/step_beside_plain.py --model smollm2 --remat none --variants ../before jaxtp
 
 The plain step is what an expert would write: `jit` with `NamedSharding`, constraints on products
 and on the norm before the gather, `scan` over layers, `jax.checkpoint`, a loss in chunks, Optax.
 Both start from the same weights and read the same tokens; the script stops if their first or last
 losses differ. Blocks of steps of each take turns in one process, and ratios are medians over
-neighbouring blocks. `--absent` compiles both for H100s that need not be present, and shows a
-roofline by part. `--profile` also writes the compiled programs and a profile of each.
+neighbouring blocks; the time of this process's threads, which other processes disturb less, is
+compared too. A variant may be the folder of another checkout. `--absent` compiles for H100s
+that need not be present, and shows a roofline by part. `--profile` also writes the compiled
+programs and a profile of each.
 """
 
 import argparse
 import dataclasses
 import functools
+import importlib
+import operator
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +71,25 @@ MODELS = {
         "num_kv_heads": 4,
         "d_ff": 1408,
     },
+    "smollm2": {
+        "vocab_size": 49152,
+        "d_model": 576,
+        "num_layers": 30,
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "d_ff": 1536,
+        "tie_embeddings": True,
+    },
+    "qwen3-0.6b": {
+        "vocab_size": 151936,
+        "d_model": 1024,
+        "num_layers": 28,
+        "num_heads": 16,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "d_ff": 3072,
+        "tie_embeddings": True,
+    },
     "1b": {
         "vocab_size": 128256,
         "d_model": 2048,
@@ -84,7 +109,6 @@ MODELS = {
 }
 RATE = 1e-4
 DECAY = 0.1
-CHUNK = 4096  # CHUNK: tokens of a device whose logits exist at a time
 SPECS = {
     "embedding": P("tp", "fsdp"),
     "head": P("fsdp", "tp"),
@@ -102,6 +126,9 @@ OURS = {
     **{"wo": "blocks.attention.out.kernel", "wd": "blocks.mlp.down.kernel"},
     **{"n1": "blocks.attention_norm.scale", "n2": "blocks.mlp_norm.scale"},
 }
+MODULES = {"jaxtp", "parts", "step_beside_plain"}
+OTHERS: dict[str, dict[str, Any]] = {}
+"""Imported modules of other checkouts, by folder."""
 Params = dict[str, jax.Array]
 Options = Mapping[str, int | bool | str]
 
@@ -195,8 +222,9 @@ class Plain:
         block = jax.checkpoint(self.block, policy=self.policy, prevent_cse=False)
         x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), x, layers)
         x = self.norm(x, params["norm"])
-        head = self.constrain(params["head"].astype(self.dtype), None, "tp")
-        chunks = max(1, self.rows // self.mesh.shape["fsdp"] * self.length // CHUNK)
+        table = params["head"] if "head" in params else params["embedding"].T
+        head = self.constrain(table.astype(self.dtype), None, "tp")
+        chunks = max(1, self.rows // self.mesh.shape["fsdp"] * self.length // self.model.loss_chunk)
 
         @jax.checkpoint
         def chunk(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -237,6 +265,14 @@ class Plain:
         return jax.jit(self.step, donate_argnums=0, out_shardings=(shardings, scalar)), abstract
 
 
+def model_of(settings: Mapping[str, Any]) -> jaxtp.ModelConfig:
+    """Returns the model of these settings, with the dtypes by name."""
+    return jaxtp.ModelConfig(
+        **{**settings, "precision": jaxtp.Precision(**settings["precision"])},
+        rope_theta=500000.0,
+    )
+
+
 def our_config(model: jaxtp.ModelConfig, rows: int, length: int) -> TrainConfig:
     """Returns the settings of the same step."""
     rule = OptimizerConfig(
@@ -257,6 +293,7 @@ class Runner:
         print(f"{name}: compiled in {self.compile_seconds:.1f} s", file=sys.stderr, flush=True)
         self.state: Any = make_state
         self.loss: Any = None
+        self.processor_seconds: list[float] = []
 
     def start(self) -> None:
         self.state = self.state()
@@ -264,9 +301,11 @@ class Runner:
     def seconds(self, batch: dict[str, jax.Array], steps: int) -> float:
         """Returns the time of a step, over several."""
         started = time.perf_counter()
+        processor_started = time.process_time()
         for _ in range(steps):
             self.state, self.loss = self.compiled(self.state, batch)
         jax.block_until_ready((self.state, self.loss))
+        self.processor_seconds.append((time.process_time() - processor_started) / steps)
         return (time.perf_counter() - started) / steps
 
     def last_loss(self) -> float:
@@ -276,8 +315,11 @@ class Runner:
 def plain_params(state: Any) -> Params:
     """Returns the plain step's params, by the values of a state of ours."""
     arrays = named_arrays(state)
-    params = {name: arrays[f"model.{path}"] for name, path in OURS.items()}
-    return params | {"head": params["head"].T}
+    paths = {name: f"model.{path}" for name, path in OURS.items()}
+    params = {name: arrays[path] for name, path in paths.items() if path in arrays}
+    if "head" in params:
+        params["head"] = params["head"].T
+    return params
 
 
 def plain_runner(
@@ -297,16 +339,50 @@ def plain_runner(
     return Runner("plain", lowered, start, options)
 
 
+@contextmanager
+def checkout(folder: str) -> Iterator[Any]:
+    """Imports the package from another checkout, and yields this script on top of it."""
+    ours = {name: module for name, module in sys.modules.items() if name.split(".")[0] in MODULES}
+    for name in ours:
+        del sys.modules[name]
+    sys.modules.update(OTHERS.get(folder, {}))
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("step_beside_plain")
+    finally:
+        sys.path.remove(folder)
+        theirs = [name for name in sys.modules if name.split(".")[0] in MODULES]
+        OTHERS[folder] = {name: sys.modules.pop(name) for name in theirs}
+        sys.modules.update(ours)
+
+
+def other_runner(variant: str, *settings: Any, options: Options) -> Runner:
+    """Returns the compiled step of another checkout, whose folder may be followed by settings."""
+    folder, _, changes = variant.partition(",")
+    with checkout(folder) as script:
+        (runner,) = script.runners(*settings, [changes or "jaxtp"], options)
+    make_state = runner.state
+
+    def start() -> Any:
+        with checkout(folder):
+            return make_state()
+
+    runner.name = variant
+    runner.state = start
+    return runner
+
+
 def runners(
-    model: jaxtp.ModelConfig,
+    settings: Mapping[str, Any],
     mesh: Mesh,
     rows: int,
     length: int,
     variants: list[str],
     options: Options,
 ) -> list[Runner]:
-    """Returns the compiled steps: plain, and this package's variants."""
+    """Returns the compiled steps of a model: plain, and this package's variants."""
     found = []
+    model = model_of(settings)
     config = our_config(model, rows, length)
     plan = plan_state(model, optimizers.build(config.optimizer, config.train.steps), mesh)
     platform = "cuda" if is_gpu(mesh) else "cpu"
@@ -320,6 +396,9 @@ def runners(
                     options,
                 )
             )
+            continue
+        if Path(variant.partition(",")[0]).is_dir():
+            found.append(other_runner(variant, settings, mesh, rows, length, options=options))
             continue
         changes = {} if variant == "jaxtp" else dict(part.split("=") for part in variant.split(","))
         changed = replace_nested(
@@ -383,14 +462,18 @@ def main() -> None:
     parser.add_argument("--remat", choices=["full", "save_dots", "none"], default="full")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int)
+    parser.add_argument(
+        "--chunk", type=int, default=4096, help="tokens of a device whose logits exist at a time"
+    )
     parser.add_argument("--compute", help="default: float32 on CPUs, bfloat16 on GPUs")
     parser.add_argument("--mesh", default="tp=1")
     parser.add_argument(
         "--variants",
         nargs="+",
         default=["plain", "jaxtp"],
-        help="steps: plain, jaxtp, or jaxtp with settings, such as "
-        "model.precision.matmul=float8,model.remat=none",
+        help="steps: plain, jaxtp, jaxtp with settings, such as "
+        "model.precision.matmul=float8,model.remat=none, or the folder of another checkout, also "
+        "with settings",
     )
     parser.add_argument("--blocks", type=int, default=11)
     parser.add_argument("--steps", type=int, default=3, help="of a block")
@@ -411,20 +494,21 @@ def main() -> None:
     else:
         mesh = mesh_of(sizes)
     gpu = is_gpu(mesh)
-    shape: dict[str, Any] = dict(MODELS[given.model])
     length = given.length or (4096 if gpu else 256)
-    model = jaxtp.ModelConfig(
-        **shape | {"num_layers": given.layers or shape["num_layers"]},
-        head_dim=shape["d_model"] // shape["num_heads"],
-        rope_theta=500000.0,
-        remat=given.remat,
-        loss_chunk=CHUNK,
-        precision=jaxtp.Precision(
-            compute=given.compute or ("bfloat16" if gpu else "float32"),
-            reduce="bfloat16" if gpu else "float32",
-        ),
-    )
-    found = runners(model, mesh, given.rows, length, given.variants, options)
+    shape: dict[str, Any] = MODELS[given.model]
+    settings = {
+        "head_dim": shape["d_model"] // shape["num_heads"],
+        **shape,
+        "num_layers": given.layers or shape["num_layers"],
+        "remat": given.remat,
+        "loss_chunk": given.chunk,
+        "precision": {
+            "compute": given.compute or ("bfloat16" if gpu else "float32"),
+            "reduce": "bfloat16" if gpu else "float32",
+        },
+    }
+    model = model_of(settings)
+    found = runners(settings, mesh, given.rows, length, given.variants, options)
     device = mesh.devices.flat[0]
     print(
         f"jax {jax.__version__}, {mesh.size} x {device.device_kind}, {describe_mesh(sizes)}; "
@@ -459,6 +543,8 @@ def main() -> None:
     for i, runner in enumerate(found):
         each = [row[i] for row in times]
         ratios = [row[i] / row[0] for row in times]
+        both = (each.processor_seconds[-given.blocks :] for each in (runner, found[0]))
+        processor = map(operator.truediv, *both)
         low, middle, high = statistics.quantiles(each, n=4)
         table.append(
             (
@@ -468,6 +554,7 @@ def main() -> None:
                 f"{1e3 * low:.2f} to {1e3 * high:.2f}",
                 f"{given.rows * length / middle:,.0f}",
                 f"{statistics.median(ratios):.3f}",
+                f"{statistics.median(processor):.3f}",
                 f"{peak_gib(runner.compiled):.2f}",
                 f"{runner.compile_seconds:.1f}",
             )
@@ -479,6 +566,7 @@ def main() -> None:
         "quartiles",
         "tokens/s",
         f"time / {found[0].name}",
+        "CPU time",
         "GiB",
         "compile s",
     )

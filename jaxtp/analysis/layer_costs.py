@@ -85,7 +85,7 @@ class Workload(LocalShape):
     remat: RematPolicy = "none"
     frozen: bool = False  # only adapters are trained
     accumulation: int = 1  # micro-batches in a step, whose gradients are added up
-    once: bool = False  # logits and scores that are not kept count as computed once
+    once: bool = False  # scores that are not kept count as computed once
 
     @property
     def shards(self) -> int:

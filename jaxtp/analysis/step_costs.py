@@ -86,8 +86,7 @@ from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
 LOGIT_PASSES = 6
 """Estimated passes of all float32 logits through memory besides the matrix products. Compiled steps
-make 3.5: maximum and exponentials; backward they read the logits, and write a gradient in 16
-bits."""
+make 3.5: maximum and exponentials; then they read the logits, and write a gradient in 16 bits."""
 
 BACKWARD_OF_DELTA = 1.2
 """Memory of Gated DeltaNet's backward pass in units of all activations between its projections,
@@ -376,7 +375,7 @@ def loss_costs(config: ModelConfig, work: Workload) -> Costs:
         )
     yield collective_cost(ALL_REDUCE, TOKENS, LOSS, work, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
-    yield Product("head", tokens, features, local, work.num_evals(True), moved)
+    yield Product("head", tokens, features, local, work.num_evals(False), moved)
     yield Bytes("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
     table = local * features
     logits = min(config.loss_chunk, tokens) * local

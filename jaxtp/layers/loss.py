@@ -1,21 +1,28 @@
 """Cross-entropy and log-probabilities over a vocabulary split over tp, fused with the head.
 
-Whole logits never exist (Liger Kernel, arXiv 2410.10989). For each chunk of a device's tokens:
+Whole logits never exist (Liger Kernel, arXiv 2410.10989). The cross-entropy is a sum, whose
+cotangent is one number. For each chunk of a device's tokens:
 
-    forward     logits = x @ table.T              [tokens, V/tp], dropped
-                numbers = reduce(logits)          a few floats per token; those reduced over tp are
-                                                  kept for the backward pass
-    backward    logits = x @ table.T              computed again
+    forward     logits = x @ table.T                    [tokens, V/tp], dropped
+                loss += sum over the chunk's tokens
                 grad of x = grad of logits @ table
-                grad of table += grad of logits.T @ x   summed over chunks in float32
+                grad of table += grad of logits.T @ x   in float32
+    backward    both gradients times the cotangent
 
-Over tp the cross-entropy of a token costs three floats: maximum, sum of exponentials and label
-logit (Megatron-LM, arXiv 1909.08053, section 3).
+A frozen table has no gradient, and an evaluation computes the logits alone. Numbers of each token
+(log-probabilities, entropy) have a cotangent each, so the backward pass computes logits again, from
+numbers that were reduced over tp:
+
+    forward     numbers = reduce(x @ table.T)           a few floats per token
+    backward    logits = x @ table.T, and both gradients
+
+Over tp a token costs three floats: maximum, sum of exponentials and label logit (Megatron-LM,
+arXiv 1909.08053, section 3). Second derivatives differentiate these passes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import chex
 import jax
@@ -34,9 +41,11 @@ from jaxtp.collectives import (
     enter_parallel,
     swap_sequence,
     token_spec,
+    vary_like,
 )
 from jaxtp.layers.embedding import HeadConfig
 from jaxtp.layers.parameter import DType
+from jaxtp.layers.products import perturbed, primals
 from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import TOKENS, TP
 
@@ -50,7 +59,9 @@ _LOWEST = -1e4
 Projection = tuple[Array, HeadConfig, Array | None]
 """The (tied) embedding or head `[V padded, D]`, its settings, and its bias `[V padded]`, if any."""
 
+_Gradients = list[Any]  # arrays, or None
 _PerToken = TypeVar("_PerToken")
+_Sums = TypeVar("_Sums")
 _Result = TypeVar("_Result")
 
 
@@ -87,18 +98,19 @@ def vocab_parallel_cross_entropy(
       z_loss: adds `z_loss * log(sum(exp(logits)))^2` per token (PaLM, arXiv 2204.02311, section 5).
     """
 
-    def total(tokens: TokenStatistics, labels: Array) -> tuple[Array, Array]:
+    def loss_of(logits: Array, labels: Array) -> Array:
+        tokens = _statistics(logits, labels, entropy=False)
         losses = tokens.log_normaliser - tokens.label_logit
         losses += z_loss * jnp.square(tokens.log_normaliser)
-        valid = labels != IGNORE
-        loss_sum = jnp.sum(losses, where=valid)
-        num_valid = jnp.sum(valid, dtype=jnp.float32)
+        return jnp.sum(losses, where=labels != IGNORE)
+
+    def total(table: Array, bias: Array | None, x: Array, labels: Array) -> tuple[Array, Array]:
+        loss_sum = _sum_with_gradients(loss_of, head)(table, bias, x, labels)
+        num_valid = jnp.sum(labels != IGNORE, dtype=jnp.float32)
         loss_sum, num_valid = all_reduce(jnp.stack([loss_sum, num_valid]), *TOKENS)
         return loss_sum, num_valid
 
-    reduce_logits = partial(_statistics, entropy=False)
-    projection = (table_VD, head, bias_V)
-    return _on_devices(reduce_logits, total, (P(), P()), x_BTD, projection, labels_BT)
+    return _on_devices(total, (P(), P()), x_BTD, (table_VD, head, bias_V), labels_BT)
 
 
 def vocab_parallel_statistics(
@@ -113,7 +125,7 @@ def vocab_parallel_statistics(
     `labels` are `[B, T]`, or `[B, T, K]` for K ids per token.
     """
     reduce_logits = partial(_statistics, entropy=entropy)
-    return _on_devices(reduce_logits, _first, token_spec(), x_BTD, projection, labels)
+    return _by_token(reduce_logits, x_BTD, projection, labels)
 
 
 def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[Array, Array]:
@@ -121,64 +133,113 @@ def vocab_parallel_top_k(x_BTD: Array, projection: Projection, k: int) -> tuple[
 
     They are descending, and without a gradient.
     """
-    return _on_devices(partial(_top_k, k), _first, token_spec(), x_BTD, projection)
-
-
-def _first(numbers: _PerToken, *labels: Array) -> _PerToken:
-    return numbers
+    return _by_token(partial(_top_k, k), x_BTD, projection)
 
 
 def _on_devices(
-    reduce_logits: Callable[..., _PerToken],
-    finish: Callable[..., _Result],
+    evaluate: Callable[..., _Result],
     out_specs: P | tuple[P, P],
     x_BTD: Array,
     projection: Projection,
     *labels: Array,
 ) -> _Result:
-    """Returns `finish(numbers, *labels)` of each device's tokens.
+    """Returns `evaluate(table, bias, x, *labels)` of each device.
 
-    The numbers are `reduce_logits(logits, *labels)` of each chunk, whose logits are over the
-    device's part of the vocabulary, `[tokens, V/tp]`.
+    `table` `[V/tp, D]` and `bias` `[V/tp]` are float32 numbers of the compute dtype, so that the
+    gradients of all chunks add up in float32. `x` and the labels are swapped (`swap_sequence`).
     """
     table_VD, head, bias_V = projection
     chex.assert_equal_shape_prefix((x_BTD, *labels), 2)
     precision = head.context.precision
-    split_dim = sequence_dim(head.context.sequence_parallel, x_BTD.shape)
+    split_dim = _split_dim(x_BTD, head)
 
     def run(x: Array, shard: Array, bias: Array | None, labels: tuple[Array, ...]) -> _Result:
         x = enter_parallel(x.astype(precision.compute), split_dim)
         # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three
         # times (fsdp-1)*V/tp floats per token, which is less than the table only where a device has
-        # fewer than about D/(2*fsdp) tokens. Chunks accumulate gradients in float32.
-        accumulator = precision.load(shard, 1, accumulate="float32")  # [V/tp, D]
+        # fewer than about D/(2*fsdp) tokens.
+        table = precision.load(shard, 1, accumulate="float32")
         if bias is not None:
             bias = precision.load(bias, None, accumulate="float32")
-        # Cast once, not in each chunk
-        operand = jax.lax.stop_gradient(accumulator.astype(precision.compute))
-        table = _Table(operand, accumulator)
-
-        def reduce_chunk(x: Array, *labels: Array) -> _PerToken:
-            return reduce_logits(_logits(head, table, bias, x), *labels)
-
-        arrays = swap_sequence((x, *labels), split_dim)
-        numbers = _map_chunks(reduce_chunk, arrays, head.chunk_size)
-        return finish(swap_sequence(numbers, split_dim), *labels)
+        return evaluate(table, bias, *swap_sequence((x, *labels), split_dim))
 
     in_specs = (activation_spec(split_dim), head.table_spec, head.bias_spec, token_spec())
     return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, labels)
 
 
-class _Table(NamedTuple):
-    """A device's part of the table, `[V/tp, D]`, as products read it and as autodiff sees it."""
-
-    operand: Array  # in the compute dtype, without a gradient
-    # The same numbers in float32: no product reads it, but the gradients of all chunks add up in it
-    accumulator: Array
+def _split_dim(x_BTD: Array, head: HeadConfig) -> int | None:
+    return sequence_dim(head.context.sequence_parallel, x_BTD.shape)
 
 
-def _logits(head: HeadConfig, table: _Table, bias: Array | None, x: Array) -> Array:
-    logits = _project(head.context.precision.logits, x, *table).astype(jnp.float32)
+def _sum_with_gradients(loss_of: Callable[..., Array], head: HeadConfig) -> Callable[..., Array]:
+    """Returns a function that sums `loss_of(logits, labels)` over chunks of a device's tokens.
+
+    Its forward pass also computes the gradients of the arguments that need one.
+    """
+    precision = head.context.precision
+
+    def run(
+        needs: Sequence[bool], table: Array, bias: Array | None, x: Array, labels: Array
+    ) -> tuple[Array, _Gradients]:
+        operand = table.astype(precision.compute)  # cast once, not in each chunk
+
+        def kept(arrays: Sequence[Array | None]) -> _Gradients:
+            return [array if need else None for array, need in zip(arrays, needs, strict=False)]
+
+        def add_chunk(sums: _Gradients, x: Array, labels: Array) -> tuple[_Gradients, Array | None]:
+            products = _product(precision.logits, x, operand)
+            loss, (grad, bias_grad) = jax.value_and_grad(
+                lambda products, bias: loss_of(_logits(head, products, bias), labels), (0, 1)
+            )(products, bias)
+            x_grad, table_grad = _gradients(x, operand, grad)
+            # A product whose result is left out is not computed.
+            *grads, x_grad = kept([table_grad, bias_grad, x_grad])
+            return jax.tree.map(jnp.add, sums, [loss, *grads]), x_grad
+
+        zeros = jax.tree.map(lambda array: vary_like(jnp.zeros_like(array), x), [table, bias])
+        start = [vary_like(jnp.zeros(()), labels), *kept(zeros)]
+        (loss, *grads), x_grad = _map_chunks(add_chunk, start, (x, labels), head.chunk_size)
+        return loss, [*grads, x_grad]
+
+    def forward(*args: Any) -> tuple[Array, _Gradients]:
+        needs = [arg is not None and perturbed(arg) for arg in args]
+        return run(needs, *primals(args))
+
+    def backward(grads: _Gradients, cotangent: Array) -> tuple[Array | None, ...]:
+        scaled = jax.tree.map(lambda grad: (cotangent * grad).astype(grad.dtype), grads)
+        return (*scaled, None)
+
+    total = jax.custom_vjp(lambda *args: run([False] * 3, *args)[0])
+    total.defvjp(forward, backward, symbolic_zeros=True)
+    return total
+
+
+def _by_token(
+    reduce_logits: Callable[..., _PerToken], x_BTD: Array, projection: Projection, *labels: Array
+) -> _PerToken:
+    """Returns `reduce_logits(logits, *labels)` of each token.
+
+    Logits are those of a chunk over the device's part of the vocabulary, `[tokens, V/tp]`.
+    """
+    head = projection[1]
+    precision = head.context.precision
+
+    def evaluate(table: Array, bias: Array | None, *arrays: Array) -> _PerToken:
+        # The products read the operand, and autodiff sees the table.
+        operand = jax.lax.stop_gradient(table.astype(precision.compute))
+
+        def reduce_chunk(sums: tuple[()], x: Array, *labels: Array) -> tuple[tuple[()], _PerToken]:
+            products = _project(precision.logits, x, operand, table)
+            return sums, reduce_logits(_logits(head, products, bias), *labels)
+
+        _, numbers = _map_chunks(reduce_chunk, (), arrays, head.chunk_size)
+        return swap_sequence(numbers, _split_dim(x_BTD, head))
+
+    return _on_devices(evaluate, token_spec(), x_BTD, projection, *labels)
+
+
+def _logits(head: HeadConfig, products: Array, bias: Array | None) -> Array:
+    logits = products.astype(jnp.float32)
     if bias is not None:
         logits += bias
     logits = head.finish(logits)
@@ -187,6 +248,21 @@ def _logits(head: HeadConfig, table: _Table, bias: Array | None, x: Array) -> Ar
         return logits
     ids = _first_id(logits) + jnp.arange(num_ids)
     return jnp.where(ids < head.vocab_size, logits, -jnp.inf)
+
+
+def _product(dtype: DType, x: Array, operand: Array) -> Array:
+    return jnp.einsum("td,vd->tv", x, operand, preferred_element_type=dtype)
+
+
+def _gradients(x: Array, operand: Array, grad: Array) -> tuple[Array, Array]:
+    """Returns the gradients of `x` and, in float32, of the table.
+
+    Gradients of logits are rounded to the compute dtype: products of float32 took 2.5 times as long
+    on an H200.
+    """
+    grad = grad.astype(x.dtype)
+    table_grad = jnp.einsum("tv,td->vd", grad, x, preferred_element_type=jnp.float32)
+    return jnp.einsum("tv,vd->td", grad, operand), table_grad
 
 
 @jax.custom_vjp
@@ -206,21 +282,15 @@ _with_gradient.defvjp(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _project(dtype: DType, x: Array, operand: Array, accumulator: Array) -> Array:
-    """Returns `x @ operand.T` in `dtype`; `accumulator` has the gradient of the table.
-
-    Gradients of logits are rounded to the compute dtype: products of float32 took 2.5 times as long
-    on an H200.
-    """
-    return jnp.einsum("td,vd->tv", x, operand, preferred_element_type=dtype)
+    """Returns `x @ operand.T` in `dtype`; `accumulator` has the gradient of the table."""
+    return _product(dtype, x, operand)
 
 
 def _project_backward(
     dtype: DType, residuals: tuple[Array, Array], grad: Array
 ) -> tuple[Array, None, Array]:
-    x, operand = residuals
-    grad = grad.astype(x.dtype)
-    table_grad = jnp.einsum("tv,td->vd", grad, x, preferred_element_type=jnp.float32)
-    return jnp.einsum("tv,vd->td", grad, operand), None, table_grad
+    x_grad, table_grad = _gradients(*residuals, grad)
+    return x_grad, None, table_grad
 
 
 _project.defvjp(
@@ -288,12 +358,16 @@ def _top_k(k: int, logits: Array) -> tuple[Array, Array]:
 
 
 def _map_chunks(
-    fn: Callable[..., _PerToken], arrays: tuple[Array, ...], chunk_size: int
-) -> _PerToken:
-    """Maps over chunks of the tokens of arrays `[b, t, ...]`, and returns `[b, t, ...]`.
+    fn: Callable[..., tuple[_Sums, _PerToken]],
+    sums: _Sums,
+    arrays: tuple[Array, ...],
+    chunk_size: int,
+) -> tuple[_Sums, _PerToken]:
+    """Maps `sums, numbers = fn(sums, *chunk)` over chunks of the tokens of arrays `[b, t, ...]`.
 
-    The backward pass computes a chunk again, from the few numbers per token that `_REDUCED` names:
-    to reduce logits again would send these numbers over tp a second time.
+    Returns the last sums, and the numbers of all tokens, `[b, t, ...]`. A derivative computes a
+    chunk again, from the few numbers per token that `_REDUCED` names: to reduce logits again would
+    send these numbers over tp a second time.
     """
     save_reduced = jax.checkpoint_policies.save_only_these_names(_REDUCED)
     fn = jax.checkpoint(fn, policy=save_reduced, prevent_cse=False)
@@ -305,12 +379,13 @@ def _map_chunks(
     if num_chunks:
         size = num_chunks * chunk_size
         chunks = [x[:size].reshape(num_chunks, chunk_size, *x.shape[1:]) for x in tokens]
-        numbers = jax.lax.map(lambda chunk: fn(*chunk), chunks)
+        sums, numbers = jax.lax.scan(lambda sums, chunk: fn(sums, *chunk), sums, chunks)
         pieces.append(jax.tree.map(_merge_dims, numbers))
     if remainder:
-        pieces.append(fn(*(x[-remainder:] for x in tokens)))
+        sums, numbers = fn(sums, *(x[-remainder:] for x in tokens))
+        pieces.append(numbers)
     numbers = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)
-    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), numbers)
+    return sums, jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), numbers)
 
 
 def _merge_dims(x: Array) -> Array:

@@ -7,10 +7,12 @@ import accounts
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.random import default_rng
 from support import relative_error, swept, use_mesh
 from tables import read_table
 
 from jaxtp import Precision
+from jaxtp.analysis.census import equations
 from jaxtp.layers import HeadConfig, LayerContext
 from jaxtp.layers.loss import vocab_parallel_statistics, vocab_parallel_top_k
 from jaxtp.layers.parameter import PaddedDim
@@ -34,28 +36,84 @@ def given(rows, length):
     return x, table, jax.random.randint(keys[2], (rows, length), 0, V)
 
 
-def traced(rows, length, chunk_size, precision=Precision()):
-    """Returns the equations of the loss and its gradients."""
-    gradient = jax.grad(lambda *args: total(*args, chunk_size, precision), argnums=(0, 1))
-    return [*accounts.equations(jax.make_jaxpr(gradient)(*given(rows, length)).jaxpr)]
-
-
-def test_products_are_in_the_compute_dtype():
-    for dtype in ("bfloat16", "float32"):
-        equations = traced(4, 4, CHUNK, Precision(compute=dtype))
-        products = [
-            [v.aval.dtype for v in e.invars] for e in equations if e.primitive.name == "dot_general"
+@swept("dtype", ["bfloat16", "float32"])
+def test_products_of_the_head(dtype):
+    """Logits, and a gradient of what is trained, in the compute dtype; an evaluation has logits
+    alone.
+    """
+    x, table, labels = given(4, 4)
+    loss = lambda x, table: total(x, table, labels, 4, Precision(compute=dtype))
+    products = []
+    for argnums in ((0, 1), 0, 1, ()):
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums) if argnums != () else loss)(x, table)
+        found = [
+            (chunks, [v.aval.dtype for v in e.invars])
+            for e, chunks, *_ in equations(jaxpr.jaxpr)
+            if e.primitive.name == "dot_general"
         ]
-        assert len(products) >= 4
-        assert all(dtypes == [dtype, dtype] for dtypes in products)
+        assert all(each == (4, [dtype, dtype]) for each in found)
+        products.append(len(found))
+    assert products == [3, 2, 2, 1]
+
+
+def by_formula(x, table, bias, labels, head, z_loss):
+    """Returns the loss, and its gradients by hidden states, table and bias, in float64."""
+    caps = np.tanh(head.scale * (x @ table.T + bias) / head.softcap)
+    logits = head.softcap * caps
+    normaliser = np.log(np.exp(logits).sum(-1, keepdims=True))
+    is_label = labels[..., None] == np.arange(len(table))
+    valid = labels[..., None] != -100
+    losses = normaliser - logits[is_label].sum() / valid.sum() + z_loss * normaliser**2
+    grad = (1 + 2 * z_loss * normaliser) * np.exp(logits - normaliser) - is_label
+    grad *= valid * head.scale * (1 - caps**2)
+    by_table = np.einsum("btv,btd->vd", grad, x)
+    return np.sum(losses, where=valid), grad @ table, by_table, grad.sum((0, 1))
+
+
+@swept("seed", range(12), 0)
+def test_the_loss_and_its_gradients_equal_their_formulas(seed):
+    random = default_rng(seed)
+    dp, fsdp, cp, tp = [(2, 2, 1, 2), (1, 1, 2, 4), (1, 2, 2, 2), (1, 1, 1, 8)][seed % 4]
+    size = int(random.integers(tp, 50))
+    head = HeadConfig(
+        size,
+        LayerContext(sequence_parallel=bool(seed % 3)),
+        scale=random.uniform(0.5, 2),
+        softcap=[3.0, 1e6][seed % 2],
+        chunk_size=int(random.integers(1, 20)),
+    )
+    z_loss = [0.1, 0.0][seed // 2 % 2]
+    x, table = (random.standard_normal((*dims, D)) for dims in ((4, 8), (size,)))
+    bias = random.standard_normal(size)
+    labels = random.integers(0, size, (4, 8))
+    labels[random.random((4, 8)) < 0.3] = -100
+    expected = by_formula(x, table, bias, labels, head, z_loss)
+
+    def ours(x, table, bias):
+        added = PaddedDim((size,)).padded(tp) - size
+        padded = jnp.pad(table, ((0, added), (0, 0))), jnp.asarray(labels), head
+        bias = jnp.pad(bias, (0, added))
+        return 3 * vocab_parallel_cross_entropy(x, *padded, bias, z_loss=z_loss)[0]
+
+    with use_mesh(dp, fsdp, tp, cp=cp):
+        run = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))
+        loss, grads = run(*(np.float32(each) for each in (x, table, bias)))
+    assert max(map(relative_error, [loss, *grads], [3 * each for each in expected])) < 1e-5
 
 
 def test_tokens_are_listed_without_a_copy():
     """Where chunks divide the tokens, the loops read the activation and write its gradient as
     they are.
     """
-    outputs = [(e.primitive.name, v.aval.size) for e in traced(8, 8, 8) for v in e.outvars]
-    assert {name for name, size in outputs if size == 8 * 8 * D} == {"name", "scan", "reshape"}
+    gradient = jax.grad(lambda *args: total(*args, 8), argnums=(0, 1))
+    traced = accounts.equations(jax.make_jaxpr(gradient)(*given(8, 8)).jaxpr)
+    outputs = [(e.primitive.name, v.aval.size) for e in traced for v in e.outvars]
+    assert {name for name, size in outputs if size == 8 * 8 * D} == {
+        "name",
+        "scan",
+        "reshape",
+        "mul",
+    }
 
 
 def test_chunks_add_up_their_gradients_in_float32():
@@ -81,7 +139,12 @@ def test_second_derivatives():
         along = lambda *args: sum(map(jnp.vdot, jax.grad(loss, (0, 1))(*args), (x, table)))
         return jax.grad(along, (0, 1))
 
-    ours = lambda x, table: total(x, table, labels, CHUNK)
+    def ours(x, table):
+        """Half of it in one pass, half by the numbers of each token."""
+        found = vocab_parallel_statistics(x, (table, HeadConfig(V, chunk_size=CHUNK), None), labels)
+        by_token = jnp.sum(found.log_normaliser - found.label_logit)
+        return (total(x, table, labels, CHUNK) + by_token) / 2
+
     with use_mesh(tp=2):
         found, expected = jax.jit(lambda *args: (second(ours)(*args), second(plain)(*args)))(
             x, table

@@ -12,7 +12,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+from jax import Array
 
 from jaxtp.analysis.hardware import MAX_DEVICES, Hardware
 from jaxtp.analysis.step_costs import StepCosts
@@ -20,6 +23,7 @@ from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.hints import divisors
 from jaxtp.config.reading import first_lines
 from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.data.rows import IGNORE, SEGMENTS
 from jaxtp.distributed.devices import MEMORY_FRACTION, Allocator
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import (
@@ -32,9 +36,12 @@ from jaxtp.mesh import (
     describe_split,
     fitting_meshes,
 )
+from jaxtp.models.decoder import Decoder
+from jaxtp.models.log_probs import token_log_probs
 from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.loss import Objective
 from jaxtp.train.memory import (
     MODEL,
     Memory,
@@ -145,14 +152,24 @@ def describe_model(config: TrainConfig) -> Model:
 def _loss_work(row: Plan) -> LossWork:
     flops, saved = _row_work(row)
     usual = replace_nested(row.config, {"train.loss": None, "train.loss_arguments": {}})
-    usual_flops, usual_saved = _row_work(plan_step(usual))
+    usual_flops, usual_saved = _row_work(plan_step(usual), objective=Objective.of(_by_token))
     columns = sum(column.size * column.dtype.itemsize for column in row.shapes.values())
     return LossWork(flops, flops / usual_flops, max(0.0, saved - usual_saved), columns)
 
 
-def _row_work(plan: Plan) -> tuple[float, float]:
+def _row_work(plan: Plan, **changes: Any) -> tuple[float, float]:
     make_model = plan.parts.model.maker(plan.config.model)
-    return row_work(plan.step_settings, make_model, plan.shapes)
+    return row_work(replace(plan.step_settings, **changes), make_model, plan.shapes)
+
+
+def _by_token(model: Decoder, batch: Mapping[str, Array], key: Array) -> tuple[Array, Array]:
+    """Computes the cross-entropy from numbers of each token, as other losses do.
+
+    `Decoder.loss` saves its gradients in place of the table.
+    """
+    labels = batch["labels"]
+    log_probs = token_log_probs(model, batch["inputs"], labels, segments=batch.get(SEGMENTS))
+    return -jnp.sum(jnp.asarray(log_probs)), jnp.sum(labels != IGNORE)
 
 
 @dataclass(frozen=True, kw_only=True)
