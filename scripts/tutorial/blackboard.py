@@ -111,7 +111,7 @@ def lanes(record: dict, modules: list[str], names: list[str]) -> None:
     """Draws the forward pass to the right, and the backward pass to the left, through modules.
 
     A disc is an all-reduce over tp that the record of an explanation has: forward after its module,
-    backward when the pass leaves it. The first module has a ring where it has none.
+    backward when the pass leaves it. A cross shows that the first module has none.
     """
     _, panel = plt.subplots(figsize=(7, 2.7))
     width = 2.2
@@ -137,8 +137,7 @@ def lanes(record: dict, modules: list[str], names: list[str]) -> None:
             if module in sums:
                 panel.plot(place, height, "o", color=SUM, markersize=18)
                 panel.text(place, height, "Σ", color="white", ha="center", va="center")
-    ring = {"markerfacecolor": "white", "markeredgecolor": SUM, "markersize": 18}
-    panel.plot(-0.1, 0, "o", **ring)
+    panel.plot(-0.1, 0, "x", color=SUM, markersize=12, markeredgewidth=2.5)
     panel.text(-0.1, -0.35, "no sum: nobody asks\nfor this gradient", ha="center", va="top", size=9)
     panel.text(4.6, -0.55, "Σ  all-reduce over tp", color=SUM, ha="center", va="top")
     panel.set_xlim(-2.3, ends[1] + 0.1)
@@ -146,7 +145,7 @@ def lanes(record: dict, modules: list[str], names: list[str]) -> None:
     panel.axis("off")
 
 
-def heads(weights: np.ndarray) -> None:
+def heads(weights: np.ndarray, devices: int) -> None:
     """Draws the attention weights `[N, T, T]` of each head in a frame of its device's colour."""
     count = len(weights)
     _, panels = plt.subplots(1, count, figsize=(7, 1.6))
@@ -155,16 +154,16 @@ def heads(weights: np.ndarray) -> None:
         panel.set_xticks([])
         panel.set_yticks([])
         panel.set_title(f"head {head}", fontsize=8, weight="normal", loc="center")
-        panel.set_xlabel(f"device {4 * head // count}", fontsize=8)
+        panel.set_xlabel(f"device {devices * head // count}", fontsize=8)
         for spine in panel.spines.values():
-            spine.set(visible=True, color=f"C{4 * head // count}", linewidth=4)
+            spine.set(visible=True, color=f"C{devices * head // count}", linewidth=4)
 
 
-def vocabulary(logits: np.ndarray, label: int) -> None:
+def vocabulary(logits: np.ndarray, label: int, devices: int) -> None:
     """Draws the logits of one token, in the colour of the device that computes each."""
     _, panel = plt.subplots(figsize=(7, 2.4))
-    size = len(logits) // 4
-    for device in range(4):
+    size = len(logits) // devices
+    for device in range(devices):
         own = range(size * device, size * (device + 1))
         panel.bar(own, logits[own], color=f"C{device}", label=f"device {device}")
     panel.annotate(
@@ -177,18 +176,19 @@ def vocabulary(logits: np.ndarray, label: int) -> None:
     panel.axhline(0, color="black", linewidth=0.8)
     panel.set_ylim(top=logits.max() + 1.6)
     panel.set_ylabel("logit")
-    panel.set_xlabel("word of the vocabulary")
+    panel.set_xlabel("token of the vocabulary")
     panel.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def bars(panels: dict[str, dict[str, float]]) -> None:
-    """Draws a panel of bars for each title, with a number for each name."""
+def bars(panels: dict[str, dict[str, float]], label: str = "") -> None:
+    """Draws a panel of bars for each title, with a number for each name, above a label."""
     _, all_axes = plt.subplots(1, len(panels), figsize=(7, 2.7), squeeze=False)
     for panel, (title, values) in zip(all_axes[0], panels.items(), strict=True):
         color = SUM if title.startswith("Sent") else WHOLE
         drawn = panel.bar(list(values), list(values.values()), width=0.55, color=color)
         panel.bar_label(drawn, [f"{value:,.0f}" for value in values.values()], padding=2)
         panel.set_title(title)
+        panel.set_xlabel(label)
         panel.set_yticks([])
         panel.spines["left"].set_visible(False)
         panel.margins(y=0.15)
