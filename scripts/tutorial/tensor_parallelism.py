@@ -87,9 +87,9 @@ assert difference(by_rows, X @ W) < 1e-6
 #
 # Two chefs who each cook the whole menu for half of the guests are *data parallel*. Both need the
 # whole cookbook. Two chefs who cook one soup for all guests are *tensor parallel*: each has half of
-# the cookbook.
-# First each prepares different ingredients for the same menu (columns). Then each cooks a pot from
-# his own ingredients alone (rows). Finally they pour the pots together (the sum). They meet once.
+# the cookbook. First each prepares different ingredients for the same menu (columns). Then each
+# cooks a pot from his own ingredients alone (rows). Finally they pour the pots together (the sum).
+# They meet once.
 #
 # The soup is the MLP of a transformer block, `Y = relu(X A) B`: `A` in columns, `B` in rows.
 
@@ -224,8 +224,8 @@ blackboard.lanes(explanation.record(), modules, ["columns", "rows", "columns", "
 # the embedding, which has to learn, and the sum is back.
 #
 # Such a sum, which every device gets, is an *all-reduce*. Devices pass parts of the array around a
-# ring: for n bytes and t devices, t - 1 steps of n / t bytes to add up, and as many again to hand
-# out.
+# ring. With n bytes and t devices, t - 1 steps of n / t bytes add the parts up, and as many again
+# hand the sum out.
 
 # %%
 size = 8 * 16 * 64 * 4  # bytes of an activation in float32
@@ -468,8 +468,8 @@ assert round(of_llama, -3) == 27_000
 # its array twice (both counts leave out (t - 1) / t). They are equal where **T = 4.5 D**, which is
 # 1,152 tokens here. Llama 3 8B has 13 D² in a block, and reduces gradients in float32, twice as
 # wide as everything else: T = 6.5 D is about 27,000 tokens. If a batch is computed in parts
-# (micro-batches), count the tokens of one part: fsdp gathers the weights again for each. Most
-# batches have more tokens. Then why use tp at all?
+# (micro-batches), count the tokens of one part: fsdp gathers the weights again for each. Most have
+# more tokens. Then why use tp at all?
 #
 # - On a mesh of both, fsdp gathers only this device's tp slice of each weight, and tp sums only
 #   this group's sequences. Near the crossing, fsdp 4 x tp 2 sends little more than half of what
