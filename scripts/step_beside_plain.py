@@ -146,8 +146,13 @@ class Plain:
         self.rows = rows
         self.length = length
         self.dtype = jnp.dtype(model.precision.compute)
-        matrices = {name: len(spec) > 1 and None not in spec[-2:] for name, spec in SPECS.items()}
-        rule = optax.adamw(RATE, b2=0.95, weight_decay=DECAY, mask=matrices)
+        matrices = {name for name, spec in SPECS.items() if len(spec) > 1 and None not in spec[-2:]}
+        rule = optax.adamw(
+            RATE,
+            b2=0.95,
+            weight_decay=DECAY,
+            mask=lambda params: {name: name in matrices for name in params},
+        )
         self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), rule)
         policies = jax.checkpoint_policies
         self.policy = {
@@ -513,7 +518,7 @@ def main() -> None:
     print(
         f"jax {jax.__version__}, {mesh.size} x {device.device_kind}, {describe_mesh(sizes)}; "
         f"{given.model} with {model.num_layers} layers, {given.rows} x {length} tokens, remat "
-        f"{given.remat}",
+        f"{given.remat}, chunks of {given.chunk}",
         flush=True,
     )
     table: list[tuple[str, ...]] = []
