@@ -40,9 +40,8 @@ class ConvolutionConfig(BranchConfig):
     """Width of the convolution in positions, including the current one."""
 
     def problems(self, sizes):
-        among = {f"mesh.{TP}": self.conv_features}
         yield from not_divisible(
-            "model.conv_features", self.conv_features, "mesh.tp", sizes[TP], among
+            "model.conv_features", self.conv_features, {f"mesh.{TP}": sizes[TP]}
         )
 
     def shrink(self, small):

@@ -6,6 +6,7 @@ A suggested value changes one setting, fixes all problems of this setting, and c
 import contextlib
 import difflib
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -307,16 +308,19 @@ def _texts(problems: Iterable[Problem]) -> set[str]:
     return {problem.text for problem in problems}
 
 
-def not_divisible(
-    name: str, value: int, by_name: str, by: int, among: Mapping[str, int]
-) -> Iterator[Problem]:
-    """Yields a problem if `value` of setting `name` is not divisible by `by`.
-
-    `by` is the value of `by_name`.
-    """
-    if value % by:
-        sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
-        yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
+def not_divisible(name: str, value: int, factors: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields a problem if the product of `factors`, settings by name, does not divide a setting."""
+    divisor = math.prod(factors.values())
+    if value % divisor:
+        sizes = tuple(
+            multiple for multiple in nearest_multiples(value, divisor) if multiple < 2**31
+        )
+        above_one = [factor for factor, size in factors.items() if size > 1]
+        by = " * ".join(f"{factor}={factors[factor]}" for factor in above_one)
+        if len(above_one) > 1:
+            by = f"{divisor} ({by})"
+        among = dict.fromkeys(above_one, value)
+        yield Problem(f"{name}={value} is not divisible by {by}", among, {name: sizes})
 
 
 Switch = tuple[str, object, Iterable[str]]
@@ -387,17 +391,9 @@ def divisors(number: int, limit: int = _MAX_DIVISOR) -> list[int]:
     return [divisor for divisor in range(1, min(number, limit) + 1) if number % divisor == 0]
 
 
-def mesh_settings(axes: Iterable[str]) -> tuple[str, ...]:
-    """Returns the settings of axes: `mesh.fsdp` for fsdp."""
-    return tuple(f"mesh.{axis}" for axis in axes)
-
-
-def mesh_product(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
-    """Returns the number of shards over `axes` as a text, `mesh.fsdp * mesh.cp`.
-
-    Axes of size 1 are left out.
-    """
-    return " * ".join(mesh_settings(axis for axis in axes if sizes[axis] > 1))
+def mesh_settings(axes: Iterable[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the settings of axes with their sizes: `mesh.fsdp` for fsdp."""
+    return {f"mesh.{axis}": sizes[axis] for axis in axes}
 
 
 def _short(setting: str) -> str:

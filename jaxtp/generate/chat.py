@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 import numpy as np
 
-from jaxtp.config.console import has_colour
+from jaxtp.config.console import has_colour, styled
 from jaxtp.config.entry import Interrupt, UserError, say, shown
 from jaxtp.config.reading import truncate
 from jaxtp.data.chat_template import ASSISTANT, ChatError, Message, without_noncharacters
@@ -33,7 +33,6 @@ _CLOSES = re.compile(r"[<\[]/|<\|end_|<channel|<\|channel\|>final", re.IGNORECAS
 _LONGEST_TAG = 40
 _NUM_OPENING = 32  # Tokens at the end of a prompt that may open the reasoning
 _READS_REASONING = re.compile(r"\b(?:reasoning_content|thinking|reasoning)\b")
-_DIM = "\x1b[2m{}\x1b[0m"
 GREETING = "(/help prints the commands; Ctrl-C stops an answer, /quit or Ctrl-D ends the chat)"
 
 
@@ -168,8 +167,8 @@ class Answer:
 
     def __init__(self, prompt: str):
         self.text = ""
-        self._has_colour = has_colour(sys.stdout)
         opened = OPENED.search(prompt)
+        self._has_colour = has_colour(sys.stdout)
         self._is_reasoning = opened is not None and _opens(_TAG.findall(opened[0])[-1])
         self._closed: re.Match[str] | None = None
         """The tag after the reasoning."""
@@ -182,8 +181,8 @@ class Answer:
         if self._closed is None and (was_reasoning or not self.text[:start].strip()):
             self._find_tags(start)
         text = shown(piece)
-        if self._has_colour and text and (was_reasoning or self._is_reasoning):
-            text = _DIM.format(text)
+        if was_reasoning or self._is_reasoning:
+            text = styled(text, "dim", self._has_colour)
         print(text, end="", flush=True)
 
     def _find_tags(self, start: int) -> None:

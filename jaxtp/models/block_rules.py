@@ -5,12 +5,12 @@ The messages name the settings of a run. The layers themselves know only their o
 
 from collections.abc import Iterator, Mapping
 
-from jaxtp.config.hints import Problem, mesh_product, mesh_settings, not_divisible
+from jaxtp.config.hints import Problem, mesh_settings, not_divisible
 from jaxtp.layers.attention import AttentionConfig
 from jaxtp.layers.kernels.select import unsupported
 from jaxtp.layers.mlp import XIELU
 from jaxtp.layers.rope import MAX_FREQUENCY, RopeScaling, rotated_dims
-from jaxtp.mesh import STORAGE, TP, parts
+from jaxtp.mesh import STORAGE, TP
 from jaxtp.models.block import BlockConfig
 
 _MEANINGLESS_WITH_LATENTS = (
@@ -152,10 +152,7 @@ def _latent_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[P
 
 def storage_problems(name: str, size: int, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Yields a problem if fsdp * cp does not divide a size of the model."""
-    axes = [axis for axis in STORAGE if sizes[axis] > 1]
-    among = dict.fromkeys(mesh_settings(axes), size)
-    by = parts(sizes, STORAGE)
-    yield from not_divisible(name, size, mesh_product(STORAGE, sizes), by, among)
+    yield from not_divisible(name, size, mesh_settings(STORAGE, sizes))
 
 
 def _delta_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
@@ -186,8 +183,7 @@ def _group_problems(block: BlockConfig) -> Iterator[Problem]:
             f"model.expert_groups={groups}; at most "
             f"{groups} works"
         )
-    among = {"model.expert_groups": experts}
-    yield from not_divisible("model.num_experts", experts, "model.expert_groups", groups, among)
+    yield from not_divisible("model.num_experts", experts, {"model.expert_groups": groups})
     max_choices = min(block.groups_per_token, groups) * (experts // groups)
     if experts % groups == 0 and k > max_choices:
         choices = f"the experts in {block.groups_per_token} of model.expert_groups={groups}"

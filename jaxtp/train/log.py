@@ -26,7 +26,8 @@ class Log(Hook):
         if step.weight and not step.skipped:
             run.mean_loss.add(step.metrics["loss"], step.weight)
         rate = self._per_step / run.timing.step_seconds
-        run.report.step(step.index, step.metrics, f"{rate:,.0f} {unit}/s")
+        until_evaluation = self._until_evaluation(step.index)
+        run.report.step(step.index, step.metrics, f"{rate:,.0f} {unit}/s", until_evaluation)
         is_first = step.index == self._first
         if step.index in (1, self._total) or step.index % run.config.train.log_every == 0:
             record: dict[str, float] = {
@@ -49,6 +50,16 @@ class Log(Hook):
     def at_save(self, info: dict[str, Any]) -> None:
         """Stores the sums of the losses since the last record."""
         info[MEAN_LOSS] = self._run.mean_loss.sums
+
+    def _until_evaluation(self, step: int) -> float | None:
+        # Seconds until the next evaluation; None if it is after the last step.
+        every = self._run.config.eval.every
+        if self._run.data.validation is None or not every:
+            return None
+        num_steps = every - step % every
+        if step + num_steps >= self._total:
+            return None
+        return num_steps * self._run.timing.step_seconds
 
     def _progress(self, step: int) -> int:
         # Tokens or rows up to a finished step. `run.position` already counts the step in flight.

@@ -366,16 +366,19 @@ def resolve_pretrained(
         )
     else:
         assert folder is not None
-        if folder.exists() or lora.rank or resumed is None:
+        # A run of other weights does not change its own for those of a folder that does not exist.
+        began_with = None if resumed is None else resumed["config"]["model"].get("from_hf")
+        if folder.exists() or lora.rank or str(folder) != began_with:
             model = read_config(folder, config.origin.ignore_config)
         else:
+            assert resumed is not None
             # A resumed run has the weights and the sizes, so the folder may be gone.
             model = own_or_decoder(config.run.dir, resumed).config
         new = None
         if config.origin.add_tokens and folder.exists():
             file = tokenizer_file(folder)
             new = with_tokens(read_tokenizer(file), config.origin.add_tokens, str(file))
-        config = _with_sizes(config, folder, model, new)
+        config = _with_sizes(config, explicit, folder, model, new)
         source = HFSource(path=folder, files=folder, model=config.model, data=data, new_tokens=new)
     if lora.from_peft is None:
         return _with_new_rows(config, source), source
@@ -418,21 +421,28 @@ def _sizes(model: ModelConfig) -> dict[str, Any]:
 
 
 def _with_sizes(
-    config: TrainConfig, folder: Path, model: ModelConfig, new: NewTokens | None
+    config: TrainConfig,
+    explicit: Set[str],
+    folder: Path,
+    model: ModelConfig,
+    new: NewTokens | None,
 ) -> TrainConfig:
     default = _sizes(ModelConfig())
+    requested = {
+        name: value
+        for name, value in _sizes(config.model).items()
+        if value != default[name] or f"model.{name}" in explicit
+    }
     # The model gets rows for more ids than its files have; fewer are refused below.
-    sizes = [model.vocab_size]
+    sizes = [model.vocab_size, requested.get("vocab_size", 0)]
     if new is not None:
         sizes.append(new.ids.stop)
-    if config.model.vocab_size != default["vocab_size"]:
-        sizes.append(config.model.vocab_size)
     model = dataclasses.replace(model, vocab_size=max(sizes))
     stored = _sizes(model)
     problems = [
         f"model.{name}={value}, but the model has {stored[name]}"
-        for name, value in _sizes(config.model).items()
-        if value not in (default[name], stored[name])
+        for name, value in requested.items()
+        if value != stored[name]
     ]
     if len(problems) > _MAX_SHOWN:
         raise ConfigError(

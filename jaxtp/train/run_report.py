@@ -13,7 +13,7 @@ from flax import nnx
 
 import jaxtp
 from jaxtp.checkpoint.logical import logical_size
-from jaxtp.config.console import Display, size_text
+from jaxtp.config.console import Display, duration, size_text
 from jaxtp.data.samples import Data
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.kernels import grouped
@@ -53,16 +53,25 @@ class Report(Display):
         self._own_metrics = own_metrics
         unread = partial(signal.raise_signal, signal.SIGTERM)
         super().__init__("step {done}/{total}", quiet=jax.process_index() != 0, unread=unread)
+        self.logged: dict[str, float] = {}
+        """The last values that a user's callbacks logged, which the progress bar shows."""
 
-    def step(self, step: int, values: Mapping[str, float], rate: str) -> None:
-        """Updates the progress bar."""
-        # A narrow terminal cuts the end.
-        self.move(step, f"{_losses(values)}  {rate}{self._own(values)}")
+    def step(
+        self, step: int, values: Mapping[str, float], rate: str, until_evaluation: float | None
+    ) -> None:
+        """Updates the progress bar.
 
-    def _own(self, values: Mapping[str, float]) -> str:
+        Args:
+          until_evaluation: seconds; None if only the last step is evaluated.
+        """
+        texts = [_losses(values), rate, *self._own(values), *_described(self.logged)]
+        if until_evaluation is not None:
+            texts.append(f"evaluation in {duration(until_evaluation)}")
+        self.move(step, *texts)
+
+    def _own(self, values: Mapping[str, float]) -> list[str]:
         # Formats the metrics of a user's loss.
-        names = [name for name in self._own_metrics if name in values]
-        return "".join(f"  {name} {values[name]:.4g}" for name in names)
+        return _described({name: values[name] for name in self._own_metrics if name in values})
 
     def log(
         self, record: dict[str, float | int], total: int, unit: str, *, is_first: bool = False
@@ -74,9 +83,9 @@ class Report(Display):
         # A process's first step includes compilation.
         if not is_first:
             seconds = (total - record["step"]) * record["step_seconds"]
-            left = f"  {_duration(seconds)} left"
+            left = f"  {duration(seconds)} left"
         rate = record[f"{unit}_per_second"]
-        losses = f"{_losses(record)}{self._own(record)}"
+        losses = "  ".join([_losses(record), *self._own(record)])
         self.line(f"step {record['step']}/{total}  {losses}  {rate:,.0f} {unit}/s{left}")
 
 
@@ -416,7 +425,5 @@ def _losses(values: Mapping[str, float]) -> str:
     return text
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+def _described(values: Mapping[str, float]) -> list[str]:
+    return [f"{name} {value:.4g}" for name, value in values.items()]

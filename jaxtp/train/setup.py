@@ -187,7 +187,7 @@ def make_run(
     interrupt = context.enter_context(Interrupt(notice=_NOTICE, at_start=at_start))
     for line in (*lines, *map("default {}".format, decided.notes)):
         report.line(line)
-    report.line(summary(run_plan, decided.before))
+    report.rows(summary(run_plan, decided.before))
 
     keeping = config.checkpoint
     checkpoints = exit_stack.enter_context(

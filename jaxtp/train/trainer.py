@@ -227,7 +227,9 @@ class Trainer:
           ConfigError: the run logs a metric of that name itself, or a value is not a number.
         """
         loop = self._session.running()
-        loop.trackers.write({"step": loop.step, **logged_numbers(values, "trainer.log has")})
+        numbers = logged_numbers(values, "trainer.log has")
+        loop.trackers.write({"step": loop.step, **numbers})
+        loop.run.report.logged |= numbers
 
     def line(self, text: str) -> None:
         """Prints a line, from process 0, above the progress bar."""

@@ -12,7 +12,6 @@ from jaxtp.config.hints import (
     Problem,
     Switch,
     explained,
-    mesh_product,
     mesh_settings,
     not_divisible,
     without_effect,
@@ -38,7 +37,6 @@ from jaxtp.mesh import (
     SEQUENCE,
     TP,
     Sizes,
-    batch_parts,
     describe_mesh,
     mesh_sizes,
     parts,
@@ -230,16 +228,12 @@ def batch_problems(
       have_own_rows: the batches are a user's, so that no setting changes their number of rows.
     """
     batch = config.data.global_batch_size
-    divisor = batch_parts(mesh) * config.train.accumulation
-    among = dict.fromkeys((*mesh_settings(BATCH), "train.accumulation"), batch)
-    axes = "*".join(BATCH)
-    if not have_own_rows:
-        by = f"mesh.{axes} * train.accumulation"
-        yield from not_divisible("data.global_batch_size", batch, by, divisor, among)
-    elif batch % divisor:
-        yield Problem(
-            f"batches have {batch} rows, which {axes}*accumulation={divisor} does not divide", among
-        )
+    factors = mesh_settings(BATCH, mesh) | {"train.accumulation": config.train.accumulation}
+    for problem in not_divisible("data.global_batch_size", batch, factors):
+        if have_own_rows:
+            _, by = problem.text.split(" is ")
+            problem = Problem(f"batches have {batch} rows, {by}", problem.among)
+        yield problem
 
 
 def padding_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
@@ -254,11 +248,7 @@ def context_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
     """Yields why sequences cannot be split over cp, or tp with sequence parallelism."""
     length = config.data.sequence_length
     axes = SEQUENCE if config.model.sequence_parallel else CONTEXT
-    among = dict.fromkeys(mesh_settings(axes), length)
-    product = mesh_product(axes, mesh)
-    undivided = list(
-        not_divisible("data.sequence_length", length, product, parts(mesh, axes), among)
-    )
+    undivided = list(not_divisible("data.sequence_length", length, mesh_settings(axes, mesh)))
     yield from undivided
     if undivided or parts(mesh, CONTEXT) == 1:
         return

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -43,14 +44,18 @@ def show(display):
     display.line("after")
 
 
+LEFT = "1:40 left"
 NARROW = {
-    0: f"step 5/10 [{'#' * 15}{'.' * 15}] loss 3.25, 1,234 tokens/s  0:01:40 left",
-    100: f"step 5/10 [{'#' * 15}{'.' * 15}] loss 3.25, 1,234 tokens/s  0:01:40 left",
-    70: f"step 5/10 [{'#' * 9}{'.' * 9}] loss 3.25, 1,234 tokens/s  0:01:40 left",
-    56: "step 5/10 loss 3.25, 1,234 tokens/s  0:01:40 left",
-    40: "step 5/10 loss 3.25, 1,...  0:01:40 left",
-    20: "step 5/10 ...  0:01:40 left",
+    0: f"step 5/10 [{'#' * 15}{'.' * 15}] loss 3.25, 1,234 tokens/s  accuracy 0.5  {LEFT}",
+    100: f"step 5/10 [{'#' * 15}{'.' * 15}] loss 3.25, 1,234 tokens/s  accuracy 0.5  {LEFT}",
+    70: f"step 5/10 [{'#' * 3}{'.' * 4}] loss 3.25, 1,234 tokens/s  accuracy 0.5  {LEFT}",
+    60: f"step 5/10 loss 3.25, 1,234 tokens/s  accuracy 0.5  {LEFT}",
+    59: f"step 5/10 [{'#' * 5}{'.' * 5}] loss 3.25, 1,234 tokens/s  {LEFT}",
+    50: f"step 5/10 loss 3.25, 1,234 tokens/s  {LEFT}",
+    40: f"step 5/10 loss 3.25, 1,234...  {LEFT}",
+    20: f"step 5/10 ...  {LEFT}",
 }
+STYLES = re.compile(r"\x1b\[[012]m")
 
 
 @pytest.mark.parametrize("columns", NARROW)
@@ -62,8 +67,32 @@ def test_a_narrow_terminal_shows_the_end_of_the_bar(columns, monkeypatch):
     clock = iter([0.0, 0.0, 100.0])
     monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     display.begin(0, 10)
-    display.move(5, "loss 3.25, 1,234 tokens/s")
-    assert stream.getvalue().rpartition("\x1b[?7l")[2].removesuffix("\x1b[?7h") == NARROW[columns]
+    display.move(5, "loss 3.25, 1,234 tokens/s", "accuracy 0.5")
+    bar = STYLES.sub("", stream.getvalue().rpartition("\x1b[?7l")[2])
+    assert bar.removesuffix("\x1b[?7h") == NARROW[columns]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TERM", "xterm"), ("NO_COLOR", "1"), ("TERM", "dumb"), (None, None)]
+)
+def test_only_a_terminal_with_colours_has_styles_and_none_cuts_a_word(name, value, monkeypatch):
+    """The numbers of versions, paths, hashes and of other text's escape sequences stay whole."""
+    for variable in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(variable, raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO() if name is None else Failing()
+    monkeypatch.setattr(stream, "fileno", lambda: 1)
+    monkeypatch.setattr(os, "get_terminal_size", lambda descriptor: os.terminal_size((38, 24)))
+    text = "918,656 of jax 0.10.2 in e6fe0f9, lr 1e-05, x/2-3, \x1b[2;31m7\x1b[0m 5"
+    Display("", stream=stream).rows(f"model   {text}")
+    shown = stream.getvalue()
+    has_styles = (name, value) == ("TERM", "xterm")
+    assert STYLES.sub("", shown).split() == ["model", *STYLES.sub("", text).split()]
+    assert max(map(len, STYLES.sub("", shown).splitlines())) <= 38 or value in (None, "dumb")
+    assert ("\x1b[2mmodel\x1b[0m" in shown) == has_styles
+    bold = re.findall("\x1b\\[1m(.*?)\x1b", shown)
+    assert bold == (["918,656", "0.10.2", "1e-05", "5"] if has_styles else [])
 
 
 ERRORS = [

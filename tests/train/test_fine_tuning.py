@@ -239,12 +239,14 @@ def test_what_only_adapters_have_is_refused_of_other_runs(
 
 @pytest.mark.journey
 def test_a_run_needs_the_folder_that_it_began_with_no_more(
-    tmp_path, command, whole_run, monkeypatch
+    tmp_path, command, whole_run, monkeypatch, capsys
 ):
+    """But it does not take another folder that does not exist for that one."""
     run = shutil.copytree(whole_run, tmp_path / "run")
     gone = whole_run.parent / "copied"
     assert main([f"--config={run}/config.yaml", f"--run.dir={run}", "--train.steps=4"]) == 0
     assert main([*command, f"--model.from-hf={gone}", "--train.steps=5"]) == 0
+    assert_refused(main, [*command, "--model.from-hf=nowhere"], "nowhere: no such folder", capsys)
     assert convert(["export", str(run), str(tmp_path / "out")]) == 0
     monkeypatch.setattr("sys.stdin", io.StringIO("aaa\n"))
     assert generate([f"--model={run}", "--chat", "--max-tokens", "2"]) == 0

@@ -21,6 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxtp
 from jaxtp.analysis.step_costs import active_parameters, described
+from jaxtp.config import console
 from jaxtp.config.schema import from_yaml, to_plain
 from jaxtp.guards.hook import NextStep
 from jaxtp.guards.profiler import Profiler
@@ -349,10 +350,17 @@ def test_a_step_shows_the_metrics_of_a_loss(capsys):
 
 
 def test_a_bar_shows_the_metrics_that_fit(monkeypatch, capsys):
+    """Of a loss, then those that a callback logged, then the time to the next evaluation."""
     values = {"loss": 0.5, "rewards/margins": 0.25, "rewards/chosen": 1.0}
     report = Report(tuple(values)[1:])
+    report.logged = {"seen": 3.0}
     report.has_bar = True
-    monkeypatch.setattr(report, "_columns", lambda: 60)
+    monkeypatch.setattr(console, "columns_of", lambda stream: 60)
     report.begin(0, 9)
-    report.step(9, values, "7 rows/s")
-    assert "loss 0.5000  7 rows/s  rewards/mar...  0:00:00 left" in capsys.readouterr().out
+    report.step(9, values, "7 rows/s", 61.0)
+    shown = "step 9/9 loss 0.5000  7 rows/s  rewards/chosen 1  0:00 left"
+    assert shown in capsys.readouterr().out
+    monkeypatch.setattr(console, "columns_of", lambda stream: 120)
+    report.step(9, values, "7 rows/s", 61.0)
+    shown = "rewards/margins 0.25  rewards/chosen 1  seen 3  evaluation in 1:01  0:00 left"
+    assert shown in capsys.readouterr().out

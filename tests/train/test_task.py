@@ -316,7 +316,7 @@ MISTAKES = {
     "a size": ({"settings": EIGHT}, "the batches have 32 rows"),
     "a dim": (
         {"mesh": "dp=5"},
-        r"32 rows, which dp\*fsdp\*accumulation=5 does not divide; dp can be 1, 2, 4$",
+        r"32 rows, not divisible by mesh.dp=5; dp can be 1, 2, 4$",
     ),
     "a list of batches": (
         {"batches": IN_MEMORY, "loss": flattening},

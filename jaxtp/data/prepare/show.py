@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtp.config.console import has_colour, printable
+from jaxtp.config.console import has_colour, printable, styled
 from jaxtp.config.entry import escaped
 from jaxtp.config.schema import ConfigError, expand
 from jaxtp.data.documents import Tokens
@@ -25,8 +25,6 @@ from jaxtp.data.tokenizer import Tokenizer, load_tokenizer
 
 _MARKS = "⟦⟧"
 """Around what is learned, where there are no colours; in texts they are escaped."""
-_GREEN = "\x1b[32m{}\x1b[0m"
-_BOLD = "\x1b[1m{}\x1b[0m"
 _PAIR = ("chosen", "rejected")
 
 
@@ -123,8 +121,7 @@ class _Picture:
         """Prints a document and the numbers of its tokens; raises `TokenizerError`."""
         # No token predicts the first one.
         start = max(num_prompt, 1)
-        heading = f"== {place} =="
-        self._print(_BOLD.format(heading) if self._has_colour else heading)
+        self._print(styled(f"== {place} ==", "bold", self._has_colour))
         if self._with_tokens:
             for index, token in enumerate(tokens.tolist()):
                 _, text = self._parts(tokens[max(index - 1, 0) : index + 1], min(index, 1))
@@ -164,4 +161,4 @@ class _Picture:
         if not self._has_colour:
             return text.join(_MARKS)
         # Pagers end colours at the end of a line.
-        return "\n".join(_GREEN.format(line) if line else line for line in text.split("\n"))
+        return "\n".join(styled(line, "green", self._has_colour) for line in text.split("\n"))

@@ -127,7 +127,7 @@ def _check(argv: Sequence[str]) -> int:
         for verdict in verdicts(small.config, cases, subject):
             display.line("\n".join(verdict.lines()))
             results.append(verdict)
-            display.move(len(results), "")
+            display.move(len(results))
     compared = [verdict for verdict in results if not verdict.left_out]
     left_out = [verdict for verdict in results if verdict.left_out and verdict.case.devices > 1]
     if left_out and (config.meshes or all(verdict.case.devices == 1 for verdict in compared)):

@@ -168,7 +168,7 @@ def _run(argv: Sequence[str]) -> None:
 def _progress(verb: str) -> Iterator[Progress]:
     with Display(f"{{done}}% {verb}", stream=sys.stderr) as display:
         display.begin(0, 100)
-        yield lambda finished, total: display.move(100 * finished // max(total, 1), "")
+        yield lambda finished, total: display.move(100 * finished // max(total, 1))
 
 
 def import_run(command: Import) -> str:

@@ -6,6 +6,7 @@ if __name__ == "__main__":
     start("jaxtp estimate")
 
 import math
+import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -18,6 +19,7 @@ from jaxtp.analysis.tables import Record, gigabytes
 from jaxtp.config import entry
 from jaxtp.config.affects import Argument, in_short_help
 from jaxtp.config.command_line import Command
+from jaxtp.config.console import columns_of, for_terminal, has_colour
 from jaxtp.config.files import require_writable, write_json, writing
 from jaxtp.config.schema import (
     ConfigError,
@@ -166,7 +168,8 @@ def _estimate(argv: Sequence[str]) -> int:
     require_matmul(where.hardware, config.model.precision.matmul)
     check_kernels(config, mesh_shape(), where.hardware.architecture)
     model = describe_model(config)
-    print(heading(config, where, model), *notes, sep="\n", end="\n\n", flush=True)
+    text = "\n".join([heading(config, where, model), *notes, ""])
+    print(for_terminal(text, sys.stdout), flush=True)
     best, numbers = _search(options, config, where, model)
     fits, failure = _compile(options, best, numbers)
     write_json("--json", options.json, numbers)
@@ -190,13 +193,15 @@ def _search(
     meshes: Sequence[Sizes] = parse_meshes(options.meshes, options.hardware, where.devices)
     meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
     results = search(config, where, model, meshes, as_configured=options.as_configured)
-    print(ranking(results), end="\n\n", flush=True)
+    table = ranking(results, columns_of(sys.stdout), has_colour(sys.stdout))
+    print(table, end="\n\n", flush=True)
     configured = None
     if not (options.as_configured or options.meshes):
         configured = _configured(config, where, model)
     best = results.settings[0]
     alternatives = faster(results) if best.fits else list(remedies(results))
-    print(explained(results, configured, alternatives, options.price), flush=True)
+    text = explained(results, configured, alternatives, options.price)
+    print(for_terminal(text, sys.stdout), flush=True)
     numbers = record(results)
     numbers["configured"] = None if configured is None else setting_record(configured)
     numbers["alternatives"] = [

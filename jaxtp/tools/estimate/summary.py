@@ -12,6 +12,7 @@ from jaxtp.analysis.collective import Collective, with_joined_axes
 from jaxtp.analysis.hardware import GB, TABLE, link_of
 from jaxtp.analysis.step_costs import describe_active, describe_padding
 from jaxtp.analysis.tables import Cells, Record, between, columns, gigabytes
+from jaxtp.config.console import styled
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.estimate.remedies import Alternative
 from jaxtp.tools.estimate.search import (
@@ -34,6 +35,7 @@ from jaxtp.train.run_report import (
 from jaxtp.train.validation import chosen_kernels, share_of
 
 MAX_ROWS = 10
+_LESS_NEEDED = (7, 6, 2)  # Columns that a narrow terminal lacks, the first to go first
 EXACT_MEMORY = ("parameters", "optimizer", "batch")
 
 
@@ -96,11 +98,18 @@ def _loss(config: TrainConfig, model: Model) -> dict[str, str]:
     }
 
 
-def ranking(results: Search) -> str:
-    """Formats a table with each mesh's best setting."""
+def ranking(results: Search, width: int, has_colour: bool) -> str:
+    """Formats a table with each mesh's best setting, where it is too wide with fewer columns."""
     shown = results.settings[:MAX_ROWS]
     header = ("mesh", "remat", "micro-batches", "GB", "to spare", "tokens/s", "MFU", "computing")
-    lines = [columns(header, list(map(_row, shown)))]
+    cells = [list(header), *map(list, map(_row, shown))]
+    lines = columns(cells[0], cells[1:]).splitlines()
+    for column in _LESS_NEEDED:
+        if max(map(len, lines)) > width:
+            for row in cells:
+                del row[column]
+            lines = columns(cells[0], cells[1:]).splitlines()
+    lines[1] = styled(lines[1], "bold", has_colour and shown[0].fits)
     if more := len(results.settings) - len(shown):
         lines.append(f"... and {more} more meshes (--json FILE has all)")
     counts = f"settings tried: {len(results.all):,}; meshes: {len(results.settings):,}"
@@ -156,6 +165,7 @@ def explained(
     verdict = "" if best.fits else "nothing fits; the least is "
     rows = [
         ("best", f"{verdict}{_used(best)}"),
+        *(("why", text) for text in _reasons(results)),
         ("memory", memory_by_kind(best)),
         *(("", text) for text in _warnings(best)),
     ]
@@ -171,6 +181,25 @@ def explained(
     for other in alternatives:
         rows.append(("try", f"{other}: {_proposed(other.setting, best, price)}"))
     return "\n".join(f"{label:<8}{text}" for label, text in rows)
+
+
+def _reasons(results: Search) -> Iterator[str]:
+    # Why the best setting is the first, and the largest part of its time.
+    best = results.settings[0]
+    if not best.fits:
+        return
+    peers = [
+        other for other in results.settings if other.fits and other.has_margin == best.has_margin
+    ]
+    fastest = min(peers, key=lambda other: other.time.expected)
+    reason = "the fastest mesh that fits"
+    if fastest is not best:
+        reason = f"the simplest mesh that is about as fast as the fastest, {fastest}"
+    seconds = _seconds(best)
+    largest = max(seconds, key=seconds.__getitem__)
+    share = f"{seconds[largest] / best.time.serial:.0%}"
+    kind = "communication " if largest.startswith("over") else ""
+    yield f"it is {reason}; the largest part of a step, {share}, is {kind}{largest}"
 
 
 def _proposed(setting: Setting, best: Setting, price: float | None) -> str:

@@ -53,9 +53,10 @@ from jaxtp.plans.module_wrappers import Method, original_class
 from jaxtp.plans.parallelize import Build, original_model, parallelize
 from jaxtp.plans.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.plans.run_styles import role_of
-from jaxtp.plans.styles import Style
+from jaxtp.plans.styles import Colwise, Style
 
 _SCOPE = "module:"
+_KERNELS = ".kernels"  # The last word of the parameters of jaxtp's layers split by columns
 _BY_PROGRAM = "the program"
 _BY_COMPILER = "the compiler"
 _MODULE_HEADER = ("module", "class", "style", "parameter", "shape", "split", "bytes on a device")
@@ -348,6 +349,7 @@ def _sections(explanation: Explanation) -> Iterator[str]:
         sent_by_axes = with_joined_axes(explanation.sent_by_axes())
         totals = ", ".join(f"{sent:,.0f} over {axes}" for axes, sent in sent_by_axes.items())
         yield f"each device sends, forward and backward, in bytes: {totals}"
+        yield from _missing_sum(explanation)
     if explanation.products:
         yield (
             f"each device computes {explanation.flops:,.0f} FLOPs in matrix products, and saves "
@@ -355,6 +357,26 @@ def _sections(explanation: Explanation) -> Iterator[str]:
         )
     for note in explanation.notes:
         yield f"note: {note}"
+
+
+def _missing_sum(explanation: Explanation) -> Iterator[str]:
+    """Yields why the first layer that is split by columns has no sum backward, if it has none."""
+    over_tp = [collective for collective in explanation.traffic if TP in collective.axes]
+    by_columns = [
+        row.path.removesuffix(_KERNELS)
+        for row in explanation.rows
+        if isinstance(row.style, Colwise) or row.path.endswith(_KERNELS)
+    ]
+    if not over_tp or not by_columns:
+        return
+    # Layers that share an input share the sum, which may be counted in one beside or around them.
+    block = by_columns[0].rpartition(".")[0]
+    summed = {_module_of(collective) for collective in over_tp if collective.backward}
+    if not any(path.startswith(block) or block.startswith(path) for path in summed):
+        yield (
+            f"{by_columns[0]} has no sum over tp backward: no parameter comes before it, so its "
+            "input needs no gradient"
+        )
 
 
 def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Sizes) -> Iterator[Cells]:

@@ -28,7 +28,7 @@ from jaxtp.tools.estimate.search import (
     search,
     target,
 )
-from jaxtp.tools.estimate.summary import device_hours, explained, heading
+from jaxtp.tools.estimate.summary import device_hours, explained, heading, ranking
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.validation import check_kernels
 
@@ -198,6 +198,13 @@ def test_the_best_setting_is_explained():
     )
     assert re.search(rf": [\w ]+ {largest / time.serial:.0%}, ", told["step"])
     assert f", {time.expected / other.time.expected:.2f} x as fast" in told["now"]
+    assert "it is the" in told["why"]
+    assert f", {largest / time.serial:.0%}, is " in told["why"]
+    wide = ranking(result, 200, has_colour=False)
+    narrow = ranking(result, 80, has_colour=True)
+    assert ("computing" in wide, "computing" in narrow) == (True, False)
+    assert max(map(len, narrow.splitlines())) <= 80 + len("\x1b[1m\x1b[0m")
+    assert narrow.splitlines()[1].startswith(f"\x1b[1m{best} ")
     assert {"memory", "step", "run"} <= set(told)
     # With room for everything, more of the memory for JAX makes nothing faster.
     assert "MEM_FRACTION" not in str(list(proposed(alternatives)))

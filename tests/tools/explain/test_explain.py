@@ -79,6 +79,7 @@ def test_bytes_stored_and_sent_are_those_by_hand(sizes):
     table = " ".join(str(found).split())
     assert "layers.*.w1 x 3 Linear Colwise()" in table
     assert "layers.*.norm" in table
+    assert "no sum over tp" not in table, "the norm before the first layer learns"
 
 
 @pytest.mark.wide
@@ -247,6 +248,7 @@ def test_a_module_shares_the_inputs_of_its_layers():
     }
     found = explained(plan, make=lambda: FeedForward(nnx.Rngs(0)))
     assert "the model itself" in str(found)
+    assert "w1 has no sum over tp backward" in str(found), "its input is data"
     assert not found.notes
 
 
