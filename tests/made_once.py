@@ -11,33 +11,15 @@ import shutil
 
 import pytest
 from runs import TEXT
+from tables import read_table
 
 from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
 
-TINY_MODEL = {
-    "--model.d-model": 16,
-    "--model.num-layers": 1,
-    "--model.num-heads": 4,
-    "--model.num-kv-heads": 2,
-    "--model.head-dim": 4,
-    "--model.d-ff": 16,
-    "--data.sequence-length": 32,
-    "--data.global-batch-size": 4,
-    "--mesh.dp": 1,
-    "--mesh.fsdp": 1,
-    "--mesh.tp": 1,
-}
-TINY_RUN = {
-    "--train.steps": 4,
-    "--train.log-every": 1,
-    "--checkpoint.every": 2,
-    "--eval.every": 4,
-    "--eval.batches": 1,
-    "--optimizer.warmup-steps": 1,
-    "--optimizer.learning-rate": 0.02,
-}
+TABLES = read_table(__file__)
+TINY_MODEL = TABLES["tiny model"]
+TINY_RUN = TABLES["tiny run"]
 
 
 def words_of(flags):

@@ -8,7 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from tables import write_json
+from tables import read_table, write_json
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(2000))
 SMALL = [
@@ -25,22 +25,7 @@ SMALL = [
     "--optimizer.warmup-steps=2",
 ]
 OF_ANY_MODEL = SMALL[4:]
-SMOL_LM = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "rms_norm_eps": 1e-5,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "rope_theta": 100000,
-    "torch_dtype": "bfloat16",
-}
+SMOL_LM = read_table(__file__)
 """The config.json of SmolLM2-135M, whose number of heads no power of two divides."""
 
 

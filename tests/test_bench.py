@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import read_table
 
 from jaxtp.analysis.collective import Collective
 from jaxtp.analysis.hardware import find, read
@@ -62,17 +63,11 @@ def messages(bench, axis, devices, speed, noise=(1, 1, 1, 1)):
 
 
 @pytest.mark.parametrize(
-    ("like", "sizes", "speeds"),
-    [
-        ("h100", mesh_shape(tp=8), {"tp": 3e11}),
-        ("h100", mesh_shape(fsdp=2, tp=4), {"fsdp": 1e11, "tp": 3e11}),
-        ("h100", mesh_shape(fsdp=8, tp=8), {"fsdp": 2e10, "tp": 3e11}),
-        ("h100", mesh_shape(fsdp=16), {"fsdp": 8e10}),
-        ("h100", mesh_shape(), {}),
-        ("mi300x", mesh_shape(tp=4), {"tp": 1.5e11}),
-    ],
+    ("like", "axes", "speeds"),
+    read_table(__file__),
 )
-def test_an_estimate_reckons_with_what_was_measured(like, sizes, speeds, tmp_path):
+def test_an_estimate_reckons_with_what_was_measured(like, axes, speeds, tmp_path):
+    sizes = mesh_shape(**axes)
     table = find(like)
     lines = []
     for axis, speed in speeds.items():

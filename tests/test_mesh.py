@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from runs import run_program
 from support import use_mesh
+from tables import read_table
 
 from jaxtp import (
     AttentionConfig,
@@ -38,6 +39,8 @@ from jaxtp.mesh import (
     platform_of,
 )
 
+TABLES = read_table(__file__)
+
 
 class FakeGPU:
     """A device with the attributes that the check of the count reads."""
@@ -48,12 +51,7 @@ class FakeGPU:
 
 @pytest.mark.parametrize(
     ("kind", "version", "platform"),
-    [
-        ("NVIDIA H100", "cuda 12090", "cuda"),
-        ("AMD Instinct MI300X", "rocm 60300", "rocm"),
-        ("gfx942", "", "rocm"),
-        ("Instinct MI250", "PJRT C API\nrocm 60300", "rocm"),
-    ],
+    TABLES["gpus"],
 )
 def test_gpus_of_amd_are_no_gpus_of_nvidia(kind, version, platform):
     device = FakeGPU()
@@ -77,15 +75,7 @@ def test_minus_one_takes_what_is_left():
 
 @pytest.mark.parametrize(
     "sizes",
-    [
-        {"tp": 0},
-        {"dp": -2},
-        {"dp": -1, "tp": -1},
-        {"tp": 3, "dp": -1},
-        {"tp": "2"},
-        {"tp": 2.0},
-        {"fsdp": None},
-    ],
+    TABLES["sizes"],
 )
 def test_impossible_sizes(sizes):
     with pytest.raises(MeshError, match="|".join(f"{axis}[= ]" for axis in sizes)):

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import mesh_by_size, swept
+from tables import read_table
 from variants import small_model
 
 import jaxtp
@@ -29,18 +30,7 @@ MODEL = small_model(d_model=32, num_heads=8, head_dim=8, d_ff=64, loss_chunk=8)
 QUICK = {"xla_backend_optimization_level": 0}
 
 
-VARIANTS = {
-    "llama": {},
-    "large vocabulary": {"vocab_size": 509},  # its embedding exchanges activations over fsdp
-    "everything": {
-        "tie_embeddings": True,
-        "attention_bias": True,
-        "attention_out_bias": True,
-        "mlp_bias": True,
-        "qk_norm": "projection",
-        "dropout": 0.1,
-    },
-}
+VARIANTS = read_table(__file__)
 
 
 @cache

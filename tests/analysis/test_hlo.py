@@ -1,8 +1,11 @@
 """Reading HLO text: groups of devices in every spelling, loops, callers' names."""
 
 import pytest
+from tables import read_table
 
 from jaxtp.analysis.hlo import HloError, count_collectives_in_hlo, count_flops_in_hlo
+
+TABLES = read_table(__file__)
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 
@@ -26,30 +29,9 @@ def only(text):
     return collective, times
 
 
-GROUPS = {
-    "replica_groups={{0,1,2,3},{4,5,6,7}}": "tp 4",
-    "replica_groups={{0,4},{1,5},{2,6},{3,7}}": "fsdp 2",
-    "replica_groups=[2,4]<=[8]": "tp 4",
-    "replica_groups=[4,2]<=[2,4]T(1,0)": "fsdp 2",
-    "replica_groups=[1,8]<=[8]": "fsdp tp 8",
-    "replica_groups=mesh['fsdp'=2,'tp'=4] {'tp'}": "tp 4",
-    "replica_groups=mesh['dp'=1,'fsdp'=2,'tp'=4] {'dp','fsdp'}": "fsdp 2",
-    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) "
-    "{'axis_2'}": "fsdp 2",
-    "replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) "
-    "{'axis_1'}": "tp 4",
-    "replica_groups={}": "fsdp tp 8",
-    "replica_groups={{0,1},{2,3},{4,5},{6,7}}": "tp 2",  # a part of an axis
-}
-PERMUTATIONS = {
-    "source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}": "tp 4",
-    # The first device sends to itself, as do two of four.
-    "source_target_pairs={{0,0},{2,1},{4,4},{6,5},{1,2},{3,3},{5,6},{7,7}}": "tp 4",
-}
-
-
 @pytest.mark.parametrize(
-    ("kind", "spelled"), [("all-reduce", GROUPS), ("collective-permute", PERMUTATIONS)]
+    ("kind", "spelled"),
+    [("all-reduce", TABLES["groups"]), ("collective-permute", TABLES["permutations"])],
 )
 def test_axes_are_recovered_from_device_ids(kind, spelled):
     found = {}
@@ -124,14 +106,7 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
 
 @pytest.mark.parametrize(
     ("old", "new", "turns"),
-    [
-        ("KNOWN", "", 5),
-        ("KNOWN", ', backend_config={"known_trip_count":{"n":"7"}}', 7),
-        ("constant(1)", "constant(2)", 3),
-        ("%zero = s32[] constant(0)", "%zero = s32[] constant(-4)", 9),
-        # As jax 0.12 spells a part of a tuple
-        ("get-tuple-element(%p.1), index=0", "copy(%p.1#0)", 5),
-    ],
+    TABLES["turns"],
 )
 def test_loops_count_their_turns_and_callers_name_the_module(old, new, turns):
     collective, times = only(LOOP.replace(old, new).replace("KNOWN", ""))
@@ -140,16 +115,7 @@ def test_loops_count_their_turns_and_callers_name_the_module(old, new, turns):
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [
-        ("%n = s32[] constant(5)", "%n = f32[] constant(0)"),
-        ("compare(%i.1, %n)", "compare(%unknown, %n)"),
-        ("direction=LT", "direction=LE"),
-        ("get-tuple-element(%p.1), index=0", "get-tuple-element(%p.1), index=1"),
-        ("%zero = s32[] constant(0)", "%zero = s32[] reduce(%x.2, %x.2), to_apply=%sum"),
-        ("add(%i, %by)", "multiply(%i, %by)"),
-        ("add(%i, %by)", "add(%i, %i)"),
-        ("%by = s32[] constant(1)", "%by = s32[] constant(-1)"),
-    ],
+    TABLES["no counter"],
 )
 def test_a_loop_without_a_counter_has_no_count(old, new):
     collective, times = only(LOOP.replace(old, new).replace("KNOWN", ""))

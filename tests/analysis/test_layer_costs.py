@@ -13,6 +13,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import swept
+from tables import read_table
 from variants import small_model
 
 import jaxtp
@@ -128,24 +129,8 @@ MODEL = small_model(
     rope_theta=None,
     qk_norm="head",
 )
-PIECES = {
-    "attention_gate": True,
-    "value_is_key": True,
-    "rotary_fraction": 0.5,
-    "rope_theta": 2.0,
-    "norm": "layer_plain",
-    "qk_norm": "heads",
-    "query_temperature": 0.5,
-}
 DELTA = {"delta_value_heads": 6, "delta_key_heads": 3, "delta_key_dim": 8, "delta_value_dim": 6}
-CASES = {
-    "pieces": ({"cp": 2, "tp": 4}, 1, {"remat": "save_dots", **PIECES}),
-    "micro-batches": ({"dp": 2, "cp": 2, "tp": 4}, 2, {"remat": "save_gathered"}),
-    "nothing recomputed": ({"dp": 2, "fsdp": 2, "tp": 2}, 1, {"remat": "none"}),
-    "rings": ({"fsdp": 2, "tp": 2}, 2, {"remat": "full", "overlap": "ring"}),
-    "states": ({"dp": 2, "tp": 4}, 2, {"remat": "save_dots", "attention_bias": False, **DELTA}),
-    "states over cp": ({"cp": 4, "tp": 2}, 2, {"remat": "full", **DELTA}),
-}
+CASES = read_table(__file__)
 
 
 @swept("name", CASES, "pieces")

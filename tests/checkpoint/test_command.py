@@ -10,7 +10,7 @@ import jax
 import pytest
 from small_state import small_state
 from support import assert_refused
-from tables import read_json
+from tables import read_json, read_table
 
 import jaxtp
 from jaxtp.checkpoint import storage
@@ -25,14 +25,7 @@ def run(tmp_path_factory):
     larger by one.
     """
     folder = tmp_path_factory.mktemp("run")
-    info = {
-        "next_sample": 8,
-        "mesh": {"dp": 1, "fsdp": 2, "tp": 2},
-        "processes": 1,
-        "versions": {"jax": "x"},
-        "corpus": {"sha256": "abc"},
-        "config": {"model": {"d_model": 8}},
-    }
+    info = read_table(__file__)
     mesh = jaxtp.make_mesh(fsdp=2, tp=2)
     with Checkpoints(folder / "checkpoints") as checkpoints:
         for step in (1, 2):

@@ -18,7 +18,7 @@ from numpy.testing import assert_array_equal
 from runs import run_program
 from small_state import save_steps, small_state, weight_of
 from structures import plant, watched
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 
 import jaxtp
 from jaxtp.checkpoint import storage
@@ -30,6 +30,8 @@ from jaxtp.checkpoint.storage import describe_arrays, seal
 from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
+
+TABLES = read_table(__file__)
 
 HERE = Path(__file__).parent
 GUIDE = HERE.parents[1] / "jaxtp/guides/resume_and_repair.md"
@@ -107,23 +109,12 @@ def test_a_checkpoint_of_an_older_version_is_read(tmp_path, absent):
     assert_array_equal(weight_of(restored), weight_of(state))
 
 
-WRONG_ENTRIES = [
-    {"dtypes": {"a": "bogus"}},
-    {"dtypes": 3},
-    {"shapes": {"a": ["2"]}},
-    {"shapes": {"a": [[2]]}},
-    {"checksums": {"a": 1}},
-    {"checksums": []},
-    {"specs": {"a": 1}},
-]
-
-
 def test_an_info_that_describes_no_arrays_is_damaged(tmp_path):
     described = {"shapes": {"a": [2]}, "dtypes": {"a": "float32"}, "checksums": {"a": "0" * 16}}
     (tmp_path / "info").mkdir()
     write_json(tmp_path / "info/metadata", seal(described))
     assert storage.read_info(tmp_path) == described
-    for entries in WRONG_ENTRIES:
+    for entries in TABLES["wrong entries"]:
         write_json(tmp_path / "info/metadata", seal(described | entries))
         with pytest.raises(DamagedError, match="its info describes no arrays"):
             storage.read_info(tmp_path)
@@ -193,16 +184,9 @@ def test_plain_orbax_reads_a_checkpoint_on_one_device(tmp_path):
     assert_array_equal(np.load(tmp_path / "embedding.npy"), embedding)
 
 
-PLANTED = {
-    "info/metadata": ("pipe", "device", "sparse file", "empty file"),
-    "state/_METADATA": ("pipe", "sparse file"),
-    "state/manifest.ocdbt": ("device",),
-}
-
-
 def test_what_is_no_file_of_a_checkpoint_is_damage(tmp_path):
     save_steps(tmp_path, 1).close()
-    for name, kinds in PLANTED.items():
+    for name, kinds in TABLES["planted"].items():
         path = tmp_path / "1" / name
         whole = path.read_bytes()
         for kind in kinds:

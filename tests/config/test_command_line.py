@@ -35,8 +35,9 @@ from jaxtp.generate.__main__ import COMMAND as GENERATE
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.convert.__main__ import COMMANDS as CONVERT
 from jaxtp.tools.estimate.__main__ import COMMAND as ESTIMATE
-from jaxtp.tools.evaluate.__main__ import COMMAND as EVALUATE
 from jaxtp.train.__main__ import COMMAND as TRAIN
+
+TABLES = read_table(__file__, "command_lines")
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "completion.py"
 
@@ -146,30 +147,13 @@ def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
     assert "or its adapters in PEFT's format." in " ".join(capsys.readouterr().out.split())
     assert jaxtp_main(["--version"]) == 0
     assert re.fullmatch(r"jaxtp \d+\.\d+\.\d+\n", capsys.readouterr().out)
-    for words, said in {
-        "estimte": "jaxtp: error: 'estimte' is not a command of jaxtp; did you mean jaxtp "
-        "estimate?\n",
-        "convert exprt": "did you mean jaxtp convert export?",
-        "bench comm --out a.yaml": "jaxtp bench is now python scripts/bench.py",
-        "convert plan models/llama": "convert plan is now jaxtp explain --model.from-hf",
-        "completion bash": "jaxtp completion is now python scripts/completion.py",
-    }.items():
+    for words, said in TABLES["hints"].items():
         assert_refused(jaxtp_main, words.split(), said, capsys)
 
 
 def test_a_mesh_is_one_flag_or_several():
-    whole = {"fsdp": 2, "tp": 8}
-    for command, words, sizes in (
-        (TRAIN, "--mesh fsdp=2,tp=8", whole),
-        (TRAIN, "--mesh=tp=8 --mesh.fsdp 2", whole),
-        (TRAIN, "--mesh.fsdp 2 --mesh tp=8", whole),
-        (TRAIN, "--config configs/llama3_8b.yaml --mesh fsdp=2,tp=8", whole),
-        (TRAIN, "--mesh fsdp=-1,tp=4", {"fsdp": -1, "tp": 4}),
-        (GENERATE, "--mesh fsdp=2", {"fsdp": 2}),
-        (EVALUATE, "--mesh cp=2", {"cp": 2}),
-        (CONVERT["export"], "a b --mesh tp=2", {"tp": 2}),
-    ):
-        asked, _ = command.load(words.split())
+    for program, words, sizes in read_table(__file__, "meshes"):
+        asked, _ = COMMANDS[program].load(words.split())
         found = {
             axis: size
             for axis, size in vars(asked.mesh).items()
@@ -370,17 +354,7 @@ def test_golden_output(flags, terminal, capsys):
 def test_bash_completes(tmp_path):
     printed = run_program(sys.executable, SCRIPT, "bash", check=True)
     (tmp_path / "jaxtp.bash").write_text(printed.stdout)
-    offered = {
-        "train --model.lora.ra": "--model.lora.rank",
-        "convert ex": "export",
-        "convert export --ad": "--adapters",
-        "train --model.remat save_d": "save_dots",
-        "check --checkpoint.": "",
-        "check --data.mix": "",
-        "train --mesh.no": "--mesh.no-allow-padding",
-        "train --config /": "",
-        "launch --processes 2 -- jaxtp tr": "train",
-    }
+    offered = TABLES["completions"]
     asked = [
         f"source {tmp_path / 'jaxtp.bash'}",
         "f=$(complete -p jaxtp | sed 's/.*-F \\([^ ]*\\) .*/\\1/')",

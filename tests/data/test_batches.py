@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import mesh_by_size
+from tables import read_table
 
 import jaxtp
 from jaxtp.data.batches import Position
@@ -415,7 +416,15 @@ def changing(key, value):
     )
 
 
-WRONG = {
+def always(batch):
+    return lambda step: batch
+
+
+TABLES = read_table(__file__)
+WRONG = TABLES["datasets"] | {
+    name: (always(batch), message) for name, (batch, message) in TABLES["batches"].items()
+}
+WRONG |= {
     "another shape": (
         changing("x", np.zeros((B, 3))),
         r"step 3: column 'x' is float32\[3\].*was float32\[2\]",
@@ -430,35 +439,23 @@ WRONG = {
     ),
     "unequal rows": (changing("y", np.zeros(3)), r"step 3: columns differ .*x \[8, 2\], y \[3\]"),
     "more rows": (lambda step: {"x": np.zeros(B + step)}, "step 2: has 9 rows, more than the 8"),
-    "numbers": (lambda step: {"x": 1}, "these are samples"),
-    "text": (lambda step: {"t": ["a", "b"]}, "column 't' is text"),
-    "ragged": (lambda step: {"t": [[1], [1, 2]]}, "column 't'.*pad its rows"),
-    "beyond 32 bits": (lambda step: {"x": [2**40]}, "1099511627776, which does not fit into int32"),
     "a bare array": (lambda step: np.zeros(B), "gives a ndarray; it must give a dict"),
-    "nothing": (lambda step: {}, "gives no columns"),
     "an error": (
         lambda step: {"x": [1 // (1 - step)]},
         r"step 2 fails .*test_batches.py, line \d+: .*ZeroDivisionError",
     ),
-    "an error of a dataset": ([{"x": 1}, {}] * 4, "step 1: gives no columns"),
-    "another sample": ([{"x": 1}, {"x": [1]}] * 4, "step 1: column 'x' is int32"),
-    "nothing in a dataset": ([{"x": None}] * 8, "column 'x' has None"),
-    "no rows": ([], "has no rows"),
     "an empty stream": (lambda: iter([]), "has no batches"),
     "parameters": (lambda step, shard: {}, r"takes \(step, shard\)"),
     "rows alone": (lambda rows: {"x": np.zeros(8)}, r"takes \(rows\)"),
     "one batch": (lambda: {"x": np.zeros(4)}, "is a dict of x.*give a function of the step"),
-    "splits": ({"train": [], "test": []}, "train, test: choose one split"),
     "a dict in a batch": (
         lambda step: {"x": {"ids": np.zeros(4), "mask": np.ones(4)}},
         "column 'x' is a dict of ids, mask, and a column is one array; .* such as 'x_ids'",
     ),
-    "a dict in a sample": ([{"x": {"ids": 1}}] * 8, "column 'x' is a dict of ids"),
     "equal names": (
         lambda step: {0: np.zeros(4), "0": np.ones(4)},
         "has columns 0 and '0', which have one name",
     ),
-    "a path": ("data.jsonl", "is a str"),
     "fewer rows than asked": (
         lambda step, rows: {"x": np.zeros(3)},
         "returned 3 rows, but was called with 8",

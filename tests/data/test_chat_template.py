@@ -7,21 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from corpora import write
 from support import swept
+from tables import read_table
 
 from jaxtp.data import chat_template as limits
 from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.worker import Worker
 
+TABLES = read_table(__file__)
+
 MESSAGES = [{"role": "user", "content": "é"}]
-NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLING = (
-    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% "
-    "endfor %}{{ n.x }}"
-)
-CALLS = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
-TIME = "takes more than 0.2 s of computing"
-SPACE = "takes more than 1,024 MiB of memory"
-EITHER = "takes more than "
 
 
 def refused(template):
@@ -32,21 +26,7 @@ def refused(template):
     return str(raised.value)
 
 
-TOO_MUCH = {
-    "a constant": ("{{ 'x' * 3000000000 }}", SPACE),
-    "a method": ("{{ messages[0].content.ljust(10 ** 10) }}", SPACE),
-    "loops": (NESTED, TIME),
-    "a width": ("{{ '%1000000000d' % 1 }}", EITHER),
-    "a format": ("{{ '{:>1000000000}'.format(1) }}", EITHER),
-    "a power": ("{{ 7 ** (10 ** 8) }}", EITHER),
-    "join": ("{{ ('x' * 10 ** 8).join(['a'] * 100) }}", EITHER),
-    "a filter": ("{{ 'x' | center(10 ** 10) }}", SPACE),
-    "doubling": (DOUBLING, EITHER),
-    "macros": (CALLS, TIME),
-    "lipsum": ("{{ lipsum(n=10 ** 9) }}", EITHER),
-    "tojson": ("{{ messages | tojson(indent=10 ** 10) }}", EITHER),
-    "an error": ("{{ raise_exception('x' * 10 ** 9) }}", EITHER),
-}
+TOO_MUCH = TABLES["too much"]
 
 
 @swept("kind", TOO_MUCH, "a constant", "a method", "loops")
@@ -58,8 +38,7 @@ def test_a_template_that_takes_too_much_is_refused_by_the_limit(monkeypatch, kin
     assert "the limit for a chat template" in error
 
 
-FAILS = "x.jinja fails on this conversation: "
-UNUSABLE = {
+UNUSABLE = TABLES["unusable"] | {
     "nested brackets": (
         "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
         "x.jinja: not a chat template: maximum recursion",
@@ -68,14 +47,6 @@ UNUSABLE = {
         "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
         "x.jinja: not a chat template: maximum recursion",
     ),
-    "a long text": ("{{ 'x' * 70000000 }}", f"{FAILS}its text has more than 67,108,864 characters"),
-    "half a character": ("{{ '\\ud800' }}", f"{FAILS}'utf-8' codec can't encode"),
-    "no tools": (
-        "{% for tool in tools %}{% endfor %}",
-        f"{FAILS}'NoneType' object is not iterable; it loops over 'tools', and there are none here",
-    ),
-    "a number": ("{{ 1 | join }}", f"{FAILS}'int' object is not iterable"),
-    "arguments": ("{{ ''.join(1, 2) }}", FAILS),
 }
 
 

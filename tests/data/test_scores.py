@@ -12,7 +12,7 @@ import pytest
 from corpora import jsonl, prepared, texts
 from numpy.random import default_rng
 from numpy.testing import assert_array_equal
-from tables import raised_by, read_json, write_json
+from tables import raised_by, read_json, read_table, write_json
 
 import jaxtp
 from jaxtp.config.schema import ConfigError, replace_nested
@@ -218,15 +218,7 @@ def test_a_wrong_scores_json_is_refused(dataset):
     write(dataset).finish()
     file = FOLDER / SCORES
     record = read_json(file)
-    wrong = {
-        "format": 1,
-        "top_k": 0,
-        "temperature": 0,
-        "packing": "no",
-        "vocab_size": "x",
-        "splits": {"../y": {}},
-        "sha256": {"other": "x"},
-    }
+    wrong = read_table(__file__)
     for key, value in wrong.items():
         write_json(file, {**record, key: value})
         with pytest.raises(DatasetError, match=r"scores.json: "):

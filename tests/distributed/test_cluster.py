@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 import yaml
+from tables import read_table
 
 from jaxtp.config import entry
 from jaxtp.distributed.joining import JOIN_SECONDS
@@ -19,18 +20,7 @@ CLUSTER = ROOT / "scripts/cluster"
 SBATCH = (CLUSTER / "slurm.sbatch").read_text()
 
 
-ENDINGS = {
-    "exit 0": (0, 0, ""),
-    "exit 2": (0, 2, ""),
-    "exit 3": (0, 3, ""),
-    "sleep 0; exit 75": (4, 75, "queued again after exit code 75\n"),
-    "exit 75": (5, 75, "not queued again: more than 5 failures, in slurm-7.failures\n"),
-    '[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ] && [ "$NCCL_DEBUG" = WARN ]': (
-        0,
-        0,
-        "",
-    ),
-}
+ENDINGS = read_table(__file__)
 """What srun does: how often the job has failed before, its exit code and what is said."""
 
 

@@ -110,14 +110,7 @@ def test_train_under_unsupported_launcher_fails_but_prints_help(tmp_path):
 
 
 def test_processes_bypass_the_proxy():
-    for before, after in (
-        ({}, None),
-        ({"HTTP_PROXY": "http://proxy"}, None),
-        ({"http_proxy": ""}, None),
-        ({"http_proxy": "http://proxy"}, ""),
-        ({"https_proxy": "http://proxy", "no_proxy": "a.org,b.org"}, ""),
-        ({"grpc_proxy": "http://proxy", "no_grpc_proxy": "c.org"}, ""),
-    ):
+    for before, after in LAUNCHERS["proxies"]:
         environment = dict(before)
         bypass_proxy(environment)
         assert environment.get("grpc_proxy") == after
@@ -146,15 +139,7 @@ def at(host):
     return BY_HAND | {"JAX_COORDINATOR_ADDRESS": f"{host}:1"}
 
 
-LISTENS = [
-    # What is set, where all meet, and where process 0 listens.
-    (None, "host", None),
-    ("10.0.0.7", "host", "10.0.0.7:1"),
-    ("fd00::7", "host", "[fd00::7]:1"),
-    (None, "localhost", "127.0.0.1:1"),
-    (None, "127.0.0.1", "127.0.0.1:1"),
-    (None, "[::1]", "[::1]:1"),
-]
+LISTENS = LAUNCHERS["listens"]
 
 
 def test_process_0_listens_on_loopback_or_at_the_bind_address(joined):

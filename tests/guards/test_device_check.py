@@ -8,6 +8,7 @@ import pytest
 from quick_run import quick_flags
 from runs import TEXT
 from support import swept
+from tables import read_table
 
 from jaxtp.collectives import axis_index
 from jaxtp.config.entry import NumericsError
@@ -138,7 +139,7 @@ def test_the_numbers_that_collectives_sum_are_exact_for_a_thousand_devices():
 @pytest.mark.parametrize("checked", ["check_devices", "check_outside_of_jit", "check_attention"])
 @pytest.mark.parametrize(
     ("platform", "flags", "code"),
-    [("cuda", [], 3), ("cuda", ["--launch.no-self-check"], 2), ("cpu", [], 2)],
+    read_table(__file__),
 )
 def test_a_run_checks_its_gpus_unless_self_check_is_off(
     checked, platform, flags, code, tmp_path, monkeypatch, capsys

@@ -9,13 +9,7 @@ from tables import read_table
 from jaxtp.guards import known_versions
 from jaxtp.guards.known_versions import TABLE, known_problems
 
-DEVICES = {
-    "A6000": ("NVIDIA RTX A6000", "cuda 8.6"),
-    "H100": ("NVIDIA H100 80GB HBM3", "cuda 9.0"),
-    "CPU": ("cpu", "cpu"),
-    "B300": ("NVIDIA B300", "cuda 10.3"),
-    "RUBIN": ("NVIDIA Rubin", "cuda 10.7"),
-}
+DEVICES = read_table(__file__, "devices")
 VERSIONS = read_table(__file__, "known_versions")
 
 

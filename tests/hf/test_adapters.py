@@ -10,6 +10,7 @@ from hf_folders import move_adapters, random_model, read_tensors, values
 from hf_reference import FOLDER
 from numpy.testing import assert_allclose, assert_array_equal
 from support import swept, use_mesh
+from tables import read_table, with_tuples
 from variants import small_model
 
 import jaxtp
@@ -46,43 +47,7 @@ def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, capsy
         assert "no tokenizer is written" in capsys.readouterr().err
 
 
-EXPERTS = {"num_experts": 3, "experts_per_token": 2, "d_ff": 8}
-OTHERS = {
-    "gpt2": {
-        **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
-        "num_kv_heads": 4,
-        "norm": "layer",
-        "mlp": "plain",
-        "rope_theta": None,
-        "learned_positions": 8,
-    },
-    "gemma2": {
-        # what leaves a branch is small, and divided by what it is, with its rounding
-        "norm_eps": 0.1,
-        "norm": "rms_plus_one",
-        "norm_placement": "both",
-        "query_scale": 0.5,
-        "embedding_scale": 4.0,
-        "pattern": ({"sliding_window": 4}, {}),
-    },
-    "plain": {**EXPERTS, "mlp": "plain"},
-    "shared": {**EXPERTS, "shared_experts": 12, "first_blocks": ({"num_experts": 0, "d_ff": 24},)},
-    "beside an MLP": {**EXPERTS, "dense_mlp": 12, "norm_placement": "both"},
-    "latent": {
-        "kv_rank": 8,
-        "rope_head_dim": 4,
-        "head_dim": 8,
-        "value_head_dim": 6,
-        "num_kv_heads": 4,
-    },
-    "linear": {
-        "delta_key_heads": 2,
-        "delta_key_dim": 3,
-        "delta_value_dim": 5,
-        "attention_gate": True,
-        "pattern": ({"delta_value_heads": 4}, {}),
-    },
-}
+OTHERS = read_table(__file__)
 OTHERS["latent queries"] = {**OTHERS["latent"], **OTHERS["shared"], "query_rank": 8}
 
 
@@ -93,7 +58,7 @@ ROTATED = list(zip(OTHERS, itertools.cycle([{}, {"fsdp": 2, "tp": 2}, {"tp": 3}]
 def test_adapters_of_mixtures_and_other_attention_are_merged(case):
     kind, sizes = case
     with use_mesh(**sizes):
-        model = random_model(replace(PLAIN, **OTHERS[kind]))
+        model = random_model(replace(PLAIN, **with_tuples(OTHERS[kind])))
         adapted = move_adapters(add_adapters(model, LoraConfig(rank=2)))
         merged = merge_adapters(adapted)
         assert_allclose(logits_of(merged), logits_of(adapted), atol=5e-5)

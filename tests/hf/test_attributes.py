@@ -26,21 +26,10 @@ from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.tools.estimate.__main__ import main as estimate
 from jaxtp.train.__main__ import main as train
 
+TABLES = read_table(__file__)
+
 PUBLISHED = read_table(__file__, "published")
 SMOLLM2 = PUBLISHED["smollm2"]
-BOOKKEEPING = {
-    "_model_name_or_path": "x",
-    "_name_or_path": "x",
-    "_flash_attn_2_enabled": True,
-    "_anything": [1],
-    "unk_token_id": 0,
-    "image_token_id": 7,
-    "forced_bos_token_id": None,
-    "use_flash_attn": True,
-    "use_memorry_efficient_attention": False,
-    "unsloth_fixed": True,
-    "auto_map": {"AutoTokenizer": ["x.X", None], "AutoConfig": "y.Y"},
-}
 
 
 def read(attributes, *ignored):
@@ -96,7 +85,9 @@ def test_unsupported_attributes_are_refused_by_name():
 def test_attributes_without_effect_are_skipped():
     config = read(SMOLLM2)
     assert not [
-        name for name, value in BOOKKEEPING.items() if read(SMOLLM2 | {name: value}) != config
+        name
+        for name, value in TABLES["bookkeeping"].items()
+        if read(SMOLLM2 | {name: value}) != config
     ]
     assert read(SMOLLM2 | {"quantization_config": {}}) == config
     lite = PUBLISHED["lite"]
@@ -112,18 +103,9 @@ def test_an_unknown_attribute_is_refused_unless_it_is_ignored(name):
     assert read(found, name) == read(SMOLLM2)
 
 
-CHANGING = {
-    "rope_interleaved": True,
-    "hidden_act": "gelu",
-    "attention_dropout": 0.1,
-    "quantization_config": {"bits": 4},
-    "partial_rotary_factor": 0.5,
-}
-
-
 def test_attributes_that_change_the_model_cannot_be_ignored():
     refusals = {}
-    for name, value in CHANGING.items():
+    for name, value in TABLES["changing"].items():
         attributes = SMOLLM2 | {name: value}
         refusals[f"{name} read"] = (
             partial(read, attributes),
@@ -288,16 +270,8 @@ def test_any_structure_as_config_json(tmp_path, attributes):
     gives_one_of(jaxtp.ModelConfig, jaxtp.errors.HFError, lambda: jaxtp.hf.read_config(tmp_path))
 
 
-BESIDE = {
-    "eos_token": {"content": "</s>"},
-    "bos_token": "<s>",
-    "eos_token_id": [1, 2],
-    "chat_template": [{"name": "default", "template": "x"}],
-}
-
-
 @examples(40)
-@given(st.one_of(changed(BESIDE), VALUES))
+@given(st.one_of(changed(TABLES["beside"]), VALUES))
 def test_any_structure_beside_a_tokenizer(tmp_path, described):
     write_json(tmp_path / "tokenizer_config.json", described)
     write_json(tmp_path / "generation_config.json", described)

@@ -28,7 +28,7 @@ from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from structures import examples
 from support import swept, use_mesh
-from tables import read_json, read_table
+from tables import read_json, read_table, with_tuples
 from variants import small_model
 
 from jaxtp import ModelConfig, Precision, hf
@@ -37,20 +37,14 @@ from jaxtp.hf.families import FAMILIES
 from jaxtp.hf.safetensors import read_header, with_scales
 from jaxtp.tools.convert.__main__ import main
 
-NAMES = {
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), 6),
-    "qwen3_moe": ("mlp", ("gate_proj", "up_proj", "down_proj"), 8),
-    "qwen3_moe_dense": ("mlp", ("gate_proj", "up_proj", "down_proj"), 5),
-}
+TABLES = read_table(__file__)
+
+NAMES = TABLES["names"]
 """Module of the experts, names of gate, up and down, and number of experts."""
 TYPES = {name: reference_attributes(name)["model_type"] for name in EXPERTS}
 LAYERS = {"mixtral": (0, 1), "qwen3_moe": (0, 1), "qwen3_moe_dense": (3,)}
 """With experts."""
-MESHES = {
-    "mixtral": {"fsdp": 2, "tp": 2},
-    "qwen3_moe": {"fsdp": 2, "cp": 2, "tp": 2},
-    "qwen3_moe_dense": {"tp": 4},
-}
+MESHES = TABLES["meshes"]
 
 
 def separate(name, layer, kernel, expert):
@@ -103,24 +97,13 @@ def test_experts_are_written_and_read_stacked(name, tmp_path):
 
 @pytest.mark.parametrize("layout", ["separate", "stacked"])
 def test_experts_wider_than_a_tile(layout, tmp_path):
-    sizes = {
-        "d_model": 80,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "head_dim": 4,
-        "d_ff": 144,
-        "num_experts": 4,
-    }
+    sizes = TABLES["wide"]
     model = random_model(ModelConfig(vocab_size=8, num_layers=1, **sizes))
     hf.save(model, tmp_path / "out", experts=layout)
     assert_same(values(hf.load(tmp_path / "out")), values(model))
 
 
-MIXED = {  # gate and up, down, the router, and the mesh
-    "gate, up and router": (True, False, True, {"fsdp": 2, "tp": 2}),
-    "down and router": (False, True, True, {"tp": 4}),
-    "all but the router": (True, True, False, {}),
-}
+MIXED = TABLES["mixed"]
 
 
 @swept("stacked", MIXED, "gate, up and router")
@@ -274,7 +257,7 @@ def test_mxfp4_numbers(tmp_path, monkeypatch):
         )
 
 
-MESHES_OF_MXFP4 = [{"fsdp": 2, "tp": 2}, {"tp": 5}, {"fsdp": 2, "cp": 2, "tp": 3}]
+MESHES_OF_MXFP4 = TABLES["meshes of MXFP4"]
 
 
 @swept("mesh", MESHES_OF_MXFP4, MESHES_OF_MXFP4[0])
@@ -296,19 +279,12 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
 
 TINY = small_model(num_layers=3, num_experts=4)
 DENSE = {"num_experts": 0, "experts_per_token": 3, "normalize_experts": False}
-LOST = {
-    "selection_bias: True -> False": ("mixtral", {"selection_bias": True}),
-    "selection_bias: Tr": ("qwen3_moe", {"selection_bias": True, "qk_norm": "head"}),
-    "normalize_experts: False -> True": ("mixtral", {"normalize_experts": False}),
-    "num_experts: ": ("mixtral", {"pattern": ({}, {"num_experts": 0})}),
-    "num_local_experts = 0": ("mixtral", DENSE),
-}
 
 
 def test_what_a_family_of_experts_cannot_represent_is_named():
     refusals = {}
-    for lost, (family, changes) in LOST.items():
-        config = replace(TINY, **changes)
+    for lost, (family, changes) in TABLES["lost"].items():
+        config = replace(TINY, **with_tuples(changes))
         action = partial(write_attributes, config, FAMILIES[family], "float32")
         refusals[lost] = action, [family, "cannot represent this model", lost]
     assert_all_refused(refusals)

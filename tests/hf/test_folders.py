@@ -29,7 +29,7 @@ from hf_reference import FOLDER
 from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import assert_refused, swept, use_mesh
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 
 import jaxtp
 from jaxtp import Precision, add_adapters, hf, make_mesh, merge_adapters
@@ -239,23 +239,7 @@ def test_adapters_need_pairs_next_to_each_other(tmp_path):
     )
 
 
-SMALL = {
-    "gpt_neox": {"hidden_size": 32, "num_attention_heads": 4, "rotary_pct": 0.5},
-    "glm4": {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-    "stablelm": {
-        "hidden_size": 24,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "qk_layernorm": True,
-        "partial_rotary_factor": 0.5,
-    },
-    "cohere": {
-        "hidden_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "use_qk_norm": True,
-    },
-}
+SMALL = read_table(__file__)
 SMALL["glm4_moe"] = SMALL["glm4"] | {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

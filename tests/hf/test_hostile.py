@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_folders import assert_all_refused, planted, read_tensors, rewritten, write_model
@@ -29,20 +28,9 @@ from jaxtp.hf.runs import copy_hf_files, load_adapted, run_model_config
 from jaxtp.hf.safetensors import HFError, read_header
 from jaxtp.tools.convert.__main__ import main
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 8,
-    "hidden_size": 4,
-    "intermediate_size": 6,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "torch_dtype": "float32",
-}
+TABLES = read_table(__file__)
+
+CONFIG = TABLES["config"]
 TABLE = "model.embed_tokens.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
 WEIGHTS = "model.safetensors"
@@ -177,20 +165,11 @@ TIED = config({"tie_word_embeddings": True})
 LONGER = data(lambda found: found + b"1234")
 FIRST_LAYER, OTHER_LAYER = (f"layers.{layer}.self_attn.q_proj".encode() for layer in range(2))
 BAD = {  # of config.json, of safetensors, and of the index
-    "no config": (without("config.json"), "no config.json"),
     "not UTF-8": (content("config.json", b'{"a": "\xff\xfe"}'), "not JSON"),
     "nested too deeply": (content("config.json", b"[" * 200_000), "config.json"),
     "an endless number": (config({"rms_norm_eps": 10**400}), "401 digits"),
     "an endless part": (config({"rope_scaling": YARN}), "twist", "yarn"),
     "ten thousand unknown": (config({f"x_{i}": i for i in range(10_000)}), "x_0 = 0", "9990 more"),
-    "no weights": (without(WEIGHTS), "model.safetensors", INDEX),
-    "a pickle": (pickled("pytorch_model.bin"), "pytorch_model.bin", "pickle"),
-    "GGUF": (pickled("tiny.Q4_K_M.GGUF"), "tiny.Q4_K_M.GGUF", "gguf_file"),
-    "one name in a wrapper too": (
-        weights({f"_orig_mod.{Q}": np.ones((4, 4), np.float32)}),
-        Q,
-        f"_orig_mod.{Q}",
-    ),
     "header cut off": (data(lambda found: found[:40]), "header", "40"),
     "data cut off": (data(lambda found: found[:-8]), "cut off"),
     "data too long": (LONGER, "not fully covered"),
@@ -215,10 +194,6 @@ BAD = {  # of config.json, of safetensors, and of the index
         r"\x1b[2J\n",
     ),
     "tensor missing": (weights({Q: None}), "missing", Q),
-    "tensor left over": (weights({"extra": np.ones(3, np.float32)}), "unexpected", "extra"),
-    "NaN": (poisoned(TABLE, np.nan), TABLE, "not finite"),
-    "infinity": (poisoned(Q, -np.inf), Q, "not finite"),
-    "NaN in bfloat16": (poisoned(Q, np.nan, jnp.bfloat16), Q, "not finite"),
     "tied to another head": (
         in_turn(TIED, poisoned("lm_head.weight", 7.0)),
         "tie_word_embeddings",
@@ -234,13 +209,6 @@ BAD = {  # of config.json, of safetensors, and of the index
         in_turn(listing({"extra": "sub.safetensors"}), planted("sub.safetensors", "folder")),
         "a folder",
     ),
-    "no index": (in_turn(split, without(INDEX)), "missing"),
-    "shard is missing": (in_turn(split, without(SECOND)), SECOND, "No such file"),
-    "shard is a link out": (in_turn(split, planted(SECOND, "link to another file")), "6 bytes"),
-    "index is a link out": (
-        in_turn(split, planted(INDEX, "link to another file")),
-        "outside of the folder",
-    ),
     "half a character": (listing({"extra": "\ud800.safetensors"}), "surrogate"),
     "a name too long": (listing({"extra": f"{'x' * 300}.safetensors"}), "File name too long"),
 }
@@ -250,6 +218,12 @@ READERS = {
     "entries": entry,
     "listed": listing,
     "indices": lambda text: in_turn(split, content(INDEX, text.encode())),
+    "without": without,
+    "of two without": lambda file: in_turn(split, without(file)),
+    "of two planted": lambda change: in_turn(split, planted(*change)),
+    "pickled": pickled,
+    "poisoned": lambda change: poisoned(*change),
+    "with a tensor": lambda change: weights({change[0]: np.ones(change[1], np.float32)}),
 }
 """How a change is described in each list of test_hostile.yaml."""
 
@@ -258,11 +232,10 @@ def hostile():
     """Yields the name of each case, its change of a folder, and words of the message."""
     for case, (change, *words) in BAD.items():
         yield case, change, words
-    table = read_table(__file__)
     for kind, change_of in READERS.items():
-        for described, *words in table[kind]:
+        for described, *words in TABLES[kind]:
             yield str(described), change_of(described), words
-    for name, kind, word in table["planted"]:
+    for name, kind, word in TABLES["planted"]:
         yield f"{name}: {kind}", planted(name, kind), [word]
 
 
@@ -427,13 +400,6 @@ def test_a_checkpoint_that_does_not_name_its_model_or_base_is_refused():
     assert "needs no code" in raised_by(run_model_config, run, own, dict)
 
 
-BESIDE = {
-    "device": "outside of the folder",
-    "folder": "a folder, not a file",
-    "link to another file": "outside of the folder",
-    "link to nothing": "is a broken link",
-    "pipe": "not a regular file",
-}
 LONG = {
     "nested too deeply": b'{"a": ' + b"[" * 100_000,
     "10,000 digits": b'{"eos_token_id": %s}' % (b"9" * 10_000),
@@ -442,7 +408,7 @@ LONG = {
 
 def test_hostile_files_beside_a_tokenizer_are_refused(tmp_path):
     (tmp_path / "victim").write_text('{"eos_token": "secret"}')
-    for case, message in BESIDE.items():
+    for case, message in TABLES["beside"].items():
         folder = tmp_path / case
         folder.mkdir()
         for name, action in (
@@ -469,18 +435,11 @@ def test_values_that_are_no_template_are_none(tmp_path):
         assert chat_template(tmp_path) is None, template
 
 
-HEADER = {
-    "__metadata__": {"format": "pt"},
-    "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
-    "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
-}
-
-
 SHARDED = {"metadata": {"total_size": 24}, "weight_map": {"a": FIRST}}
 
 
 @examples(60)
-@given(header=changed(HEADER), index=changed(SHARDED))
+@given(header=changed(TABLES["header"]), index=changed(SHARDED))
 def test_any_structure_as_a_header_and_an_index(header, index, tmp_path):
     text = json.dumps(header).encode()
     (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(32))

@@ -36,35 +36,15 @@ from jaxtp import ModelConfig, add_adapters, hf, make_mesh, merge_adapters
 from jaxtp.hf.peft import PeftFolder, load_adapters, open_peft, with_peft
 from jaxtp.layers.lora import LoraConfig
 
+TABLES = read_table(__file__)
+
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
 MODEL = ModelConfig(
     vocab_size=8, d_model=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=6
 )
-FEATURES = {
-    "q_proj": (4, 4),
-    "k_proj": (4, 2),
-    "v_proj": (4, 2),
-    "o_proj": (4, 4),
-    "gate_proj": (4, 6),
-    "up_proj": (4, 6),
-    "down_proj": (6, 4),
-}
-CONFIG = {
-    "peft_type": "LORA",
-    "r": 2,
-    "lora_alpha": 6,
-    "target_modules": ["q_proj", "down_proj"],
-    "bias": "none",
-    "use_rslora": False,
-    "use_dora": False,
-    "lora_dropout": 0.0,
-    "modules_to_save": None,
-    "loftq_config": {},
-    "base_model_name_or_path": "someone/something",
-    "rank_pattern": {},
-    "megatron_core": "megatron.core",
-}
+FEATURES = TABLES["features"]
+CONFIG = TABLES["config"]
 
 
 def factor_name(module, factor):
@@ -124,40 +104,7 @@ def whole(tmp_path):
     return write(tmp_path / "adapters", tensors(PLAIN))
 
 
-KINDS = {  # ranks, attributes, the begin of each note, and a mesh
-    "list": (everywhere("q_proj", "down_proj"), {}, [], {"fsdp": 2, "tp": 2}),
-    "rslora": (
-        everywhere("q_proj"),
-        {"target_modules": ["q_proj"], "use_rslora": True},
-        [],
-        {"tp": 4},
-    ),
-    "an expression": (
-        {("up_proj", 1): 2},
-        {"target_modules": "(a+)+$"},
-        ["1 of 3 modules"],
-        {"cp": 2, "fsdp": 2},
-    ),
-    "some layers": (
-        everywhere("v_proj", "o_proj", "down_proj", layers=[0, 2]),
-        {
-            "target_modules": ["v_proj", "o_proj", "down_proj"],
-            "layers_to_transform": [0, 2],
-            "lora_dropout": 0.1,
-        },
-        ["lora_dropout = 0.1 is not applied", "6 of 9 modules"],
-        {"tp": 2},
-    ),
-    "some excluded": (
-        everywhere("q_proj") | everywhere("k_proj", layers=[1]),
-        {
-            "target_modules": ["self_attn.q_proj", "k_proj"],
-            "exclude_modules": ["model.layers.0.self_attn.k_proj", "layers.2.self_attn.k_proj"],
-        },
-        ["4 of 6 modules"],
-        {"fsdp": 2, "tp": 2},
-    ),
-}
+KINDS = TABLES["kinds"]
 
 
 @swept("kind", KINDS)
@@ -165,7 +112,10 @@ def test_adapters_are_what_they_add_to_the_kernels(kind, base, tmp_path):
     """`W + scale * (B @ A)^T`, wherever there is one. They are written as they were read: layers
     without an adapter have none again.
     """
-    ranks, attributes, notes, mesh = KINDS[kind]
+    layers, attributes, notes, mesh = KINDS[kind]
+    ranks = {}
+    for target, own in layers.items():
+        ranks |= everywhere(target, layers=own)
     arrays = tensors(ranks, np.float16 if kind == "list" else np.float32)
     found = open_peft(write(tmp_path / "adapters", arrays, **attributes), MODEL)
     assert [note[: len(begin)] for note, begin in zip(found.notes, notes, strict=True)] == notes
@@ -204,13 +154,7 @@ def test_the_wrappers_of_pytorch_are_left_out_of_names(wrapper, tmp_path):
     assert f"'{wrapper}'" in opened.notes[0]
 
 
-TOGETHER = {
-    "gpt2": {"transformer.h.{}.attn.c_attn": "attention.qkv.kernels"},
-    "phi3": {
-        "model.layers.{}.self_attn.qkv_proj": "attention.qkv.kernels",
-        "model.layers.{}.mlp.gate_up_proj": "mlp.gate_up.kernels",
-    },
-}
+TOGETHER = TABLES["together"]
 
 
 @swept("name", TOGETHER, "gpt2")
@@ -252,18 +196,11 @@ def test_projections_in_one_tensor_share_their_a(name, tmp_path):
     assert_read_again(adapted, model, tmp_path / "trained", name)
 
 
-PARTS = [
-    ("q_proj", "v_proj", "o_proj"),
-    ("k_proj", "up_proj"),
-    ("up_proj", "gate_proj", "v_proj", "q_proj"),
-]
-
-
-@swept("targets", PARTS)
+@swept("targets", TABLES["parts"])
 def test_some_projections_of_a_tensor_are_trained(targets, tmp_path):
     """The others have zeros: in B if one is trained, else in A too, and stay without an adapter."""
     model = hf.load(FOLDER / "phi3")
-    adapted = move_adapters(add_adapters(model, LoraConfig(rank=2, targets=targets)))
+    adapted = move_adapters(add_adapters(model, LoraConfig(rank=2, targets=tuple(targets))))
     attributes, _ = written(adapted, tmp_path / "out", family="phi3")
     if attributes.get("rank_pattern"):
         assert_read_again(adapted, model, tmp_path / "out", "phi3")
@@ -376,10 +313,7 @@ def added_by(arrays, layer):
     return [separate(name) for name in ("w1", "w3", "w2")]
 
 
-CASES = [("stacked", {}), ("separate", {"fsdp": 2, "tp": 2}), ("stacked", {"tp": 3})]
-
-
-@swept("case", CASES)
+@swept("case", TABLES["experts"])
 def test_adapters_of_experts(case, tmp_path):
     """What they add, and out again byte by byte; in the other spelling, they are the same
     function.

@@ -31,17 +31,13 @@ from jaxtp.hf.safetensors import DTYPES, read_header
 from jaxtp.hf.tensor_map import full_names
 from jaxtp.layers.rope import RopeScaling
 
+TABLES = read_table(__file__)
+
 SMALL = jaxtp.ModelConfig(
     vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12
 )
 
-MESHES = [
-    {},
-    {"cp": 2, "tp": 2},
-    {"dp": 2, "fsdp": 2, "tp": 2},
-    {"fsdp": 2, "tp": 4},
-    {"fsdp": 2, "cp": 2, "tp": 2},
-]
+MESHES = TABLES["meshes"]
 READ = [name for name in NEWER if model_types(name) <= FAMILIES.keys() | WRAPPERS.keys()]
 # An export has 16 bits instead of MXFP4; Apertus has float64 scalars, which are constants.
 WHOLE = [name for name in COPIED + MADE + READ if not name.endswith(("mxfp4", "apertus"))]
@@ -169,16 +165,8 @@ def test_the_family_follows_from_the_model():
     assert not {family: other for family, other in chosen.items() if other != family}
 
 
-NO_FAMILY = {
-    r"no family can represent this model:\n  a llama cannot .*qk_norm: projection -> none": {
-        "qk_norm": "projection"
-    },
-    "attention_sinks: True -> False": {"attention_sinks": True},
-}
-
-
 def test_a_model_of_no_family_is_refused():
-    for message, fields in NO_FAMILY.items():
+    for message, fields in TABLES["refused"].items():
         with pytest.raises(jaxtp.errors.HFError, match=message) as refused:
             choose_family(replace(SMALL, **fields), None)
         assert "experts" not in str(refused.value), (

@@ -2,6 +2,7 @@
 
 import pytest
 from hf_reference import FOLDER
+from tables import read_table
 
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.config_json import family_of, model_config
@@ -12,12 +13,7 @@ from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import TP, axes_of
 from jaxtp.models.decoder import abstract_decoder
 
-DIM = {
-    **dict.fromkeys(["q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value"], 1),
-    **dict.fromkeys(["gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "in_proj_qkv"], 1),
-    **dict.fromkeys(["o_proj", "down_proj", "dense", "dense_4h_to_h", "lm_head", "embed_out"], 0),
-    **dict.fromkeys(["q_norm", "k_norm", "input_layernorm"], None),
-}
+DIM = read_table(__file__)
 """The dim of jaxtp's parameter that tp splits, by the last name of the module. The head is
 `[V, D]`; kernels are `[in, out]`."""
 

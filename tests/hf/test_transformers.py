@@ -13,7 +13,7 @@ from hf_reference import FOLDER, model_types
 from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from support import use_mesh
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 from variants import small_model
 
 import jaxtp
@@ -24,6 +24,8 @@ from jaxtp.hf.model_folder import read_attributes
 from jaxtp.hf.safetensors import read_header, with_scales
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
+
+TABLES = read_table(__file__)
 
 torch, transformers, peft = map(pytest.importorskip, ("torch", "transformers", "peft"))
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
@@ -45,44 +47,7 @@ silently.
 """
 PLAIN = small_model(vocab_size=256, num_layers=2, head_dim=6)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
-FULL = "model.layers.{}.self_attn.{}_proj"
-KINDS = {
-    "plain": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]},
-    "rslora of all": {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": "all-linear"},
-    "in some layers": {
-        "r": 3,
-        "lora_alpha": 6,
-        "target_modules": ["q_proj", "o_proj"],
-        "layers_to_transform": [1],
-    },
-    "by an expression": {"r": 2, "lora_alpha": 5, "target_modules": r".*\.1\.mlp\.(gate|up)_proj"},
-    "but for one": {
-        "r": 2,
-        "target_modules": ["q_proj", "v_proj"],
-        "exclude_modules": [FULL.format(0, "q")],
-    },
-    "rows of two tokens": {
-        "r": 2,
-        "target_modules": ["v_proj"],
-        "trainable_token_indices": {"embed_tokens": [36, 3], "lm_head": [36, 3]},
-    },
-    "whole tables": {
-        "r": 2,
-        "target_modules": ["v_proj"],
-        "modules_to_save": ["embed_tokens", "lm_head"],
-    },
-    "rows of the embedding": {
-        "r": 2,
-        "target_modules": ["v_proj"],
-        "trainable_token_indices": [5],
-    },
-    "dropped out": {
-        "r": 2,
-        "target_modules": ["k_proj"],
-        "lora_dropout": 0.1,
-        "init_lora_weights": "gaussian",
-    },
-}
+KINDS = TABLES["adapters"]
 
 
 def loaded(folder):
@@ -233,27 +198,7 @@ def test_rows_of_tokens_of_tied_tables(name, tmp_path):
     assert_trained_on(FOLDER / name, begun, tmp_path)
 
 
-TRAINED = [  # models, modules, and parameters of experts
-    ("gpt2", ["c_attn", "c_proj"], []),
-    ("phi3", ["qkv_proj", "down_proj"], []),
-    ("qwen3_5", "all-linear", []),
-    ("qwen3_5_mm", r".*language_model.*\.(in_proj_qkv|in_proj_a|q_proj|up_proj)", []),
-    ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "q_proj", "v_proj"], []),
-    ("mixtral", ["q_proj", "o_proj"], ["gate_up_proj", "down_proj"]),
-    ("mixtral", ["q_proj", "o_proj"], ["gate_up_proj"]),
-    ("qwen3_moe", ["k_proj", "v_proj"], ["gate_up_proj"]),
-    ("gpt_oss", ["q_proj", "o_proj"], ["down_proj"]),
-    ("deepseek_v3", ["q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj"], ["gate_up_proj", "down_proj"]),
-    (
-        "qwen3_5_moe",
-        ["in_proj_qkv", "in_proj_z", "out_proj", "k_proj", "shared_expert.up_proj"],
-        ["gate_up_proj"],
-    ),
-    ("qwen3_next", ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "o_proj"], ["down_proj"]),
-]
-
-
-@pytest.mark.parametrize(("name", "modules", "parameters"), TRAINED, ids=str)
+@pytest.mark.parametrize(("name", "modules", "parameters"), TABLES["trained"], ids=str)
 def test_adapters_of_peft_are_trained_on(name, modules, parameters, tmp_path):
     """PEFT has one A for several projections in one tensor, we have one for each; PEFT's is
     theirs, in a row.
@@ -266,20 +211,13 @@ def test_adapters_of_peft_are_trained_on(name, modules, parameters, tmp_path):
     )
 
 
-SOME = [
-    ("qwen3_5", ("q_proj", "v_proj")),
-    ("qwen3_next", ("gate_proj", "a_proj")),
-    ("qwen3_5", ("b_proj",)),
-]
-
-
-@pytest.mark.parametrize(("name", "targets"), SOME, ids=str)
+@pytest.mark.parametrize(("name", "targets"), TABLES["some"], ids=str)
 def test_adapters_of_some_projections_of_a_tensor(name, targets, tmp_path):
     """The others of its tensor have zeros."""
     with use_mesh(1, 2, 2):
         model = hf.load(FOLDER / name)
         adapted = move_adapters(
-            add_adapters(model, LoraConfig(rank=2, targets=targets)), scale=0.05
+            add_adapters(model, LoraConfig(rank=2, targets=tuple(targets))), scale=0.05
         )
         hf.save_adapters(adapted, tmp_path / "ours", family=model_type(FOLDER / name))
         expected = ours(adapted, IDS)

@@ -19,6 +19,7 @@ from flax import nnx
 from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from support import assert_close, by_name, decoder, mesh_by_size, random_weights, state_on_mesh
+from tables import read_table
 from variants import small_model
 
 from jaxtp.checkpoint.logical import named_variables
@@ -36,6 +37,8 @@ from jaxtp.train.parts import step_settings
 from jaxtp.train.performance import flops_per_token
 from jaxtp.train.state import TrainState, decoder_maker, parameters, plan_state
 from jaxtp.train.step import fetch, make_train_step
+
+TABLES = read_table(__file__)
 
 B = 4
 T = 8
@@ -233,21 +236,8 @@ def test_fast_llm_542_norms_and_biases_do_not_decay(monkeypatch):
     and biases were decayed as matrices are. Here what decays is told by name, in whichever stack a
     layer is.
     """
-    biased = {
-        "attention_bias": True,
-        "attention_out_bias": True,
-        "mlp_bias": True,
-        "qk_norm": "head",
-        "num_experts": 0,
-    }
-    of_experts = {"num_experts": 4, "experts_bias": True, "router_bias": True, "shared_experts": 8}
-    states = {
-        "delta_value_heads": 2,
-        "delta_key_heads": 2,
-        "delta_key_dim": 4,
-        "delta_value_dim": 4,
-    }
-    model = replace(MODEL, **biased, norm="layer", pattern=({}, of_experts, states), num_layers=3)
+    pattern = ({}, TABLES["experts"], TABLES["states"])
+    model = replace(MODEL, **TABLES["biased"], norm="layer", pattern=pattern, num_layers=3)
     plan = plan_state(model, optimizers.build(SETTINGS, STEPS), make_mesh())
     names = parameters(plan)
     vectors = {

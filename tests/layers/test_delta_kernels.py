@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from layer_programs import LayerProgram
 from numpy.random import default_rng
 from support import TOLERANCE, assert_close, random_weights, swept
+from tables import read_table
 
 import jaxtp
 from jaxtp.analysis.step_costs import step_costs
@@ -26,10 +27,7 @@ from jaxtp.train.run_report import describe_delta, describe_kernels
 from jaxtp.train.validation import chosen_kernels, run_uses
 
 NAMES = ("w", "u", "k_decayed", "decay", "state")
-SIZES = {  # rows, heads, chunks, tokens of a chunk, width of keys, width of values
-    "whole blocks": (1, 2, 3, 16, 16, 32),
-    "no power of two": (2, 1, 4, 12, 24, 72),
-    "narrow": (1, 1, 2, 1, 3, 5),
+SIZES = read_table(__file__, "delta_sizes") | {
     "widest keys": (1, 1, 2, 64, delta_kernels.MAX_KEY_DIM, 32),
 }
 
@@ -90,14 +88,7 @@ def test_any_sizes_give_the_results_of_lax(sizes):
 
 
 HEADS = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 8}
-SUMMARIES = [
-    (128, "cuda 9.0", "pallas states of Gated DeltaNet"),
-    (128, "cuda", "pallas states of Gated DeltaNet"),
-    (256, "cuda 8.0", "pallas states of Gated DeltaNet"),
-    (257, "cuda 9.0", "xla states of Gated DeltaNet", "delta_key_dim of at most 256, not 257"),
-    (128, "cuda 7.5", "xla states of Gated DeltaNet", "8.0 on, not on cuda 7.5"),
-    (128, "cpu", "xla states of Gated DeltaNet", "on cuda, not on cpu"),
-]
+SUMMARIES = read_table(__file__)
 
 
 def test_the_summary_of_a_run_says_what_computes_the_states_and_why():

@@ -26,13 +26,7 @@ from jaxtp.layers.parameter import DType
 METHODS = ("pallas", "xla")
 ROWS = 37
 GROUPS = 4
-SIZES = {
-    "all rows, an empty group": (5, 0, 21, 11),
-    "rows beyond the groups": (8, 9, 0, 3),
-    "all rows in one group": (0, 0, ROWS, 0),
-    "no rows in any": (0, 0, 0, 0),
-    "whole tiles": (8, 16, 8, 0),
-}
+SIZES = read_table(__file__, "groups")
 
 
 def in_blocks(rows=8, columns=16, summed=4):

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from support import assert_close, decoder, outputs_of, random_weights, without_mesh
+from tables import read_table
 from variants import small_model
 
 import jaxtp
@@ -16,15 +17,7 @@ from jaxtp.layers.lora import LoraConfig
 
 CONFIG = small_model(vocab_size=19, head_dim=6)
 ADAPTED = replace(CONFIG, lora=LoraConfig(rank=3, alpha=5.0))
-PLACES = {  # by target: the kernel, and the adapter beside it
-    "q_proj": ("attention.qkv.kernels.0", "attention.qkv.loras.0"),
-    "k_proj": ("attention.qkv.kernels.1", "attention.qkv.loras.1"),
-    "v_proj": ("attention.qkv.kernels.2", "attention.qkv.loras.2"),
-    "o_proj": ("attention.out.kernel", "attention.out.loras.0"),
-    "gate_proj": ("mlp.gate_up.kernels.0", "mlp.gate_up.loras.0"),
-    "up_proj": ("mlp.gate_up.kernels.1", "mlp.gate_up.loras.1"),
-    "down_proj": ("mlp.down.kernel", "mlp.down.loras.0"),
-}
+PLACES = read_table(__file__)
 IDS = jax.random.randint(jax.random.key(1), (2, 7), 0, CONFIG.vocab_size)
 
 

@@ -113,13 +113,7 @@ def test_a_configuration_that_cannot_be_is_refused_in_python_too():
             lambda: decoder(replace(PLAIN, **with_tuples(row["model"])))(), kind=ConfigError
         )
 
-    refused = [
-        ({"precision": {"param": "float64"}}, "precision.param = 'float64'"),
-        ({"lora": {"rank": -1}}, "lora.rank = -1"),
-        ({"lora": {"rank": 2, "targets": ("query",)}}, "lora.targets.0"),
-    ]
-    rows = [{"model": model, "says": says} for model, says in refused]
-    assert_errors([*TABLE["refused"], *rows], error_of)
+    assert_errors(TABLE["refused"], error_of)
 
 
 def test_a_sequence_beyond_the_learned_positions_is_refused():
@@ -142,11 +136,7 @@ def test_a_width_that_the_mesh_does_not_divide_is_refused_with_what_fits():
         pytest.raises(ConfigError, match="fsdp=7; fsdp can be 1, 2, 4"),
     ):
         decoder(PLAIN)()
-    for sizes, product, changes in (
-        ({"cp": 3}, 3, {}),
-        ({"cp": 5, "tp": 2}, 5, {"num_experts": 4, "d_ff": 10}),
-        ({"fsdp": 2, "cp": 3}, 6, {"norm": "layer", "mlp": "plain"}),
-    ):
+    for sizes, product, changes in TABLE["widths"]:
         model = ModelConfig(d_model=64, num_layers=1, **changes)
         nearest = f"or d_model {64 // product * product} or {-(-64 // product) * product}"
         with use_mesh(**sizes), pytest.raises(ConfigError, match=nearest):

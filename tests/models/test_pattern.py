@@ -11,6 +11,7 @@ from flax import nnx
 from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import assert_close, by_name, decoder, random_weights, without_mesh
+from tables import read_table, with_tuples
 from variants import small_model
 
 import jaxtp
@@ -21,6 +22,8 @@ from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.resume import check_resumable
 from jaxtp.train.run_folder import RunFolderError, checkpoint_info
+
+TABLES = read_table(__file__)
 
 B = 8
 T = 8
@@ -85,12 +88,8 @@ def test_scan_pattern_and_unrolling_draw_the_same_dropout():
 
 
 def test_equal_blocks_are_one_stack_whatever_describes_them():
-    for described in (
-        {"pattern": ({}, {})},
-        {"pattern": ({"num_heads": 4}, {}, {})},
-        {"pattern": ({"d_ff": 24},)},
-    ):
-        (stack,) = replace(PLAIN, **described).stacks()
+    for described in TABLES["equal"]:
+        (stack,) = replace(PLAIN, **with_tuples(described)).stacks()
         assert stack == PLAIN.stacks()[0]
 
 
@@ -104,53 +103,7 @@ def test_it_is_written_as_mappings_and_read_back(tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "message"),
-    [
-        ("pattern: 3", "model.pattern = 3: should be a list"),
-        ("pattern: [3]", "model.pattern.0 = 3: should be a mapping"),
-        (
-            "pattern: [[[sliding_window, 4]]]",
-            "model.pattern.0 = [['sliding_window', 4]]: should be a mapping",
-        ),
-        ("pattern: {sliding_window: 4}", "model.pattern = {'sliding_window': 4}: should be a list"),
-        (
-            "pattern: [{sliding_windw: 4}]",
-            "sliding_windw: unknown key; did you mean sliding_window?",
-        ),
-        (
-            "pattern: [{}, {sliding_window: [4]}]",
-            "model.pattern[1]:\n  sliding_window = [4]: should be a valid integer",
-        ),
-        (
-            "pattern: [{sliding_window: true}]",
-            "model.pattern[0]:\n  sliding_window = True: should be a number",
-        ),
-        ("sliding_window: true", "model.sliding_window = True: should be a number"),
-        (
-            "first_blocks: [{rope_scaling: {knd: yarn}}]",
-            "rope_scaling.knd: unknown key; did you mean rope_scaling.kind?",
-        ),
-        (
-            "pattern: [{d_model: 4}]",
-            "model.pattern[0]: d_model cannot differ between blocks; set model.d_model",
-        ),
-        (
-            "pattern: [{attention: cudnn}]",
-            "attention cannot differ between blocks; set model.attention",
-        ),
-        (
-            "pattern: [{num_heads: 12}]",
-            "model.pattern[0]: model.num_heads=12 is not divisible by model.num_kv_heads=8",
-        ),
-        (
-            "{attention: cudnn, head_dim: 16, pattern: [{attention_softcap: 5.0}]}",
-            "attention=cudnn: it has no att",
-        ),
-        (
-            "{num_layers: 2, first_blocks: [{}, {}, {}]}",
-            "3 in model.first_blocks and 0 in model.pattern; at least 3",
-        ),
-        (f"pattern: [{'{}, ' * 200}]", "has 200 values; at most 128 are allowed"),
-    ],
+    TABLES["refused"],
 )
 def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys):
     file = tmp_path / "run.yaml"

@@ -3,6 +3,7 @@ can gather again."""
 
 from accounts import kept, kept_activations
 from support import swept
+from tables import read_table
 from variants import small_model, variant
 
 import jaxtp
@@ -15,19 +16,7 @@ MODEL = small_model(
     d_model=32, num_heads=8, head_dim=8, d_ff=64, precision=jaxtp.Precision(compute="bfloat16")
 )
 ADAPTERS = [{}, {"rank": 4}, {"rank": 4, "targets": ["q_proj", "up_proj"]}]
-MODELS = {
-    "sequential": {},
-    "parallel": {"norm_placement": "parallel", "residual_scale": 0.5, "mlp_bias": True},
-    "parallel, two norms": {"norm_placement": "parallel_two", "layer_scale": True},
-    "float8": {"precision": {"matmul": "float8", "matmul_least": 16}},
-    "latent": {
-        "num_kv_heads": 8,
-        "kv_rank": 16,
-        "query_rank": 8,
-        "rope_head_dim": 4,
-        "value_head_dim": 6,
-    },
-}
+MODELS = read_table(__file__)
 POLICIES = ["full", "save_reduced", "save_gathered", "save_dots"]
 
 

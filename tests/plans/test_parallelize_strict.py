@@ -11,6 +11,7 @@ from flax_models import D, F, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import mesh_by_size, use_mesh
+from tables import read_table
 
 import jaxtp
 from jaxtp import ColumnParallelLinear, explain, make_mesh
@@ -27,6 +28,8 @@ from jaxtp.plans import (
     Shard,
 )
 from jaxtp.plans.plan import expand_braces, matches
+
+TABLES = read_table(__file__)
 
 MESH = (1, 2, 4)
 
@@ -335,24 +338,11 @@ def test_a_module_that_is_never_called_keeps_its_class():
     assert table.rows.sharding.spec == jax.P(STORAGE, None)
 
 
-MATCHES = {
-    "a.b": "a.b",
-    "a.*": "a.b",
-    "a.**": "a.b.c",
-    "**.c": "a.b.c",
-    "**.c.**": "c",
-    "a.**.c": "a.c",
-    "a.w{1,3}": "a.w3",
-    "{a,b.c}.d": "b.c.d",
-    "w[12]": "w2",
-    "": "",
-}
-OTHERS = {"a.*": "a.b.c", "a.w{1,3}": "a.w2", "*": ""}
-
-
 def test_patterns():
-    assert not [pattern for pattern, path in MATCHES.items() if not matches(pattern, path)]
-    assert not [pattern for pattern, path in OTHERS.items() if matches(pattern, path)]
+    assert not [
+        pattern for pattern, path in TABLES["matches"].items() if not matches(pattern, path)
+    ]
+    assert not [pattern for pattern, path in TABLES["others"].items() if matches(pattern, path)]
 
 
 NAMES = st.lists(st.sampled_from(["a", "b", "cc", "0"]), min_size=1, max_size=4)

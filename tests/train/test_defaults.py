@@ -136,14 +136,7 @@ def test_the_rate_follows_what_is_trained_and_by_which_rule(ask):
     assert {flags: ask(*flags.split())[0].optimizer.learning_rate for flags in rates} == rates
 
 
-GPT2 = {
-    "model_type": "gpt2",
-    "vocab_size": 512,
-    "n_positions": 96,
-    "n_embd": 32,
-    "n_head": 4,
-    "n_layer": 2,
-}
+GPT2 = PUBLISHED["gpt2"]
 
 
 @pytest.mark.parametrize(
@@ -172,13 +165,7 @@ def write_weights(folder, dtypes):
 
 @pytest.mark.parametrize(
     ("stored", "param"),
-    [
-        (["F32"], "float32"),
-        (["BF16"], "bfloat16"),
-        (["F16"], "float16"),
-        (["BF16", "F16"], "float32"),
-        (None, "bfloat16"),  # no weights, as for an estimate: config.json says it
-    ],
+    PUBLISHED["stored"],
     ids=str,
 )
 def test_weights_that_adapters_leave_frozen_have_the_dtype_of_their_files(
@@ -245,16 +232,7 @@ def test_a_run_that_begins_with_a_model_has_a_folder_of_its_own(tmp_path):
         assert decide(config, {"run.dir"}, gpus(8)).config.run.dir == TrainConfig().run.dir
 
 
-BEFORE = {
-    "config": {
-        "optimizer": {"learning_rate": 0.25, "warmup_steps": 3},
-        "data": {"sequence_length": 64, "global_batch_size": 8},
-        "model": {"precision": {"compute": "float32"}},
-    },
-    "mesh": {"dp": 1, "fsdp": 1, "tp": 1},
-    "corpus": {},
-    "next_sample": 0,
-}
+BEFORE = PUBLISHED["before"]
 
 
 def test_a_run_whose_newest_checkpoint_is_damaged_keeps_what_the_one_before_it_has(

@@ -16,6 +16,7 @@ from numpy.random import default_rng
 from run_comparisons import assert_same_records
 from runs import SMALL, TEXT, records
 from support import assert_close, assert_refused, swept
+from tables import read_table
 from variants import small_model
 
 import jaxtp
@@ -28,6 +29,8 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.distillation import Distillation, with_other_tokens
 from jaxtp.train.loss import Objective
 from jaxtp.train.step import StepSettings, loss_and_grads
+
+TABLES = read_table(__file__)
 
 B = 8
 T = 8
@@ -58,14 +61,7 @@ LOSSES = {
     "hot": Distillation(temperature=2.5),
     "all": Distillation(direction="reverse", temperature=0.7, cross_entropy=0.4),
 }
-MESHES = [
-    ("tp=2", "forward", "shallow"),
-    ("tp=4", "all", "decoder"),
-    ("tp=8", "all", "decoder"),
-    ("fsdp=2,tp=2", "forward", "experts"),
-    ("cp=2,tp=4", "all", "experts"),
-    ("dp=2,cp=2", "forward", "decoder"),
-]
+MESHES = TABLES["meshes"]
 """Each with a loss and a model; dp=2,cp=2 is a zigzag."""
 
 
@@ -132,7 +128,7 @@ def on_one_device(name, model):
     return batch, results(LOSSES[name], batch, model)
 
 
-FORMULAS = [("all", 5), ("forward", V), ("reverse", 5), ("mixed", V), ("hot", 5)]
+FORMULAS = TABLES["formulas"]
 
 
 @swept("case", FORMULAS, FORMULAS[0])

@@ -15,7 +15,7 @@ from numpy.testing import assert_allclose
 from run_comparisons import assert_same_records
 from runs import TEXT, records
 from support import assert_refused, swept
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 from variants import small_model
 
 import jaxtp
@@ -27,6 +27,8 @@ from jaxtp.layers import FrozenParam
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main
+
+TABLES = read_table(__file__)
 
 MODEL = small_model(vocab_size=256, num_layers=2, head_dim=6, d_ff=32)
 SHORT = [
@@ -308,26 +310,6 @@ def test_adapters_are_trained_further(
     assert main([*data, *begins, "--mesh=tp=2", f"--run.dir={tmp_path}/again"]) == 0
 
 
-OF_ADAPTERS = {
-    "--model.lora.rank=7": "model.lora.rank=7, but the adapters have 2",
-    "--model.lora.alpha=16": "model.lora.alpha=16.0, but the adapters have 4.0",
-    "--model.lora.targets q_proj": "targets=q_proj, but the adapters have q_proj down_proj",
-    "--model.lora.from-peft={adapters}x": "no such folder; did you mean {adapters}?",
-    "--model.from-hf={narrow}": "q_proj.lora_A.weight is 2x16, and this model needs 2x8",
-    "--model.precision.compute=float16": "cannot train in float16 (model.precision.compute)",
-}
-OF_MODELS = {
-    "--model.d-model=64": "does not match: model.d_model=64, but the model has 16",
-    "--run.init-from={run}": "--run.init-from and --model.from-hf are conflicting weight sources",
-    "--model.from-hf=nowhere": "nowhere: no such folder",
-    "--model.from-hf=meta-llama/Llama-3.1-8B": "`hf download meta-llama/Llama-3.1-8B --local-dir "
-    "models/Llama-3.1-8B`",
-    "--mesh.tp=8 --mesh.no-allow-padding": "mesh.tp=8 pads 4 query heads to 8",
-    "--model.from-hf={with_tokenizer}": "prepare them with --tokenizer "
-    "{with_tokenizer}/tokenizer.json",
-}
-
-
 def test_mistakes_with_models_and_adapters_are_refused(
     tmp_path, command, model, trained_adapters, capsys
 ):
@@ -339,7 +321,7 @@ def test_mistakes_with_models_and_adapters_are_refused(
     write_json(config, read_json(config) | {"hidden_size": 8})
     (tmp_path / "with_tokenizer/tokenizer.json").write_text("{}")
     beside_adapters = [*command, f"--model.lora.from-peft={trained_adapters}"]
-    for begin, table in ((command, OF_MODELS), (beside_adapters, OF_ADAPTERS)):
+    for begin, table in ((command, TABLES["models"]), (beside_adapters, TABLES["adapters"])):
         for flags, message in table.items():
             words = flags.format(**places).split()
             assert_refused(main, [*begin, "--mesh=tp=2", *words], message.format(**places), capsys)

@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from runs import SMOL_LM, records
-from tables import write_json
+from tables import read_table, write_json
 
 import jaxtp
 from jaxtp.config.python_object import load_object
@@ -22,6 +22,8 @@ from jaxtp.train.defaults import Decider, DeviceInfo
 from jaxtp.train.parts import load_parts
 from jaxtp.train.setup import check_loss, plan_step
 from jaxtp.train.task import Task, with_references
+
+TABLES = read_table(__file__)
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,7 @@ def loaded(name, **arguments):
 
 @pytest.mark.parametrize(
     ("name", "arguments", "expected", "recorded"),
-    [
-        ("Error", {"scale": "0.5"}, 2.0, {"scale": 0.5, "power": 2}),
-        ("Plain", {"scale": 2}, 2.0, {"scale": 2}),
-        ("error", {"scale": 2}, 8.0, {"scale": 2}),
-        ("instance", {}, 12.0, {"scale": 3.0, "power": 2}),
-        ("instance", {"scale": 2.0}, 8.0, {"scale": 2.0, "power": 2}),
-    ],
+    TABLES["arguments"],
 )
 def test_arguments_reach_classes_functions_and_instances(name, arguments, expected, recorded):
     config, loss = loaded(name, **arguments)
@@ -88,42 +84,13 @@ def test_arguments_reach_classes_functions_and_instances(name, arguments, expect
 
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
-    [
-        ("Error", {"scal": 2}, "scal: unknown key; did you mean scale?"),
-        (
-            "Error",
-            {"scale": "x", "power": 3},
-            r"scale = 'x': should be a valid number(.|\n)*power = 3: should be 1 or 2",
-        ),
-        (
-            "error",
-            {"scal": 2},
-            r"keyword argument 'scal'; train.loss_arguments can give scale; did you mean scale\?",
-        ),
-        ("Plain", {}, "missing a required argument: 'scale'; train.loss_arguments can give scale"),
-        ("Plain", {"scale": 0}, r"test_loss_arguments.py, line \d+: .*ZeroDivisionError"),
-        (
-            "SmallError",
-            {"least": 2},
-            r"train.loss_arguments:\n  \{'least': 2\}: least is more than most",
-        ),
-        ("eror", {}, r"has no eror; did you mean error\?"),
-    ],
+    TABLES["wrong"],
 )
 def test_a_wrong_argument_is_one_error(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         loaded(name, **arguments)
 
 
-NOT_THERE = {
-    "train.loss jaxtp:dpo": "jaxtp has no dpo; did you mean DPO?",
-    "train.loss dpo": "or package.module:NAME; did you mean jaxtp.losses:DPO?",
-    "train.loss KTO": "should be FILE.py:NAME or package.module:NAME",
-    "train.loss mine.py": "should be FILE.py:NAME or package.module:NAME",
-    "model.build jaxtp:Decode": "jaxtp has no Decode; did you mean Decoder?",
-    "model.build mine.py:buidl": "mine.py has no buidl; did you mean build?",
-    "train.loss mine.py:mse": "mine.py has no mse; it has Error, PLAN, ROWS, build, error, log",
-}
 MINE = """
 from collections import OrderedDict
 from functools import partial as Partial
@@ -143,7 +110,7 @@ ROWS = [{"x": 1}]
 def test_a_name_that_is_not_there_is_refused_with_the_nearest_or_all_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MINE)
-    for setting, message in NOT_THERE.items():
+    for setting, message in TABLES["absent"].items():
         flag, _, name = setting.partition(" ")
         with pytest.raises(ConfigError) as error:
             load_object(name, f"--{flag}")

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 from support import sizes_of, swept
+from tables import read_table
 from variants import small_model
 
 import jaxtp
@@ -25,6 +26,8 @@ from jaxtp.train.setup import plan_step
 from jaxtp.train.state import bytes_per_device, plan_state
 from jaxtp.train.step import loss_and_grads, make_eval_step
 
+TABLES = read_table(__file__)
+
 RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
 # No mesh divides the 61 ids.
 MODEL = small_model(
@@ -37,15 +40,7 @@ MODEL = small_model(
     qk_norm="head",
     attention_bias=True,
 )
-LARGE = {
-    "vocab_size": 32000,
-    "d_model": 1024,
-    "num_layers": 8,
-    "num_heads": 16,
-    "num_kv_heads": 8,
-    "head_dim": 64,
-    "d_ff": 4096,
-}
+LARGE = TABLES["model"]
 POLICIES = ("none", "save_dots", "save_gathered", "save_reduced", "full", "offload")
 
 
@@ -153,12 +148,7 @@ def test_an_evaluation_reads_micro_batches_and_takes_no_more_than_a_step():
 @pytest.mark.wide
 def test_gated_delta_net_takes_memory_in_proportion_to_the_length():
     """And has no array with two dims of tokens."""
-    heads = {
-        "delta_value_heads": 4,
-        "delta_key_heads": 2,
-        "delta_key_dim": 8,
-        "delta_value_dim": 10,
-    }
+    heads = TABLES["states"]
     taken = []
     for length in (672, 1344):  # equal to no width of the model
         program, temporaries = compiled(

@@ -28,6 +28,7 @@ from support import (
     swept,
     use_mesh,
 )
+from tables import read_table
 
 import jaxtp
 from jaxtp import Decoder, LoraConfig, ModelConfig, Trainer, load_run
@@ -56,16 +57,10 @@ from jaxtp.train.state import plan_state
 from jaxtp.train.step import StepSettings, loss_and_grads
 from jaxtp.train.task import Task, with_references
 
+TABLES = read_table(__file__)
+
 FILE = Path(__file__).parents[2] / "scripts/examples/own_decoder.py"
-SIZES = {
-    "vocab_size": 256,
-    "d_model": 16,
-    "num_layers": 1,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 4,
-    "d_ff": 24,
-}
+SIZES = TABLES["sizes"]
 CONFIG = ModelConfig(**SIZES)
 B = 8
 T = 8
@@ -424,17 +419,8 @@ def test_a_model_that_is_no_decoder_is_trained_on_tokens_and_has_no_commands(tmp
         assert re.search(message, error.strip()), error
 
 
-WITHOUT_EFFECT = {
-    "data.global_batch_size": (7, "data.global_batch_size=7 is not divisible"),
-    "model.d_model": (64, "model.d_model=64: the model is your own"),
-    "model.from_hf": ("models/x", "model.from_hf=models/x: the model is your own"),
-    "train.z_loss": (1e-4, "train.z_loss=0.0001: the loss is your own"),
-    "model.build": ("mine.py:build", "model.build is set, and the task has a model too"),
-}
-
-
 def test_settings_without_effect_on_a_model_of_ones_own_are_refused(tmp_path):
-    for setting, (value, message) in WITHOUT_EFFECT.items():
+    for setting, (value, message) in TABLES["without effect"].items():
         with pytest.raises(ConfigError) as error:
             trainer_of(tmp_path, BIGRAM, **{"mesh": "fsdp=2", setting: value}).__enter__()
         assert message in str(error.value), setting

@@ -31,7 +31,7 @@ from small_net import (
     trainer_of,
 )
 from support import swept, task_flags
-from tables import read_json
+from tables import read_json, read_table
 
 import jaxtp
 from jaxtp.config.entry import NumericsError, UserError
@@ -596,18 +596,7 @@ def refusal(tmp_path, capsys, monkeypatch):
     return command
 
 
-UNUSABLE_FILES = {
-    "import sys\nsys.exit()": r"x\d.py, line 2: sys.exit\(\)\): .* sys.exit\(None\)",
-    "raise SystemExit(3)": r"sys.exit\(3\)",
-    "1 / 0": r"x\d.py, line 1: 1 / 0\): ZeroDivisionError",
-    "def": r"\(.*x\d.py, line 1\): SyntaxError",
-    "class Stop(BaseException): pass\nraise Stop": "Stop: no message",
-    "def __getattr__(name): raise RuntimeError(name)": "RuntimeError: y",
-    "__all__ = [1, None, '']": "has no y; it has no names",
-    "import sys\ndel sys.modules[__name__]\n1 / 0": "ZeroDivisionError",
-    "y = 5": r"x\d.py:y is 5, and should be a function that returns a model",
-    "y = None": r"--model.build x\d.py:y is None",
-}
+UNUSABLE_FILES = read_table(__file__)
 
 
 def test_a_file_that_cannot_be_used_is_one_error(refusal, tmp_path):

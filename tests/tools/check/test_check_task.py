@@ -10,7 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from support import assert_refused, swept, task_flags
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 
 import jaxtp
 from jaxtp.collectives import axis_size
@@ -198,17 +198,7 @@ def test_statistics_and_random_masks_equal_those_of_one_device(model, capsys):
     assert "all 1 equal one device" in capsys.readouterr().out
 
 
-MISTAKES = {
-    "test_check_task.py, line ": {"loss": "failing_loss"},
-    "test_check_task.py has no nothing": {"plan": "nothing"},
-    "GiB for 6 copies of its state": {"model": "Huge"},
-    # These are found once the numbers of one device are there.
-    "the loss is a mean": {"loss": "mean_loss"},
-    "two runs on one device differ": {"model": "Unsteady"},
-    "in_features of 16 for Rowwise to split, not divisible by tp=3": {"meshes": ["tp=3"]},
-    "a batch of 8 rows cannot be split over 3 devices": {"meshes": ["fsdp=3"]},
-    "cannot run on cp 2: cp=2 divides sequences": {"meshes": ["cp=2"]},
-}
+MISTAKES = read_table(__file__)
 
 
 @swept("message", MISTAKES, *list(MISTAKES)[:3])

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from pages import checked_meshes
 from runs import smol_lm
 from support import assert_refused, journeys
+from tables import read_table
 
 import jaxtp
 from jaxtp.collectives import axis_size
@@ -210,24 +211,7 @@ def test_a_needless_gather_is_named(monkeypatch, capsys):
     assert "no module asked for it" in out
 
 
-REFUSED = {
-    "--mesh fsdp=3": "model.d_model=128 is not divisible by mesh.fsdp=3; fsdp can be 1, 2, 4, 8",
-    "--mesh pp=2": "'pp' is not an axis",
-    "--mesh tp=0": "tp=0 is not a number of devices",
-    "--mesh cp=0": "cp=0 is not a number of devices",
-    "--mesh fsdp=-1,tp=2": "fsdp=-1 is not a number of devices",
-    "--mesh tp=2,tp=4": "tp is given twice",
-    "--mesh tp=1": "meshes are compared with one device",
-    "--mesh tp=2 --json /proc/nothing/check.json": "--json /proc/nothing/check.json: No such file",
-    "--mesh dp=8,fsdp=8": "is 64 devices, and a check runs on at most 16",
-    "--mesh.tp 3 --mesh.no-allow-padding": "mesh.tp=3 pads 8 query heads to 9",
-    "--mesh tp=3 --mesh.no-allow-padding": "--mesh tp=3:\n  mesh.tp=3 pads 8 query heads to 9",
-    "--config nothing.yaml": "nothing.yaml: No such file",
-    "--mesh cp=3": "--mesh cp=3:\n  model.d_model=128 is not divisible by mesh.cp=3",
-    "--mesh cp=2 --data.sequence-length "
-    "33": "data.sequence_length=33 is not divisible by mesh.cp=2",
-    "--mesh cp=4,tp=4 --mesh.context ulysses": "mesh.cp=4 does not divide the 2 query heads",
-}
+REFUSED = read_table(__file__)
 
 
 @pytest.mark.parametrize("flags", REFUSED)

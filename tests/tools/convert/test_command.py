@@ -12,7 +12,7 @@ from hf_folders import move_adapters
 from hf_reference import FOLDER
 from made_once import words_of
 from support import assert_refused
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 
 import jaxtp
 from jaxtp import hf
@@ -158,19 +158,7 @@ def test_a_run_that_was_imported_is_verified_trained_and_exported(imported, tmp_
     assert_refused(train, words_of(small), "holds a checkpoint of another run", capsys)
 
 
-REFUSED = {
-    "import {tmp}/none {tmp}/run": "no such folder",
-    "import {source} {run}": "already exists; name a new folder",
-    "import {source} {tmp}/run --mesh.fsdp 3": "fsdp can be 1, 2",
-    "export {tmp} {tmp}/out": "no finished checkpoint there",
-    "export {source} {tmp}/out": "is in Hugging Face format already; --adapters DIR adds adapters",
-    "export {source} {tmp}/out --adapters {tmp}": "no adapter_config.json",
-    "export {run} {tmp}/out --family bert": "supported are llama, mistral",
-    "export {run} {tmp}/out --family llama": "a llama cannot represent",
-    "export {run} {tmp}/out --base {source}": "has no adapters; leave --base out",
-    "export {run} {tmp}/out --family gemma3": "name a folder with its other tensors",
-    "export {run} {tmp}/o --tokenizer-from {tmp}": "no tokenizer file",
-}
+REFUSED = read_table(__file__)
 
 
 def test_mistakes_are_refused(imported, tmp_path, capsys):

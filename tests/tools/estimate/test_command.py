@@ -10,7 +10,7 @@ import pytest
 import yaml
 from hf_reference import FOLDER
 from support import assert_refused, swept
-from tables import read_json
+from tables import read_json, read_table
 
 from jaxtp.analysis.schedule import Scheduled
 from jaxtp.config.schema import from_yaml
@@ -22,6 +22,8 @@ from jaxtp.tools.estimate.search import meshes_to_try
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import Decider, DeviceInfo
+
+TABLES = read_table(__file__)
 
 ROOT = Path(__file__).parents[3]
 CPU = DeviceInfo(count=8, per_process=8, bfloat16=False, kind="virtual CPU devices")
@@ -45,11 +47,7 @@ def printed(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-SHIPPED = {
-    "llama3_8b_float8": ("h100x8", 8_030_261_248),
-    "llama3_70b": ("h100x64", 70_553_706_496),
-    "llama3_405b": ("h100x512", 405_853_388_800),
-}
+SHIPPED = TABLES["shipped"]
 """With the number of parameters that is published."""
 
 
@@ -78,30 +76,7 @@ def test_a_shipped_configuration_is_answered(config, estimated, capsys):
     )
 
 
-NINE_TENTHS = "h100x8 --memory-fraction 0.9"
-RECIPES = {
-    "chat_llama31_8b": "h100x8",
-    "chat_qwen3_8b": "h100x8",
-    "distill_llama31_8b_from_70b": "h100x8",
-    "dpo_llama31_8b": "h100x8",
-    "dpo_lora_llama31_8b": "h100x8",
-    "finetune_llama31_8b": "h100x8",
-    "finetune_qwen3_8b": "h100x8",
-    "glm47_flash": NINE_TENTHS,
-    "gpt_oss_20b": NINE_TENTHS,
-    "llama31_8b_128k": "h100x8",
-    "llama31_8b_128k_16": "h100x16",
-    "lora_gpt_oss_120b": "h100x8",
-    "lora_llama31_70b": "h100x8",
-    "lora_qwen35_35b_a3b_32k": "h100x8",
-    "mixtral_8x7b": NINE_TENTHS,
-    "pretrain_1b": "h100x1",
-    "qwen35_27b": NINE_TENTHS,
-    "qwen3_30b_a3b": NINE_TENTHS,
-    "reasoning_qwen3_8b": "h100x8",
-    "tools_lora_gpt_oss_20b": "h100x8",
-    "tools_lora_qwen3_8b": "h100x8",
-}
+RECIPES = TABLES["recipes"]
 
 
 def near_meshes(config):
@@ -332,31 +307,8 @@ def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
     assert file.read_text() == own
 
 
-H100S = "--hardware h100x8"
-IN_CUDNN = "x8 --model.attention cudnn"
-REFUSED = {
-    "--hardware h1000x8": "hardware 'h1000' is not known; did you mean h100",
-    "--hardware h100": "--hardware h100: should be a kind and a number of devices, as in h100x8",
-    "--hardware h100x8 --mesh tp=4": "is 4 devices, and --hardware h100x8 is 8",
-    "--hardware h100x9999999967": "--hardware h100x9999999967: from 1 to 1,048,576 devices",
+REFUSED = TABLES["refused"] | {
     f"--hardware h100x1{'0' * 5000}": "--hardware h100x10000000000000000000...: from 1 to",
-    f"{H100S} --mesh tp=2147483647": "is 2,147,483,647 devices, and --hardware h100x8 is 8\n",
-    f"{H100S} --mesh pp=8": "'pp' is not an axis; they are dp, fsdp, cp, tp",
-    "--hardware h100x3 --mesh fsdp=3": "model.d_model=128 is not divisible by mesh.fsdp=3",
-    f"{H100S} --json /proc/nothing/x.json": "--json /proc/nothing/x.json: No such file",
-    f"{H100S} --json -": "--json -: standard output is used for text; name a file",
-    f"{H100S} --write /proc/nothing/x.yaml": "--write /proc/nothing/x.yaml: No such file",
-    f"{H100S} --memory-fraction 2": "--memory-fraction 2: should be",
-    f"--hardware mi300x{IN_CUDNN}": "it runs on cuda, not on rocm; use auto (blockwise or xla)",
-    f"--hardware v5e{IN_CUDNN}": "it runs on cuda, not on tpu; use auto (blockwise or xla)",
-    f"--hardware h100{IN_CUDNN} --model.precision.compute float32": "it computes in 16 bits",
-    f"--hardware h100{IN_CUDNN}": "packed documents would give it",
-    "--hardware a100x8 --model.precision.matmul float8 --model.precision.matmul-least 16": (
-        "model.precision.matmul=float8: a100 has no such products"
-    ),
-    "--config nothing.yaml": "nothing.yaml: No such file",
-    f"{H100S} --train.loss jaxtp.losses:DPO --train.loss-arguments.bet 1": "did you mean beta?",
-    f"{H100S} --train.loss-arguments.beta 1": "need a loss: set --train.loss",
 }
 
 

@@ -7,6 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
+from tables import read_table
 
 import jaxtp
 from jaxtp.analysis.schedule import Scheduled
@@ -24,6 +25,8 @@ from jaxtp.tools.estimate.compiler import (
     topology,
 )
 from jaxtp.train.config import DataConfig, TrainConfig
+
+TABLES = read_table(__file__)
 
 SIZES = mesh_shape(fsdp=2, tp=4)
 CONFIG = TrainConfig(
@@ -80,14 +83,7 @@ def test_the_process_is_told_the_program_and_kept_from_devices():
     assert json.loads(ask_fake(warned(value)).notes[-1].removeprefix(WARNING)) == ["cpu", 4, "full"]
 
 
-FAILING = {
-    r"crashed \(SIGFPE\) without a message": "os.kill(os.getpid(), 8)",
-    r"crashed \(SIGABRT\):\n  F0000 missing field": "print('F0000 missing field', "
-    "file=sys.stderr); os.abort()",
-    r"failed:\n(.*\n)*  RuntimeError: no such topology": "raise RuntimeError('no such topology')",
-    "gave no answer: 'hello": "print('hello')",
-    "no such device": "print(json.dumps({'error': 'no such device'}))",
-}
+FAILING = TABLES["crashes"]
 
 
 @pytest.mark.parametrize("message", FAILING)
@@ -140,15 +136,7 @@ def test_a_target_that_cannot_be_compiled_for_is_refused():
 
 
 def test_a_description_of_a_gpu_leaves_nothing_zero():
-    gigabytes = {
-        "a100-40": 40,
-        "a100": 80,
-        "h100": 80,
-        "h200": 141,
-        "b200": 192,
-        "l40s": 48,
-        "rtx4090": 24,
-    }
+    gigabytes = TABLES["sizes"]
     assert gigabytes.keys() == TARGET_CONFIGS.keys()
     for name, description in TARGET_CONFIGS.items():
         values = dict(re.findall(r"(\w+): ([\d.]+)", description))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support import assert_refused, task_flags
-from tables import read_json
+from tables import read_json, read_table
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -178,16 +178,9 @@ def timed(overlapped=1.0, serial=1.2, *, tp=8, cp=1, spare=1.0, flops=1.0):
 
 
 def test_the_simplest_of_equal_meshes_is_first():
-    for first, other, wins in [
-        (timed(), timed(1.03, 1.25, tp=1), True),
-        (timed(), timed(1.1, 1.3, tp=1), False),
-        (timed(), timed(cp=2), False),
-        (timed(flops=8.0), timed(1.1, 3.0, tp=1), True),
-        (timed(flops=8.0), timed(1.3, 1.4, tp=1), False),
-        (timed(), timed(tp=1, spare=-1.0), False),
-        (timed(spare=-1.0), timed(tp=1, spare=-2.0), False),
-    ]:
-        assert (simplest_first([first, other], is_as_fast)[0] is other) == wins, (first, other)
+    for first, other, wins in read_table(__file__):
+        both = [timed(**first), timed(**other)]
+        assert (simplest_first(both, is_as_fast)[0] is both[1]) == wins, (first, other)
 
 
 @pytest.mark.wide

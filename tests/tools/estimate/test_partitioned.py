@@ -15,6 +15,7 @@ from hf_reference import FOLDER, TRAINED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import swept
+from tables import read_table
 
 import jaxtp
 from jaxtp.analysis.audit import audit
@@ -53,12 +54,7 @@ MESHES = [
     "1-2-2-2",
 ]
 """Sizes of dp, fsdp, cp and tp."""
-VARIETY = [
-    {"model.remat": "none", "model.sequence_parallel": True},
-    {"model.remat": "save_gathered", "train.accumulation": 2},
-    {"model.remat": "save_dots"},
-    {"model.remat": "full", "train.accumulation": 2, "model.sequence_parallel": False},
-]
+VARIETY = read_table(__file__)
 """Remat, micro-batches and sequence parallelism: each mesh takes the next."""
 WINDOWED = {"model.pattern": ({"sliding_window": 5}, {})}
 OTHERS = {

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from tables import raised_by
+from tables import raised_by, read_table
 
 import jaxtp
 from jaxtp.analysis.hardware import find
@@ -160,16 +160,7 @@ def test_jax_takes_its_share_of_the_memory_or_what_others_leave():
     assert target(H100, 8, 0.75).room == 0.75 * H100.memory
     assert target(H100, 8, 1.0).room == H100.memory - H100.reserved
     assert target(find("v5e"), 8, 0.1).room == find("v5e").memory
-    for place, said in {
-        ("h100", 8, None): "takes 63.7 (75%, JAX's default); ",
-        ("h100", 16, None): "takes 76.4 (90%, set by scripts/cluster/gpu.env); ",
-        ("h100", 16, 0.75): "takes 63.7 (75%, --memory-fraction); ",
-        ("h100", 8, None, "cuda_async"): "(85%, of launch.allocator=cuda_async); ",
-        ("mi300x", 8, None): " GB/s to each of 7, ",
-        ("h100", 8, 0.8): "takes 67.9 (80%, --memory-fraction); ",
-        ("v5e", 8, None): "JAX takes 16.9; ",
-    }.items():
-        name, *rest = place
+    for said, (name, *rest) in read_table(__file__).items():
         assert said in heading(CONFIG, target(find(name), *rest), facts())
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from runs import run_program
 from support import sweep_of, swept
+from tables import read_table
 
 from jaxtp import ModelConfig, Precision
 from jaxtp.analysis.step_costs import step_costs
@@ -109,14 +110,7 @@ def test_no_stack_of_frozen_weights_is_copied():
     be 3.
     """
     low = Precision(param="bfloat16", compute="bfloat16")
-    wide = {
-        "d_model": 2048,
-        "num_heads": 16,
-        "num_kv_heads": 16,
-        "head_dim": 128,
-        "d_ff": 4096,
-        "attention": "xla",
-    }
+    wide = read_table(__file__)
     adapters = LoraConfig(rank=4)
     model = ModelConfig(lora=adapters, precision=low, remat="full", **wide)
     config = TrainConfig(model=model, data=DataConfig(sequence_length=64, global_batch_size=8))

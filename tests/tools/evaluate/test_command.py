@@ -16,7 +16,7 @@ from made_once import TINY_MODEL, words_of
 from runs import TEXT, full_disk, records
 from small_tokenizers import begins_texts, byte_fallback, byte_level
 from support import assert_refused, use_mesh
-from tables import read_json
+from tables import read_json, read_table
 
 import jaxtp
 from jaxtp.data.store import open_dataset
@@ -234,39 +234,7 @@ FILES = {
     "one.txt": b"x",
 }
 GIVEN = "--model {model} --text {lines}"
-REFUSED = {
-    "": "--model DIR; give documents by --data DIR or --text FILE, or tasks by --tasks NAME",
-    f"{GIVEN} --stride 65 --sequence-length 64": "tokens between windows would be skipped",
-    f"{GIVEN} --split train": "--split has no effect without --data",
-    "--model {model} --data {data} --field a": "--field has no effect without --text",
-    f"{GIVEN} --num-fewshot 2": "--num-fewshot has no effect without --tasks",
-    "--model {model} --tasks mmlu --date 2026-01-31": "--date has no effect without --chat",
-    f"{GIVEN} --tasks mmlu": "--text is for text, and tasks have their own",
-    "--model {model} --tasks mmlu --mesh.cp 2": "--mesh.tp 2",
-    f"{GIVEN} --sequence-length 63 --mesh.cp 2": "is not divisible by --mesh.cp 2",
-    f"{GIVEN} --mesh.tp 16": "tp can be 1, 2, 4",
-    "--model {model} other --text {lines}": "other: unexpected argument",
-    f"{GIVEN} --limit 0": "--limit 0: should be greater than or equal to 1",
-    f"{GIVEN} --json /proc/no/file": "--json /proc/no/file",
-    "--model {here}/nowhere --text {here}/one.txt": "no such folder",
-    "--model {model} --text {here}/one.txt": "no document has more than one",
-    "--model {model} --text {here}/empty.txt": "the file is empty",
-    "--model {model} --text {here}/binary.txt": "not text: it has a NUL byte or is a PDF. Convert",
-    "--model {model} --text {here}/blank.jsonl": "all documents are empty",
-    "--model {model} --text {here}/broken.jsonl": "line 2: not JSON",
-    "--model {model} --text {here}/other.jsonl": "did you mean 'txt'?",
-    "--model {model} --text "
-    "{here}/chat.jsonl": "prepare it with jaxtp prepare --messages NAME, then --data",
-    "--model {model} --text {here}/nothing.jsonl": "all documents are empty",
-    "--model {model} --text {here}/empty.tx": "did you mean {here}/empty.txt?",
-    "--model {model} --text {here}/folder": "no file in this folder",
-    "--model {model} --text {data}": "read it by --data {data}",
-    "--model {model} --text {here}/table.csv": "named .txt instead of .csv, it is read as one text",
-    "--model {model} --data {here}/one.txt": "--text",
-    "--model {model} --data {here}/folders": "did you mean {here}/folder?",
-    "--model {model} --data {data}": "prepare the documents again with --tokenizer",
-    "--model {model} --data {here}": "dataset",
-}
+REFUSED = read_table(__file__)
 
 
 def test_contradictions_and_inputs_that_cannot_be_measured_are_refused(

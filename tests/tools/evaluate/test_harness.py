@@ -12,7 +12,7 @@ from evaluations import TEXTS
 from flax import nnx
 from small_tokenizers import begins_texts
 from support import assert_refused, swept
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 
 import jaxtp
 
@@ -26,11 +26,7 @@ from jaxtp.tools.evaluate.__main__ import main
 from jaxtp.tools.evaluate.harness import HarnessError, JaxtpLM
 from jaxtp.tools.evaluate.measure import Scorer
 
-QUESTIONS = [
-    ("the lazy", [" dog", " a", " ran, the dog"]),
-    ("naïve", [" café", " dog"]),
-    ("the lazy", [" dog", " b"]),
-]
+QUESTIONS = read_table(__file__)
 
 
 def requests(kind, *pairs):

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from flax_models import FeedForward
 from support import decoder, use_mesh
+from tables import read_table
 
 import jaxtp
 from jaxtp import explain
@@ -198,14 +199,7 @@ def test_a_second_plan_and_a_missing_mesh_are_refused():
         explain(build, X)
 
 
-NO_MESHES = {
-    "model: not a mesh axis": {"model": 2},
-    "-1 means all other devices": {"fsdp": -1},
-    r"fsdp=2\.0: a mesh axis is a positive number": {"fsdp": 2.0},
-    "tp='4': a mesh axis is a positive number": {"tp": "4"},
-    "tp=True": {"tp": True},
-    "takes a mesh, or its sizes .*, not 8": 8,
-}
+NO_MESHES = read_table(__file__)
 
 
 @pytest.mark.parametrize("message", NO_MESHES)

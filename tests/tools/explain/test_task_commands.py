@@ -2,13 +2,12 @@
 run.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 from hf_reference import FOLDER
 from support import assert_refused, task_flags
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 
 from jaxtp.config.schema import from_yaml
 from jaxtp.mesh import make_mesh
@@ -108,7 +107,7 @@ def test_a_configuration_is_explained_on_a_micro_batch(tmp_path):
 @pytest.mark.wide
 def test_frozen_weights_have_the_dtype_of_their_files(tmp_path, capsys):
     """config.json states it where there are no weights."""
-    config = json.loads((FOLDER / "qwen3/config.json").read_text())
+    config = read_json(FOLDER / "qwen3/config.json")
     write_json(tmp_path / "config.json", config | {"dtype": "bfloat16"})
     words = ["--model.from-hf", str(tmp_path), "--mesh=tp=2", "--data.sequence-length=16"]
     assert explain([*words, "--model.lora.rank=2", f"--json={tmp_path}/out.json"]) == 0
@@ -133,21 +132,7 @@ def test_an_optimizer_of_the_users_has_its_own_state(run):
     )
 
 
-REFUSED = {
-    "estimate --allow-code --config {run}/run.yaml --tier 3 "
-    "--price 3": "--tier, --price: not for a model, loss",
-    "estimate --allow-code --config {run}/run.yaml --train.accumulation 3": "accumulation",
-    "estimate --allow-code --config {run}/run.yaml --train.loss "
-    "{run}/mine.py:unlike": "KeyError: 'pictures'",
-    "estimate --allow-code --config {run}/run.yaml --train.loss "
-    "{run}/mine.py:lost": "has no lost; did you mean loss?",
-    "estimate --model.build {run}/mine.py:build": "needs a loss",
-    "explain {run}/run.yaml --mesh tp=2": "run.yaml: unexpected argument",
-    "explain --config {run}/run.yaml --mesh tp=2": "run.yaml names code",
-    "explain --allow-code --config {run}/run.yaml --mesh tp=-1": "depends on the number of devices",
-    "explain --allow-code --config {run}/run.yaml --mesh fsdp=3": "not divisible",
-    "explain --model.build {run}/mine.py:build --mesh tp=2": "needs a loss",
-}
+REFUSED = read_table(__file__)
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 
 import pytest
+from tables import read_table, write_json
 
 from jaxtp.tools.report.__main__ import main as report
 from jaxtp.tools.report.curves import draw, panels_of
@@ -133,16 +134,16 @@ def test_the_estimate_of_the_mesh_stands_beside_the_measured_time(tiny_run, tmp_
     seconds = {"products": 0.5, "communication": {"tp": 0.25}, "serial": 0.75, "overlapped": 0.5}
     sizes = {"dp": 1, "fsdp": 1, "cp": 1, "tp": 1}
     setting = {**sizes, "bytes_per_device": {"parameters": 3 * 10**9}, "seconds": seconds}
-    estimate.write_text(json.dumps({"meshes": [{**setting, "tp": 2}, setting]}))
+    write_json(estimate, {"meshes": [{**setting, "tp": 2}, setting]})
     page = tmp_path / "report.html"
     words = [str(tiny_run), f"--estimate={estimate}", f"--out={page}"]
     assert report(words) == 0
     assert "memory: parameters 3.0 GB" in text_of(page)
     assert "time: over tp 0.25 s" in text_of(page)
-    estimate.write_text(json.dumps({"meshes": []}))
+    write_json(estimate, {"meshes": []})
     assert report(words) == 0
     assert "is not among the meshes of the estimate" in text_of(page)
-    estimate.write_text(json.dumps({"meshes": 3}))
+    write_json(estimate, {"meshes": 3})
     assert report(words) == 2
 
 
@@ -154,14 +155,7 @@ def test_a_picture_has_the_curves_alone(tiny_run, tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        ([], "name the folder of a run"),
-        (["nowhere"], "nowhere"),
-        (["RUN", "--metrics", "lost"], "no run has 'lost'"),
-        (["RUN", "--out=plot.xyz"], "pictures are "),
-        (["RUN", "--out=/dev/null/page.html"], "--out /dev/null/page.html"),
-        (["RUN", "--out=page.html", "--estimate=RUN/config.yaml"], "--estimate"),
-    ],
+    read_table(__file__),
 )
 def test_a_mistake_is_one_line(words, says, tiny_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -19,7 +19,7 @@ from flax import nnx
 from numpy.testing import assert_allclose
 from runs import contents, records
 from support import assert_refused, swept
-from tables import read_json
+from tables import read_json, read_table
 from tools.conftest import save_model
 
 import jaxtp
@@ -30,6 +30,8 @@ from jaxtp.data.store import open_dataset
 from jaxtp.tools.score import scoring
 from jaxtp.tools.score.__main__ import main
 from jaxtp.train.__main__ import main as train
+
+TABLES = read_table(__file__)
 
 LENGTH = ["--data.sequence-length=32"]
 
@@ -111,12 +113,7 @@ def test_scores_of_one_device_are_those_of_the_model(log_probs, data, base):
     assert_scores(log_probs, data, base)
 
 
-ON_MESHES = {
-    "--mesh tp=4 --top-k 7": {},
-    "--mesh fsdp=2,tp=2 --temperature 2 --batch-size 3": {"temperature": 2.0},
-    "--mesh cp=2,tp=2 --top-k 300": {},
-    "--mesh dp=2,cp=2 --data.long-documents drop": {"long_documents": "drop"},
-}
+ON_MESHES = TABLES["meshes"]
 
 
 @swept("flags", ON_MESHES)
@@ -213,19 +210,6 @@ def test_two_processes(data, tiny_model, tmp_path):
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
-REFUSED = {
-    "--data.sequence-length none": "name a dataset of jaxtp prepare: jaxtp score DATASET; name the "
-    "model by --model DIR; name a folder for the scores by --out DIR; set --data.sequence-length",
-    "{data} {model} {out} --top-k 301": "--top-k 301: ",
-    "{data} {model} {out} --data.sequence-length 33 "
-    "--mesh cp=2": "not divisible by mesh.cp=2; cp can be 1, 3",
-    "{data} --model {tmp}/nowhere {out}": "no such folder",
-    "{data} {model} --out {base} --top-k 5": "top_k: None -> 5",
-    "{data} {model} --out {tmp}/other": "holds other files (mine.txt) and no scores",
-    "{of_bytes} {model} {out}": "was made with tokenizer bytes",
-}
-
-
 def test_mistakes_are_refused_before_weights_are_read(
     data, tiny_model, base, tmp_path, capsys, monkeypatch
 ):
@@ -241,7 +225,7 @@ def test_mistakes_are_refused_before_weights_are_read(
     }
     with monkeypatch.context() as patched:
         patched.setattr("jaxtp.generate.loading.load_folder", None)
-        for words, message in REFUSED.items():
+        for words, message in TABLES["refused"].items():
             assert_refused(main, [*LENGTH, *words.format(**places).split()], message, capsys)
     assert not (tmp_path / "s").exists()
     full = shutil.disk_usage(tmp_path)._replace(free=5)
