@@ -468,8 +468,8 @@ assert round(of_llama, -3) == 27_000
 # its array twice (both counts leave out (t - 1) / t). They are equal where **T = 4.5 D**, which is
 # 1,152 tokens here. Llama 3 8B has 13 D² in a block, and reduces gradients in float32, twice as
 # wide as everything else: T = 6.5 D is about 27,000 tokens. If a batch is computed in parts
-# (micro-batches), count the tokens of one part: fsdp gathers the weights again for each. Most have
-# more tokens. Then why use tp at all?
+# (micro-batches), count the tokens of one part: fsdp gathers the weights again for each. Most
+# batches have more tokens. Then why use tp at all?
 #
 # - On a mesh of both, fsdp gathers only this device's tp slice of each weight, and tp sums only
 #   this group's sequences. Near the crossing, fsdp 4 x tp 2 sends little more than half of what
