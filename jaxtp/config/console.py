@@ -87,8 +87,8 @@ def for_terminal(text: str, stream: TextIO | None) -> str:
     for line in text.split("\n"):
         line = _folded(line, width, subsequent_indent=" " * _NAME_WIDTH)
         name = line[:_NAME_WIDTH].rstrip()
-        rest = with_bold_numbers(line[len(name) :], is_styled)
-        lines.append(f"{styled(name, 'dim', is_styled)}{rest}")
+        description = with_bold_numbers(line[len(name) :], is_styled)
+        lines.append(f"{styled(name, 'dim', is_styled)}{description}")
     return "\n".join(lines)
 
 
@@ -192,8 +192,8 @@ class Display:
         A narrow terminal gets a shorter bar, then fewer texts, and at last a part of the first.
         """
         columns = columns_of(self._stream)
-        text, *others = texts or ("",)
-        for other in others:
+        text, *further_texts = texts or ("",)
+        for other in further_texts:
             longer = f"{text}  {other}"
             if len(f"{label} {longer}{left}") <= columns:
                 text = longer

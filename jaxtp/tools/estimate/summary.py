@@ -165,11 +165,11 @@ def explained(
     verdict = "" if best.fits else "nothing fits; the least is "
     rows = [
         ("best", f"{verdict}{_used(best)}"),
-        *(("why", text) for text in _reasons(results)),
         ("memory", memory_by_kind(best)),
         *(("", text) for text in _warnings(best)),
     ]
     if best.fits:
+        rows.insert(1, ("why", _reason(results)))
         parts = sorted(_seconds(best).items(), key=lambda part: -part[1])
         shares = ", ".join(f"{name} {seconds / time.serial:.0%}" for name, seconds in parts)
         rows.append(("step", f"{between(time.overlapped, time.serial)} seconds: {shares}"))
@@ -183,14 +183,11 @@ def explained(
     return "\n".join(f"{label:<8}{text}" for label, text in rows)
 
 
-def _reasons(results: Search) -> Iterator[str]:
+def _reason(results: Search) -> str:
     # Why the best setting is the first, and the largest part of its time.
     best = results.settings[0]
-    if not best.fits:
-        return
-    peers = [
-        other for other in results.settings if other.fits and other.has_margin == best.has_margin
-    ]
+    fits_alike = lambda other: other.fits and other.has_margin == best.has_margin  # noqa: E731
+    peers = filter(fits_alike, results.settings)
     fastest = min(peers, key=lambda other: other.time.expected)
     reason = "the fastest mesh that fits"
     if fastest is not best:
@@ -199,7 +196,7 @@ def _reasons(results: Search) -> Iterator[str]:
     largest = max(seconds, key=seconds.__getitem__)
     share = f"{seconds[largest] / best.time.serial:.0%}"
     kind = "communication " if largest.startswith("over") else ""
-    yield f"it is {reason}; the largest part of a step, {share}, is {kind}{largest}"
+    return f"it is {reason}; the largest part of a step, {share}, is {kind}{largest}"
 
 
 def _proposed(setting: Setting, best: Setting, price: float | None) -> str:
