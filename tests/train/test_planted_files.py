@@ -7,36 +7,15 @@ import shutil
 
 import pytest
 from structures import PLANTED, plant, watched
+from tables import read_table
 
 from jaxtp.__main__ import main
 
+TABLES = read_table(__file__)
+
 PRECIOUS = "a file of the user's outside of the folder"
-COMMANDS = {
-    "run": [
-        "checkpoint inspect FOLDER",
-        "checkpoint verify FOLDER",
-        "generate --model FOLDER --prompt a --max-tokens 2",
-        "convert export FOLDER EXPORTED",
-        "train --config FOLDER/config.yaml --run.dir FOLDER --train.steps 5",
-        "train --config FOLDER/config.yaml --run.dir OTHER --run.init-from FOLDER",
-    ],
-    "dataset": [
-        "prepare --verify FOLDER",
-        "train --data.path FOLDER --data.validation FOLDER --train.steps 1 --run.dir OTHER "
-        "--mesh fsdp=1",
-        "prepare TEXT --dedup --held-out 0.2 --out FOLDER",
-        "estimate --data.path FOLDER --train.epochs 1 --hardware h100x2",
-    ],
-}
-ABSENT = {
-    "run": [
-        ".lock",
-        "metrics.jsonl",
-        "checkpoints/1",
-        "non_finite.new",
-    ],
-    "dataset": ["journal.json", "seen.sha256", "train-00001.tokens", "tokenizer.json"],
-}
+COMMANDS = TABLES["commands"]
+ABSENT = TABLES["absent"]
 """Files that a folder may have, too."""
 
 

@@ -38,12 +38,7 @@ WHOLE_OVER_TP = [case(map(int, mesh)) for mesh in ["112", "118", "124", "214", "
 """Sizes of dp, fsdp and tp: each mesh once, with or without sequence parallelism."""
 BATCH = [case(map(int, mesh)) for mesh in ["211", "811", "121", "181", "241", "421"]]
 ALL_AXES = case((2, 2, 2), split=True)
-OVER_CP = [
-    case((2, 2, 2, 2), split=True, method="gather"),
-    case((1, 1, 2, 4), split=True, method="ulysses"),
-    case((1, 2, 4, 1), method="gather"),
-    case((1, 1, 4, 2), split=True, method="ulysses"),
-]
+OVER_CP = [case(*given) for given in read_table(__file__)]
 """Cases of products in 8 bits over cp; test_context.py has those of float32."""
 FIRST = {"llama": ALL_AXES, "float8": OVER_CP[0]}
 SPLIT = [case((1, 1, 8), split=True), ALL_AXES, case((1, 2, 4), split=True)]
