@@ -332,7 +332,7 @@ def test_a_recipe_of_another_model_is_one_short_line(command, model, capsys):
     recipe = Path(__file__).parents[2] / "configs/chat_qwen3_8b.yaml"
     assert main([f"--config={recipe}", f"--model.from-hf={model}"]) == 2
     error = capsys.readouterr().err
-    assert "model.d_model=4096, but the model has 16, and 7 more; remove these" in error
+    assert "model.d_model=4096, but the model has 16, and 8 more; remove these" in error
     assert "jaxtp estimate --model.from-hf DIR --write FILE.yaml" in error
     assert len(error) - len(str(model)) < 250
 
