@@ -17,22 +17,7 @@ from typing import Any
 
 from jaxtp.data.chat_template import ChatTemplate
 
-TEMPLATE = """\
-{{- '<|im_start|>system\\nCall one of these functions:\\n' }}
-{%- for tool in tools or [] %}
-{{- tool.function.name + '(' + tool.function.parameters.properties | join(', ') + ')\\n' }}
-{%- endfor %}
-{{- 'Answer with <tool_call>{"name": ..., "arguments": {...}}</tool_call><|im_end|>\\n' }}
-{%- for message in messages %}
-{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-{%- for call in message.tool_calls or [] %}
-{{- '<tool_call>{"name": ' + call.function.name | tojson }}
-{{- ', "arguments": ' + call.function.arguments | tojson + '}</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
+TEMPLATE = Path(__file__).parent / "examples/chatml_tools.jinja"
 QUESTIONS = {
     "get_weather": [
         "What is the weather in {city}?",
@@ -155,7 +140,7 @@ def called(text: str) -> object:
 
 def count_right(model: Path, rows: Sequence[dict[str, Any]], folder: Path, when: str) -> None:
     """Asks the model each question; prints how many calls are right, and those that are wrong."""
-    template = ChatTemplate(TEMPLATE, "the template", {})
+    template = ChatTemplate(TEMPLATE.read_text(), "the template", {})
     prompts = []
     for row in rows:
         prompt = template.render(row["messages"][:1], arguments={"tools": row["tools"]})
@@ -187,11 +172,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     folder = given.folder
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tools.jinja").write_text(TEMPLATE)
     write_rows(folder / "calls.jsonl", conversations(given.rows, held_out=False))
     questions = conversations(given.questions, held_out=True)
     flags = ["--messages", "messages", "--tokenizer", given.model]
-    flags += ["--template", folder / "tools.jinja", "--held-out", 0, "--out", folder / "data"]
+    flags += ["--template", TEMPLATE, "--held-out", 0, "--out", folder / "data"]
     print(f"{given.rows} conversations, {given.questions} held-out questions", flush=True)
     run("prepare", folder / "calls.jsonl", *flags)
     count_right(given.model, questions, folder, "before the run")

@@ -33,8 +33,8 @@ OTHER_NAMES = {
     "train.accumulation": "gradient_accumulation_steps grad_accum accumulation_steps "
     "accumulate_grad_batches",
     "data.global_batch_size": "batch_size train_batch_size",
-    "data.sequence_length": "seq_len seq_length max_seq_len max_seq_length block_size "
-    "context_length",
+    "data.sequence_length": "seq_len seq_length max_seq_len max_seq_length max_length "
+    "block_size context_length",
     "data.path": "dataset dataset_name dataset_path data_dir train_file",
     "data.packing": "sample_packing pack_sequences",
     "model.from_hf": "model_name_or_path model_name base_model pretrained",
@@ -65,7 +65,7 @@ OTHER_NAMES = {
 
 _BRANCHES = "{} drops out of the result of each branch"
 _LOSS = (
-    "a loss has settings of its own, such as --train.loss jaxtp.losses:DPO "
+    "a loss has settings of its own, such as --train.loss jaxtp.losses:DPO (or SimPO) "
     "--train.loss-arguments.beta 0.1"
 )
 INSTEAD: tuple[tuple[str, str, str], ...] = (
@@ -88,9 +88,19 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "{} float8 keeps the frozen kernels of adapters in 8 bits; 4 bits are not supported",
     ),
     (
-        "use_dora modules_to_save lora.bias lora_bias",
+        "use_dora lora.bias lora_bias",
         "model.lora.targets",
-        "adapters are plain LoRA, and nothing else is trained beside them; {} chooses the layers",
+        "adapters are plain LoRA; {} chooses the layers",
+    ),
+    (
+        "modules_to_save",
+        "model.lora.tables",
+        "{} trains the embedding and the head beside adapters",
+    ),
+    (
+        "train_on_inputs train_on_prompt assistant_only_loss completion_only_loss",
+        "data.path",
+        "only answers are learned; jaxtp prepare makes {}, and its --show prints what is learned",
     ),
     (
         "warmup_ratio warmup_fraction",
@@ -128,7 +138,7 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "run.dir",
         "jaxtp convert export writes a folder for the hub from the run in {}",
     ),
-    ("dpo_beta loss_type", "train.loss", _LOSS),
+    ("dpo_beta simpo_gamma loss_type", "train.loss", _LOSS),
     (
         "preflight_bandwidth",
         "mesh.dp",

@@ -135,8 +135,8 @@ class SimPO(Settings):
     beta: Positive = 2.0
     """Factor of the mean log-probabilities."""
 
-    margin: NonNegative = 1.0
-    """The rewards' difference at which the loss is log 2 (gamma in the paper)."""
+    gamma: NonNegative = 1.0
+    """The difference of rewards at which the loss is log 2: the target margin of the paper."""
 
     columns: ClassVar[tuple[str, ...]] = DPO.columns
 
@@ -148,7 +148,7 @@ class SimPO(Settings):
         total = partial(jnp.sum, where=valid)
         rewards = self.beta * policy / jnp.maximum(tokens, 1)
         difference = rewards[0] - rewards[1]
-        loss = total(-jax.nn.log_sigmoid(difference - self.margin))
+        loss = total(-jax.nn.log_sigmoid(difference - self.gamma))
         count = jnp.sum(valid)
         metrics = {
             "rewards/accuracies": difference > 0,

@@ -166,7 +166,7 @@ def test_simpo_has_no_reference():
             differences.append(3 * (chosen - rejected))
     with use_mesh(fsdp=2, tp=2):
         graph, state = nnx.split(hf.load(FOLDER / MODEL))
-        run = lambda state: means(SimPO(beta=3, margin=0.7), nnx.merge(graph, state), columns)
+        run = lambda state: means(SimPO(beta=3, gamma=0.7), nnx.merge(graph, state), columns)
         loss, metrics = jax.jit(run)(state)
     assert loss == pytest.approx(np.log1p(np.exp(0.7 - np.array(differences))).mean(), rel=1e-5)
     assert metrics["rewards/margins"] == pytest.approx(np.mean(differences), rel=1e-4)
