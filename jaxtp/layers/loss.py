@@ -164,7 +164,9 @@ def _on_devices(
         return evaluate(table, bias, *swap_sequence((x, *labels), split_dim))
 
     in_specs = (activation_spec(split_dim), head.table_spec, head.bias_spec, token_spec())
-    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, labels)
+    view = device_view(run, LOSS, in_specs, out_specs)
+    # Outside of a jit JAX does not say within a shard_map which arguments need gradients.
+    return jax.jit(view, inline=True)(x_BTD, table_VD, bias_V, labels)
 
 
 def _split_dim(x_BTD: Array, head: HeadConfig) -> int | None:

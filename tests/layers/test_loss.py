@@ -96,7 +96,9 @@ def test_the_loss_and_its_gradients_equal_their_formulas(seed):
         return 3 * vocab_parallel_cross_entropy(x, *padded, bias, z_loss=z_loss)[0]
 
     with use_mesh(dp, fsdp, tp, cp=cp):
-        run = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))
+        run = jax.value_and_grad(ours, (0, 1, 2))
+        # Both compiled and not.
+        run = jax.jit(run) if seed % 2 else run
         loss, grads = run(*(np.float32(each) for each in (x, table, bias)))
     assert max(map(relative_error, [loss, *grads], [3 * each for each in expected])) < 1e-5
 
