@@ -110,7 +110,7 @@ def _unchanged(model: OwnModel, config: TrainConfig, meshes: Sequence[str]) -> S
         "        (noise is added to the parameters)",
     ]
     if model.plan is None:
-        lines.append("plan    none: with tp, the one that jaxtp proposes")
+        lines.append("plan    the one that jaxtp proposes, where a mesh has tp")
     cases = own_model_cases(config, meshes, over_cp=over_cp)
     return Small(in_three_updates(config), cases, lines, noted=("model",))
 
