@@ -160,9 +160,7 @@ def test_a_part_takes_the_time_of_its_flops_or_bytes_at_the_peaks():
 @pytest.mark.wide
 @pytest.mark.parametrize(("remat", "experts"), [("none", 0), ("full", 0), ("save_dots", 4)])
 def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
-    """Without recomputation as much, but for logits, computed twice, and masked scores of
-    attention.
-    """
+    """Without recomputation as much, but for masked scores of attention."""
     mesh = mesh_shape(fsdp=2, tp=2)
     config = tiny(mesh, remat=remat, num_experts=experts)
     with jax.set_mesh(mesh_of(mesh)):
@@ -177,7 +175,7 @@ def test_a_compiled_part_does_no_less_than_the_least(remat, experts):
     moving = [found[name] for name in ("sent over fsdp", "sent over tp") if name in found]
     sent = [part["bytes_sent"] / part["least_bytes"] for part in moving]
     assert min([mlp, projections, attention, all_parts, *sent]) >= 1
-    assert loss == 4 / 3
+    assert loss == 1
     optimizer = found["optimizer"]
     assert optimizer["product_bytes"] + optimizer["other_bytes"] >= optimizer["least_bytes"]
     if (remat, experts) == ("none", 0):

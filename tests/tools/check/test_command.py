@@ -143,6 +143,7 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
 @pytest.mark.wide
 def test_a_terminal_shows_how_many_cases_are_done(monkeypatch, capsys):
     monkeypatch.setattr(console, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("NO_COLOR", "1")
     assert main([*OVER_TP, *WHOLE]) == 0
     out = capsys.readouterr().out
     assert out.index("case 0/1") < out.index("ok    tp 2") < out.index("case 1/1")
