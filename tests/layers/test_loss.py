@@ -110,12 +110,9 @@ def test_tokens_are_listed_without_a_copy():
     gradient = jax.grad(lambda *args: total(*args, 8), argnums=(0, 1))
     traced = accounts.equations(jax.make_jaxpr(gradient)(*given(8, 8)).jaxpr)
     outputs = [(e.primitive.name, v.aval.size) for e in traced for v in e.outvars]
-    assert {name for name, size in outputs if size == 8 * 8 * D} == {
-        "name",
-        "scan",
-        "reshape",
-        "mul",
-    }
+    found = {name for name, size in outputs if size == 8 * 8 * D}
+    # jax 0.12 does not inline the loss's own jit.
+    assert found - {"jit"} == {"name", "scan", "reshape", "mul"}
 
 
 def test_chunks_add_up_their_gradients_in_float32():
