@@ -130,14 +130,8 @@ def chat_template(folder: Path) -> str | None:
         if os.path.lexists(folder / file):
             with reading(folder / file):
                 templates[name] = read_template(inside(folder, file))
-    if not templates:
-        templates = _templates_in_json(folder)
-    for template in templates.values():
-        if isinstance(template, str) and len(template) > MAX_TEMPLATE:
-            raise TokenizerError(
-                f"{folder / TOKENIZER_CONFIG}: a chat template of more than {MAX_TEMPLATE:,} "
-                "characters"
-            )
+    if "default" not in templates:
+        templates = _templates_in_json(folder) | templates
     default = templates.get("default")
     with_tools = templates.get(_WITH_TOOLS)
     if not isinstance(default, str):
@@ -151,14 +145,22 @@ def chat_template(folder: Path) -> str | None:
 
 
 def _templates_in_json(folder: Path) -> dict[str, Any]:
+    """Returns the templates in JSON files by name; raises `TokenizerError` if one is too long."""
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
     if template is None:
         # Files of multimodal models from 2024
         template = read(folder / "chat_template.json").get("chat_template")
     if not isinstance(template, list):
-        return {"default": template}
+        template = [{"name": "default", "template": template}]
     named = [entry for entry in template if isinstance(entry, dict)]
-    return {str(entry.get("name")): entry.get("template") for entry in named}
+    templates = {str(entry.get("name")): entry.get("template") for entry in named}
+    for text in templates.values():
+        if isinstance(text, str) and len(text) > MAX_TEMPLATE:
+            raise TokenizerError(
+                f"{folder / TOKENIZER_CONFIG}: a chat template of more than {MAX_TEMPLATE:,} "
+                "characters"
+            )
+    return templates
 
 
 def read_template(path: Path) -> str:

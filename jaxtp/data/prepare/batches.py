@@ -83,7 +83,9 @@ def batches(
             if event.item == END or source.format == TEXT:
                 batch.position = Position(index + 1, 0)
                 batch.bytes_read = end
-            if size >= BATCH_BYTES or len(batch.entries) + len(batch.problems) >= BATCH_DOCUMENTS:
+            # Rows of which nothing is a document count too: a file may have no others.
+            count = len(batch.entries) + len(batch.problems) + len(batch.left_out)
+            if size >= BATCH_BYTES or count >= BATCH_DOCUMENTS:
                 yield batch
                 batch = Batch(batch.position)
                 size = 0

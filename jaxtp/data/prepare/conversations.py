@@ -135,7 +135,8 @@ class Conversations:
         self._known: dict[object, frozenset[int]] = {}
         """The results of `_doubtful`, by what decides them."""
         self._tokens = ChatTokenizer(tokenizer)
-        self._compares_spans = False
+        self._compared: set[object] | None = None
+        """The shapes of conversations whose spans are those of the template; None without spans."""
         if template is not None:
             self.template = template
             return
@@ -154,7 +155,7 @@ class Conversations:
             if self.ends and config.eos is None and not config.no_eos:
                 tokenizer.info = replace(tokenizer.info, eos_id=self.ends[-1])
         self.notes.clear()
-        self._compares_spans = _GENERATION.search(text) is not None
+        self._compared = set() if _GENERATION.search(text) else None
         end = turn.text.rpartition(WORD)[2].strip()
         if not end:
             self.notes.add(
@@ -438,24 +439,30 @@ class Conversations:
         if len(messages) - 1 in doubtful:
             self._require_content(messages, whole, False, arguments, len(messages) - 1)
         self._require_each_call(messages, arguments)
-        if self._compares_spans:
-            self._compare_spans(messages, prompt, answer, arguments)
+        self._compare_spans(messages, prompt, answer, arguments)
         return Turn(self._tokens.mark(prompt), self._tokens.mark(answer), is_rendered=True)
 
     def _compare_spans(
         self, messages: list[Message], prompt: str, answer: str, arguments: Mapping[str, object]
     ) -> None:
-        """Notes the first answer of which the template marks another part as generated."""
+        """Adds a note if the template marks another part of an answer as generated.
+
+        Of each shape of conversations the first is compared, until an answer differs.
+        """
+        shape = tuple(map(_shape, messages))
+        if self._compared is None or shape in self._compared or len(self._compared) == _MAX_KNOWN:
+            return
+        self._compared.add(shape)
         text = self.template.render(messages, answer=False, arguments=arguments, with_spans=True)
         generated = ""
         end = 0
         for index, part in enumerate(SPANS.split(text)):
             end += len(part)
-            # The parts of odd index are within marks; those of earlier answers end in the prompt.
+            # Parts with an odd index are inside marks. Earlier answers end before the prompt does.
             if index % 2 and end > len(prompt):
                 generated += part
         if generated.strip() != answer.strip():
-            self._compares_spans = False
+            self._compared = None
             learned, marked = (
                 truncate(without_marks(self._tokens.mark(part.strip())), 40)
                 for part in (answer, generated)

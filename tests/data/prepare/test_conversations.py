@@ -29,7 +29,11 @@ from tables import assert_errors, read_table
 
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.corpus import load_corpus
+from jaxtp.data.prepare import batches
 from jaxtp.data.prepare.conversations import Conversations
+from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import Position
+from jaxtp.data.prepare.run import open_job
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.data.tokenizer_files import (
@@ -579,6 +583,18 @@ def test_answers_that_are_marked_or_empty_are_left_out_and_counted():
     assert "message 2: 'weight' is 0.5, and not 0 or 1" in refused(row)
     row["messages"][1]["weight"] = 1
     assert [answer for _, answer in texts_of([row], "--answers last")] == ["GOOD<|stop|>\n"]
+
+
+def test_rows_without_an_answer_to_learn_fill_batches_too(monkeypatch):
+    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 2)
+    row = conversation("a", "b")
+    row["messages"][1]["weight"] = 0
+    write("b.jsonl", [row] * 5)
+    job = open_job(
+        Path("d"), PrepareConfig(inputs=("b.jsonl",), messages="messages", tokenizer=Path("t"))
+    )
+    found = batches.batches(job.sources, job.fields, Position(0, 0), "stop")
+    assert [len(batch.left_out) for batch in found] == [2, 2, 1]
 
 
 def test_arguments_of_the_template_and_prompts_that_open_the_reasoning():
