@@ -325,12 +325,18 @@ def not_divisible(name: str, value: int, factors: Mapping[str, int]) -> Iterator
         sizes = tuple(
             multiple for multiple in nearest_multiples(value, divisor) if multiple < 2**31
         )
-        above_one = [factor for factor, size in factors.items() if size > 1]
-        by = " * ".join(f"{factor}={factors[factor]}" for factor in above_one)
-        if len(above_one) > 1:
-            by = f"{divisor} ({by})"
-        among = dict.fromkeys(above_one, value)
-        yield Problem(f"{name}={value} is not divisible by {by}", among, {name: sizes})
+        text = f"{name}={value} is not divisible by {product_text(factors)}"
+        yield Problem(text, dict.fromkeys(factors, value), {name: sizes})
+
+
+def product_text(factors: Mapping[str, int]) -> str:
+    """Returns a product of settings as messages name it: `8 (mesh.cp=2 * mesh.tp=4)`.
+
+    Factors of 1 are left out, and a single factor has no product.
+    """
+    above_one = [f"{name}={size}" for name, size in factors.items() if size > 1]
+    text = " * ".join(above_one)
+    return f"{math.prod(factors.values())} ({text})" if len(above_one) > 1 else text
 
 
 Switch = tuple[str, object, Iterable[str]]

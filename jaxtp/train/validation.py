@@ -14,6 +14,7 @@ from jaxtp.config.hints import (
     explained,
     mesh_settings,
     not_divisible,
+    product_text,
     without_effect,
 )
 from jaxtp.config.schema import ConfigError, replace_nested
@@ -229,11 +230,11 @@ def batch_problems(
     """
     batch = config.data.global_batch_size
     factors = mesh_settings(BATCH, mesh) | {"train.accumulation": config.train.accumulation}
-    for problem in not_divisible("data.global_batch_size", batch, factors):
-        if have_own_rows:
-            _, by = problem.text.split(" is ")
-            problem = Problem(f"batches have {batch} rows, {by}", problem.among)
-        yield problem
+    if not have_own_rows:
+        yield from not_divisible("data.global_batch_size", batch, factors)
+    elif batch % math.prod(factors.values()):
+        text = f"batches have {batch} rows, not divisible by {product_text(factors)}"
+        yield Problem(text, dict.fromkeys(factors, batch))
 
 
 def padding_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:

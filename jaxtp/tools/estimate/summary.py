@@ -22,6 +22,7 @@ from jaxtp.tools.estimate.search import (
     Search,
     Setting,
     Target,
+    rank,
 )
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -186,9 +187,7 @@ def explained(
 def _reason(results: Search) -> str:
     # Why the best setting is the first, and the largest part of its time.
     best = results.settings[0]
-    fits_alike = lambda other: other.fits and other.has_margin == best.has_margin  # noqa: E731
-    peers = filter(fits_alike, results.settings)
-    fastest = min(peers, key=lambda other: other.time.expected)
+    fastest = min(results.settings, key=rank)
     reason = "the fastest mesh that fits"
     if fastest is not best:
         reason = f"the simplest mesh that is about as fast as the fastest, {fastest}"
