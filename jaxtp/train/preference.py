@@ -89,12 +89,8 @@ class DPO(Settings):
         count = jnp.sum(valid)
         if self.sft_weight:
             loss -= self.sft_weight * count * total(policy[0]) / jnp.maximum(total(tokens[0]), 1)
-        rewards = self.beta * jax.lax.stop_gradient(log_ratios)
         metrics = {
-            "rewards/accuracies": rewards[0] > rewards[1],
-            "rewards/margins": rewards[0] - rewards[1],
-            "rewards/chosen": rewards[0],
-            "rewards/rejected": rewards[1],
+            **_reward_metrics(self.beta * jax.lax.stop_gradient(log_ratios)),
             "logps/chosen": policy[0],
             "logps/rejected": policy[1],
         }
@@ -147,15 +143,9 @@ class SimPO(Settings):
         (policy, tokens), valid = _sums(batch, _log_probs(model, batch))
         total = partial(jnp.sum, where=valid)
         rewards = self.beta * policy / jnp.maximum(tokens, 1)
-        difference = rewards[0] - rewards[1]
-        loss = total(-jax.nn.log_sigmoid(difference - self.gamma))
+        loss = total(-jax.nn.log_sigmoid(rewards[0] - rewards[1] - self.gamma))
         count = jnp.sum(valid)
-        metrics = {
-            "rewards/accuracies": difference > 0,
-            "rewards/margins": difference,
-            "rewards/chosen": rewards[0],
-            "rewards/rejected": rewards[1],
-        }
+        metrics = _reward_metrics(rewards)
         return loss, count, {name: (total(values), count) for name, values in metrics.items()}
 
     def example_batch(
@@ -192,6 +182,17 @@ def _sums(batch: Mapping[str, Array], *terms_BT: Array) -> tuple[Array, Array]:
     valid = jnp.all(tokens > 0, axis=0)
     _check(jnp.sum(tokens * valid, axis=(0, 2)), jnp.sum(is_label_BT, axis=1))
     return by_term, valid
+
+
+def _reward_metrics(rewards: Array) -> dict[str, Array]:
+    """Returns TRL's metrics of rewards `[2 answers, B, pairs of a row]`, for each pair."""
+    chosen, rejected = rewards
+    return {
+        "rewards/accuracies": chosen > rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+    }
 
 
 def _example_pairs(rows: int, length: int, config: TrainConfig) -> dict[str, NDArray[np.generic]]:
