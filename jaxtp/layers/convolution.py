@@ -23,7 +23,7 @@ from jaxtp.layers.branch import Branch, BranchConfig, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
-from jaxtp.layers.parameter import PaddedDim, Weights, parameter, params_and_specs
+from jaxtp.layers.parameter import PaddedDim, Weights, own_params_and_specs, parameter
 from jaxtp.layers.positions import segment_positions
 from jaxtp.mesh import CP, TP
 
@@ -140,14 +140,10 @@ class ShortConvolution(Branch):
         """Reads each document from its first token on."""
         # Only routers read chosen experts.
         sequences = replace(sequences, experts=None)
-        weights, specs = self._inner()
+        weights, specs = own_params_and_specs(self)
         in_specs = (specs, token_spec(TP), batch_spec(None))
         mix = device_view(self._mix, CONVOLUTION, in_specs, token_spec(TP))
         return self.out(mix(weights, self.in_proj(x_BTD), sequences))
-
-    def _inner(self) -> tuple[Weights, dict[str, P]]:
-        weights, specs = params_and_specs(self)
-        return {"taps": weights["taps"]}, {"taps": specs["taps"]}
 
     def _load_taps(self, weights: Weights) -> Array:
         load = replace(self.precision, compute="float32").load
@@ -166,7 +162,7 @@ class ShortConvolution(Branch):
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Continues each row's window; packed tokens are of one row in each sequence."""
-        weights, specs = self._inner()
+        weights, specs = own_params_and_specs(self)
         in_specs = (specs, token_spec(TP), LAYER_SPEC, batch_spec(None))
         mix = device_view(self._mix_on, CONVOLUTION, in_specs, (token_spec(TP), LAYER_SPEC))
         y, windows = mix(weights, self.in_proj(x_BTD), cache[0], new)

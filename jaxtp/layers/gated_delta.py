@@ -40,7 +40,7 @@ from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, rms_normalise
-from jaxtp.layers.parameter import Weights, parameter, params_and_specs
+from jaxtp.layers.parameter import Weights, own_params_and_specs, parameter
 from jaxtp.mesh import CP, TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
@@ -138,15 +138,10 @@ class GatedDeltaNet(Branch):
         # Only routers read chosen experts.
         sequences = replace(sequences, experts=None)
         projected = self.in_proj(x_BTD)
-        weights, specs = self._inner()
+        weights, specs = own_params_and_specs(self)
         in_specs = (specs, token_spec(TP), batch_spec(None))
         read = device_view(self._read, DELTA, in_specs, token_spec(TP))
         return self.out(read(weights, projected, sequences))
-
-    def _inner(self) -> tuple[Weights, dict[str, P]]:
-        weights, specs = params_and_specs(self)
-        inner = {name: weights[name] for name in INSIDE}
-        return inner, {name: specs[name] for name in INSIDE}
 
     def _read(self, weights: Weights, projected: tuple[Array, ...], sequences: Sequences) -> Array:
         *qkv, gate, write, decay = projected  # [b, T/cp, F/tp]
@@ -232,7 +227,7 @@ class GatedDeltaNet(Branch):
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Continues each row's state; packed tokens are of one row in each sequence."""
         projected = self.in_proj(x_BTD)
-        weights, specs = self._inner()
+        weights, specs = own_params_and_specs(self)
         in_specs = (specs, token_spec(TP), LAYER_SPEC, batch_spec(None))
         read = device_view(self._read_on, DELTA, in_specs, (token_spec(TP), LAYER_SPEC))
         y, cache = read(weights, projected, cache, new)

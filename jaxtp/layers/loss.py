@@ -110,7 +110,12 @@ def vocab_parallel_cross_entropy(
         loss_sum, num_valid = all_reduce(jnp.stack([loss_sum, num_valid]), *TOKENS)
         return loss_sum, num_valid
 
-    return _on_devices(total, (P(), P()), x_BTD, (table_VD, head, bias_V), labels_BT)
+    def on_devices(x_BTD: Array, table_VD: Array, bias_V: Array | None, labels_BT: Array) -> Any:
+        return _on_devices(total, (P(), P()), x_BTD, (table_VD, head, bias_V), labels_BT)
+
+    # Outside of a jit JAX does not say within a shard_map which arguments need gradients.
+    loss_sum, num_valid = jax.jit(on_devices, inline=True)(x_BTD, table_VD, bias_V, labels_BT)
+    return loss_sum, num_valid
 
 
 def vocab_parallel_statistics(
@@ -164,9 +169,7 @@ def _on_devices(
         return evaluate(table, bias, *swap_sequence((x, *labels), split_dim))
 
     in_specs = (activation_spec(split_dim), head.table_spec, head.bias_spec, token_spec())
-    view = device_view(run, LOSS, in_specs, out_specs)
-    # Outside of a jit JAX does not say within a shard_map which arguments need gradients.
-    return jax.jit(view, inline=True)(x_BTD, table_VD, bias_V, labels)
+    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, bias_V, labels)
 
 
 def _split_dim(x_BTD: Array, head: HeadConfig) -> int | None:
@@ -221,7 +224,7 @@ def _by_token(
 ) -> _PerToken:
     """Returns `reduce_logits(logits, *labels)` of each token.
 
-    Logits are those of a chunk over the device's part of the vocabulary, `[tokens, V/tp]`.
+    The logits are of one chunk, over the device's part of the vocabulary, `[tokens, V/tp]`.
     """
     head = projection[1]
     precision = head.context.precision

@@ -274,6 +274,15 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
     return weights, specs
 
 
+def own_params_and_specs(module: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
+    """Like `params_and_specs`, without the parameters of other modules in this one."""
+    weights, specs = params_and_specs(module)
+    for name in list(weights):
+        if "." in name:
+            del weights[name], specs[name]
+    return weights, specs
+
+
 def spec_of(variable: Variable) -> PartitionSpec:
     """Returns a variable's spec, P() if undeclared, without a stack's dim after unstacking."""
     declared = tuple(variable.get_metadata().get("out_sharding") or ())
