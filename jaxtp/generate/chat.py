@@ -167,8 +167,8 @@ class Answer:
 
     def __init__(self, prompt: str):
         self.text = ""
-        opened = OPENED.search(prompt)
         self._has_colour = has_colour(sys.stdout)
+        opened = OPENED.search(prompt)
         self._is_reasoning = opened is not None and _opens(_TAG.findall(opened[0])[-1])
         self._closed: re.Match[str] | None = None
         """The tag after the reasoning."""
