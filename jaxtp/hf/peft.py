@@ -84,6 +84,8 @@ _ROWS = ".token_adapter.trainable_tokens_delta"
 replace those of the base model."""
 _SAVED = "modules_to_save"
 """Attribute with the modules of tables of which all rows are trained."""
+_NAMING = {"target_modules", "rank_pattern", "alpha_pattern", _TOKENS, _SAVED}
+"""Attributes with names of modules."""
 _TENSOR = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_([AB])\.weight")
 _ATTRIBUTES = """
     peft_type r lora_alpha use_rslora lora_dropout bias target_modules exclude_modules
@@ -129,11 +131,24 @@ def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
 def _in_memory(module: str, family: Family) -> str:
     # The name in transformers' memory. Multimodal models and files have other names, and so did
     # older versions.
+    module = _renamed(module, family)
     in_memory = family.prefix if family.wrapper is None else TEXT_IN_MEMORY
     for prefix, _ in (*TEXT_PREFIXES, (family.prefix, "")):
         if module.startswith(prefix):
             return in_memory + module.removeprefix(prefix)
     return module
+
+
+def _renamed(value: Any, family: Family) -> Any:
+    """Returns a name, or the names in an attribute, as `family.renamed` has them."""
+    if isinstance(value, str):
+        for stored, loaded in family.renamed.items():
+            value = value.replace(stored, loaded)
+    elif isinstance(value, list):
+        value = [_renamed(name, family) for name in value]
+    elif isinstance(value, dict):
+        value = {_renamed(name, family): value[name] for name in value}
+    return value
 
 
 def _is_stacked(part: TensorPart) -> bool:
@@ -457,7 +472,9 @@ def open_peft(path: Path, config: ModelConfig, family: str | None = None) -> Pef
         _check_attributes(attributes)
         tensors, notes = without_wrappers(_read_tensors(path))
     with prefix_errors(f"{path}, made for {truncate(base, 200)}" if base else path):
-        folder = _match_model(path, tensors, attributes, plain, choose_family(plain, family))
+        chosen = choose_family(plain, family)
+        names = {name: _renamed(attributes[name], chosen) for name in _NAMING & attributes.keys()}
+        folder = _match_model(path, tensors, {**attributes, **names}, plain, chosen)
     return replace(folder, notes=(*notes, *folder.notes))
 
 

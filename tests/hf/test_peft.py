@@ -154,6 +154,30 @@ def test_the_wrappers_of_pytorch_are_left_out_of_names(wrapper, tmp_path):
     assert f"'{wrapper}'" in opened.notes[0]
 
 
+def test_adapters_of_a_published_class_of_other_names_are_those_of_transformers(tmp_path):
+    """EXAONE's own code has other names than transformers, which reads it as a Llama."""
+    model = hf.load(FOLDER / "exaone")
+    arrays = {"transformers": {}, "published": {}}
+    for layer in range(2):
+        for loaded, stored, inner, outer in TABLES["renamed"]:
+            factors = random_factors({loaded: ((2, inner), (outer, 2))})
+            for name, array in factors.items():
+                name = name.replace(loaded, f"model.layers.{layer}.{loaded}")
+                arrays["transformers"][name] = array
+                name = name.replace(loaded, stored).replace("model.layers", "transformer.h")
+                arrays["published"][name] = array
+    adapted = []
+    for at, (kind, tensors) in enumerate(arrays.items()):
+        targets = [each[at].rpartition(".")[2] for each in TABLES["renamed"]]
+        pattern = {targets[1]: 2}
+        write(tmp_path / kind, tensors, target_modules=targets, rank_pattern=pattern)
+        adapted.append(load_adapters(model, tmp_path / kind, family="exaone"))
+    first, second = map(values, adapted)
+    assert_same(first, second)
+    hf.save_adapters(adapted[1], tmp_path / "out", family="exaone")
+    assert_same(read_tensors(tmp_path / "out" / WEIGHTS), arrays["transformers"])
+
+
 TOGETHER = TABLES["together"]
 
 

@@ -74,21 +74,6 @@ IN_MEMORY = {
     "block_sparse_moe.router.layer.": "block_sparse_moe.router.",
 }
 """Parts of names in files, and in transformers."""
-OF_FAMILY = {
-    "exaone": {
-        "transformer.wte": "model.embed_tokens",
-        "transformer.h": "model.layers",
-        "transformer.ln_f": "model.norm",
-        "attn.attention.out_proj": "self_attn.o_proj",
-        "attn.attention": "self_attn",
-        "ln_1": "input_layernorm",
-        "ln_2": "post_attention_layernorm",
-        "c_fc_0": "gate_proj",
-        "c_fc_1": "up_proj",
-        "c_proj": "down_proj",
-    }
-}
-"""Such parts of a family whose file has other names throughout."""
 
 
 def by_their_names(state, config, name):
@@ -106,7 +91,7 @@ def name_in_memory(theirs, family):
     """Returns the name in transformers of a tensor in a file."""
     if family.wrapper is not None and theirs.startswith(family.prefix):
         theirs = f"model.language_model.{theirs.removeprefix(family.prefix)}"
-    for stored, loaded in (IN_MEMORY | OF_FAMILY.get(family.model_type, {})).items():
+    for stored, loaded in (IN_MEMORY | family.renamed).items():
         theirs = theirs.replace(stored, loaded)
     return theirs
 

@@ -457,6 +457,9 @@ class Family:
     """Fields of `BlockConfig` with a fixed value in the layers of one type."""
     prefix: str = "model."
     """Prefix of all tensor names except the head's; a file may lack it."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of tensor names that are others in transformers' memory, which names adapters; each is
+    replaced in turn."""
     wrapper: Wrapper | None = None
     """The multimodal model that holds this text model, if any."""
     interleaved_rope: bool = False
