@@ -402,7 +402,8 @@ def runners(
                 )
             )
             continue
-        if Path(variant.partition(",")[0]).is_dir():
+        # In the root of a checkout, `jaxtp` is a folder too.
+        if variant != "jaxtp" and Path(variant.partition(",")[0]).is_dir():
             found.append(other_runner(variant, settings, mesh, rows, length, options=options))
             continue
         changes = {} if variant == "jaxtp" else dict(part.split("=") for part in variant.split(","))

@@ -208,7 +208,7 @@ def _data_rows(plan: "RunPlan", sizes: Sizes, progress: tuple[int, int]) -> Mapp
     if data.tokens is None:
         columns = data.train.shapes.items()
         arrays = ", ".join(f"{name} {a.dtype}{list(a.shape[1:])}" for name, a in columns)
-        length = f"{steps:,} of {batch:,} = {steps * batch:,} rows"
+        length = f"{steps:,} x {batch:,} = {steps * batch:,} rows"
         if data.num_rows:
             length += f", {steps * batch / data.num_rows:.2g} epochs of {data.num_rows:,}"
         return {
@@ -382,7 +382,7 @@ def describe_steps(settings: DataConfig, steps: int, data: Data, finished: int, 
     samples = read + left * batch
     tokens = batch * settings.sequence_length
     total = f"{samples * settings.sequence_length:,} {data.corpus.unit}"
-    length = f"{steps:,} of {tokens:,} = {total}"
+    length = f"{steps:,} x {tokens:,} = {total}"
     # The steps so far may have had another batch size.
     if samples != steps * batch:
         length = f"{steps:,}: {finished:,} done, {left:,} left, of {tokens:,} each; {total} in all"

@@ -84,7 +84,7 @@ def test_a_resumed_run_says_what_is_done_and_what_is_left(text, monkeypatch):
     done = f"10: 10 done, 0 left, of 256 each; 5,120 bytes in all, {160 / rows:.2g} epochs"
     assert describe_steps(ended.data, 10, data, 10, 160) == done
     said = describe_steps(ended.data, 10**6, data, 0, 0)
-    assert said.startswith("1,000,000 of 256 = 256,000,000 bytes, ")
+    assert said.startswith("1,000,000 x 256 = 256,000,000 bytes, ")
     assert f", {8 * 10**6 / rows:,.0f} epochs" in said
 
 

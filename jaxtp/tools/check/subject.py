@@ -147,6 +147,10 @@ def open_subject(config: TrainConfig, meshes: Sequence[str]) -> tuple[Small, Sub
     is_divisible = small.config.data.global_batch_size % accumulation == 0
     if is_divisible and not (traits.changes or traits.is_random):
         small = replace(small, cases=[replace(ONE_DEVICE, accumulation=accumulation), *small.cases])
+    else:
+        why = "the loss is random, or changes the model" if is_divisible else "the batch is odd"
+        lines = [*small.lines, f"micro-batches are not compared: {why}"]
+        small = replace(small, lines=lines)
     if data is not None:
         rows = range(data.train.global_batch_size)
         read = [columns for columns, _ in data.train.read(rows, Position(), UPDATES)]
