@@ -11,6 +11,7 @@ from pathlib import Path
 from charts import draw_interrupted, draw_memory, draw_time
 from drawing import PAGES, ROOT
 from meshes import draw_block, draw_hosts
+from parts import draw_parts, draw_sent
 from sequences import draw_context, draw_experts, draw_order, draw_packing
 
 PICTURES = {
@@ -23,6 +24,8 @@ PICTURES = {
     "order": draw_order,
     "context": draw_context,
     "experts": draw_experts,
+    "parts": draw_parts,
+    "sent": draw_sent,
 }
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a step goes by part, and what a plan sends by module."""
+"""Where the time of a step goes by part, and what each module sends."""
 
 from drawing import MOVES, PALETTE, ROOT, Drawing
 from facts import numbers
@@ -6,18 +6,20 @@ from facts import numbers
 OUTPUT = ROOT / "scripts/results/step_beside_plain.txt"
 STEP = ("dp 1 x fsdp 8 x cp 1 x tp 1; 8b with 32 layers", "jaxtp")
 """Words of the line above a program's tables, and the name of the table."""
+GB = 1e9
 KINDS = {
     "products": "#9A9A9A",
     "products again (remat full)": "#DEDEDE",
     "other kernels": "#6E6E6E",
     "links": PALETTE[3],
 }
-VIT = "scripts/examples/vit.py"
-PLAN = (
-    f"--model.build={VIT}:build --model.plan={VIT}:PLAN --train.loss={VIT}:loss "
-    f"--data.batches={VIT}:batches --data.global-batch-size 64 --mesh fsdp=2,tp=4"
-)
-PASSES = {"forward": PALETTE[0], "backward": MOVES}
+BLOCK = "--config configs/llama3_8b.yaml --mesh fsdp=4,tp=2 --train.accumulation 1"
+SENT = {
+    ("fsdp", "forward"): PALETTE[3],
+    ("fsdp", "backward"): "#E8C3D9",
+    ("tp", "forward"): MOVES,
+    ("tp", "backward"): "#F0B48A",
+}
 
 
 def milliseconds() -> dict[str, dict[str, float]]:
@@ -54,27 +56,31 @@ def draw_parts(page: dict[str, str]) -> Drawing:
         drawing.text(right + 6, top + 16, f"{sum(times[part].values()):.0f} ms", "start")
     drawing.legend(14, 322, KINDS, (0, 110, 320, 460))
     drawing.faint(14, 356, "Of the program that NVIDIA's compiler built, at the peaks of the card:")
-    drawing.faint(14, 374, "the least time of each part, not a measurement. Links overlap with the rest.")
+    drawing.faint(
+        14, 374, "the least time of each part, not a measurement. Links can overlap with the rest."
+    )
     return drawing
 
 
-def draw_plan(page: dict[str, str]) -> Drawing:
-    """Draws the bytes that each module sends over tp in a step."""
-    record = numbers("explain", PLAN)
-    sent: dict[str, dict[str, float]] = {}
+def draw_sent(page: dict[str, str]) -> Drawing:
+    """Draws the bytes that each module of a decoder sends in a step, from `explain --json`."""
+    record = numbers("explain", BLOCK)
+    sent: dict[str, dict[tuple[str, str], float]] = {}
     for each in record["collectives"]:
-        if each["axes"] == ["tp"] and each["bytes_sent"]:
-            passes = sent.setdefault(each["module"], dict.fromkeys(PASSES, 0.0))
-            passes[each["pass"]] += each["bytes_sent"]
-    modules = sorted(sent, key=lambda module: -sum(sent[module].values()))
-    drawing = Drawing(108 + 32 * len(modules), page, "What a plan sends over tp: a ViT on fsdp 2 x tp 4")
-    longest = max(sum(passes.values()) for passes in sent.values())
-    for number, module in enumerate(modules):
+        (axis,) = each["axes"]
+        kinds = sent.setdefault(each["module"], dict.fromkeys(SENT, 0.0))
+        kinds[axis, each["pass"]] += each["bytes_sent"] / GB
+    sent["head and loss"] = sent.pop("the model itself")
+    visible = [module for module in sent if sum(sent[module].values()) > 0.1]
+    title = "What each GPU sends in a step: Llama 3 8B on fsdp 4 x tp 2"
+    drawing = Drawing(130 + 32 * len(visible), page, title)
+    longest = max(sum(kinds.values()) for kinds in sent.values())
+    for number, module in enumerate(visible):
         top = 44 + 32 * number
         drawing.text(14, top + 16, module, "start")
-        widths = {kind: value * 330 / longest for kind, value in sent[module].items()}
-        right = drawing.bar(240, top, 22, widths, PASSES)
-        total = sum(sent[module].values())
-        drawing.text(right + 6, top + 16, f"{total / 1e3:,.0f} kB", "start")
-    drawing.legend(240, 76 + 32 * len(modules), PASSES, (0, 110))
+        widths = {kind: value * 430 / longest for kind, value in sent[module].items()}
+        right = drawing.bar(176, top, 22, widths, SENT)
+        drawing.text(right + 6, top + 16, f"{sum(sent[module].values()):.1f} GB", "start")
+    names = {f"over {axis}, {half}": color for (axis, half), color in SENT.items()}
+    drawing.legend(176, 72 + 32 * len(visible), names, (0, 180))
     return drawing

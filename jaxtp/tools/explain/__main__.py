@@ -23,7 +23,7 @@ from jaxtp.config.schema import ConfigError, OptionalFile
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.mesh import AXES, abstract_mesh, describe_mesh
 from jaxtp.tools.explain.explanation import explain
-from jaxtp.train.config import TrainConfig, training_of
+from jaxtp.train.config import IGNORED_BY_STEP, TrainConfig, training_of
 from jaxtp.train.defaults import RUN_DIR, Decider, DeviceInfo
 from jaxtp.train.setup import plan_step
 from jaxtp.train.user_step import micro_batch
@@ -56,11 +56,15 @@ class ExplainConfig(TrainConfig):
     """JSON file for all numbers."""
 
 
+_IGNORED = {*IGNORED_BY_STEP} - {"data.batches"}
 COMMAND = Command(
     program=PROGRAM,
     schema=ExplainConfig,
     description=DESCRIPTION,
-    short_help=("compile", "json", *in_short_help(TrainConfig)),
+    short_help=(
+        *("compile", "json", "model.plan"),
+        *(name for name in in_short_help(TrainConfig) if name not in _IGNORED),
+    ),
     printed=training_of,
 )
 
