@@ -25,9 +25,22 @@ COUNT = "JAX_NUM_PROCESSES"
 PROCESS = "JAX_PROCESS_ID"
 """JAX's variables: address of process 0, number of processes, and id of this process."""
 BY_HAND = (ADDRESS, COUNT, PROCESS)
-SLURM = "SLURM_STEP_NUM_TASKS"
 OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
-"""Variables in which schedulers give the number of processes."""
+HYDRA = "PMI_SIZE"
+SLURM = "SLURM_STEP_NUM_TASKS"
+TORCHRUN = "WORLD_SIZE"
+JAX_JOB = "NUM_PROCESSES"
+"""Variables in which launchers give the number of processes."""
+_LAUNCHERS: Mapping[str, tuple[str, ...]] = {
+    # Processes of an mpirun that runs inside of Slurm also have Slurm's variables, of its daemon.
+    OPEN_MPI: (),
+    HYDRA: ("MPI_LOCALNRANKS",),
+    SLURM: (),
+    TORCHRUN: ("TORCHELASTIC_RUN_ID",),
+    JAX_JOB: ("COORDINATOR_ADDRESS", "COORDINATOR_PORT", "PROCESS_ID"),
+}
+"""These variables in the order in which they count, and others that only this launcher sets too:
+Hydra is the process manager of MPICH and Intel MPI, JAXJob a resource of Kubeflow."""
 TOKEN = "JAXTP_TOKEN"  # Variable with the secret that the processes of a run share
 _JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 _GRPC_PROXY = "grpc_proxy"
@@ -57,10 +70,16 @@ def _is_above(text: str, limit: int) -> bool:
 
 
 _OTHER_LAUNCHERS = (
-    _OtherLauncher("torchrun or a similar launcher", "RANK", "WORLD_SIZE"),
-    _OtherLauncher("MPICH, Intel MPI or a similar launcher", "PMI_RANK", "PMI_SIZE"),
+    _OtherLauncher("Kubeflow's PyTorchJob or a similar launcher", "RANK", "WORLD_SIZE"),
+    _OtherLauncher("a launcher with PMI", "PMI_RANK", "PMI_SIZE"),
     _OtherLauncher("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
     _OtherLauncher("Cray PALS", "PALS_RANKID", "PALS_LOCAL_SIZE", is_per_host=True),
+    _OtherLauncher("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    _OtherLauncher("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    _OtherLauncher("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"),
+    _OtherLauncher("Kubeflow's Trainer", "PET_NODE_RANK", "PET_NNODES"),
+    _OtherLauncher("Kubeflow's JAXJob", "PROCESS_ID", "NUM_PROCESSES"),
+    _OtherLauncher("Volcano", "VC_TASK_INDEX", "VC_WORKER_NUM"),
 )
 
 
@@ -89,21 +108,27 @@ def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ) -> No
 
 
 def scheduled_count(variables: Mapping[str, str]) -> str | None:
-    """Returns the name of the scheduler's variable with the number of processes.
+    """Returns the name of the launcher's variable with the number of processes.
 
-    Returns None without a scheduler, or if variables that are set by hand override it.
+    Returns None without a launcher, or if variables that are set by hand override it.
     """
     if COUNT in variables or PROCESS in variables:
         return None
-    for name in (SLURM, OPEN_MPI):
-        if name in variables and read_number(variables, name) > 1:
+    for name, companions in _LAUNCHERS.items():
+        if variables.keys() >= {name, *companions} and read_number(variables, name) > 1:
             return name
     return None
 
 
 def is_launched(variables: Mapping[str, str] = os.environ) -> bool:
     """Returns whether the environment describes a run of several processes."""
-    return scheduled_count(variables) is not None or not variables.keys().isdisjoint(BY_HAND)
+    by_hand = variables.keys() & set(BY_HAND)
+    return scheduled_count(variables) is not None or bool(by_hand and not _is_single(variables))
+
+
+def _is_single(variables: Mapping[str, str]) -> bool:
+    # JAX_NUM_PROCESSES=1 alone says that a launcher's variables mean nothing.
+    return variables.keys() & set(BY_HAND) == {COUNT} and variables[COUNT] == "1"
 
 
 def require_joinable(variables: Mapping[str, str] = os.environ) -> None:
@@ -111,7 +136,7 @@ def require_joinable(variables: Mapping[str, str] = os.environ) -> None:
 
     Each process would train the whole run by itself.
     """
-    if is_launched(variables):
+    if is_launched(variables) or _is_single(variables):
         return
     for launcher in _OTHER_LAUNCHERS:
         process = variables.get(launcher.process, "")
@@ -131,7 +156,7 @@ def _describe_launcher(launcher: _OtherLauncher, variables: Mapping[str, str]) -
         f"{launcher.name} started this process as one of several ({values}), and jaxtp does not "
         f"join them: each would run alone. Set {ADDRESS}=HOST:PORT of process 0, {COUNT} and "
         f"{PROCESS} (the value of {launcher.process}) in each process, or start them by jaxtp "
-        f"launch, srun or Open MPI's mpirun; for a single process, unset {launcher.process}"
+        f"launch, srun, mpirun or torchrun; for a single process, set {COUNT}=1"
     )
 
 

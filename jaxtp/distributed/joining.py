@@ -1,13 +1,12 @@
 """Connects this process to the other processes of its run, and selects its GPUs.
 
-Slurm, Open MPI, an indexed Job of Kubernetes, `jaxtp launch` or the user sets the variables that
-this file reads (see README.md). It selects GPUs before JAX starts, because JAX would give each
-Slurm or Open MPI process one GPU, even to the only process of a host. Processes that see the same
-GPUs share them evenly.
+A launcher or the user sets the variables that this file reads (see README.md). It selects GPUs
+before JAX starts, because JAX would give each Slurm or Open MPI process one GPU, even to the only
+process of a host. Processes that see the same GPUs share them evenly.
 
-Unless Slurm or Open MPI started them, the processes first meet at the coordinator's address, where
-process 0 checks their ids and counts. JAX would abort at a duplicate id, and would not name missing
-processes.
+Processes that were started by hand, by `jaxtp launch` or by an indexed Job of Kubernetes first meet
+at the coordinator's address, where process 0 checks their ids and counts. JAX would abort at a
+duplicate id, and would not name missing processes.
 """
 
 import os
@@ -27,21 +26,26 @@ from jaxtp.distributed.environment import (
     ADDRESS,
     BY_HAND,
     COUNT,
+    HYDRA,
+    JAX_JOB,
     OPEN_MPI,
     PROCESS,
     SLURM,
     TOKEN,
+    TORCHRUN,
     LaunchError,
     accept_absent_gpus,
     bypass_proxy,
     gpu_share,
     gpus_present,
+    is_launched,
     names_of_gpus,
     process_counts,
     read_number,
     scheduled_count,
     token,
 )
+from jaxtp.distributed.hydra import share
 from jaxtp.distributed.links import (
     HELLO_SECONDS,
     Link,
@@ -143,7 +147,7 @@ class _Task:
     index: int  # Index of the process on its host
     tasks: int  # Number of processes on its host
     host: str | None  # Host of process 0; None if only JAX can find it
-    job: str  # Job number, from which JAX derives the port
+    port: int | None  # Port of process 0; likewise
 
 
 def join_processes(
@@ -168,7 +172,7 @@ def join_processes(
         if gpus is None:
             gpus = gpus_present()
         _join(waiting, gpus_of_process(environment, task.tasks, task.index, gpus), bind)
-    elif not environment.keys().isdisjoint(BY_HAND):
+    elif is_launched(environment):
         waiting = _wait_by_hand(environment)
         rendezvous(waiting, bind, token(environment))
         _join(replace(waiting), None, bind)  # the time limit starts again
@@ -197,26 +201,80 @@ def _slurm_task(variables: Variables) -> _Task:
         index=read_number(variables, "SLURM_LOCALID"),
         tasks=counts[node],
         host=first_node or None,
-        job=variables.get("SLURM_JOB_ID", ""),
+        port=_port_of(variables.get("SLURM_JOB_ID", "")),
     )
 
 
 def _open_mpi_task(variables: Variables) -> _Task:
-    # Parses the URI of process 0: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911.
+    # Parses the URI of process 0: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911. Open MPI 5 has
+    # none, but names the host and the process of mpirun: prterun-node1-2271@1.
     uri = variables.get("OMPI_MCA_orte_hnp_uri", "")
     host = re.search(r"tcp://([^,:]+)", uri)
     job = re.match(r"(\d{1,19})\.", uri)
     job_number = str(int(job[1]) // _NUM_PORTS) if job else ""
+    if version_5 := re.match(r"prterun-(.+)-(\d{1,19})@", variables.get("PMIX_NAMESPACE", "")):
+        host = version_5
+        job_number = version_5[2]
     return _Task(
         process=read_number(variables, "OMPI_COMM_WORLD_RANK"),
         index=read_number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
         tasks=read_number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
         host=host[1] if host else None,
-        job=job_number,
+        port=_port_of(job_number),
     )
 
 
-_TASKS: Mapping[str, Callable[[Variables], _Task]] = {SLURM: _slurm_task, OPEN_MPI: _open_mpi_task}
+def _hydra_task(variables: Variables) -> _Task:
+    host = socket.gethostname()
+    job = str(os.getpid())
+    if ADDRESS not in variables:
+        host, job = share(variables, f"{host} {job}").split()
+    return _Task(
+        process=read_number(variables, "PMI_RANK"),
+        index=read_number(variables, "MPI_LOCALRANKID"),
+        tasks=read_number(variables, "MPI_LOCALNRANKS"),
+        host=host,
+        port=_port_of(job),
+    )
+
+
+def _torchrun_task(variables: Variables) -> _Task:
+    # torchrun's agent listens on MASTER_PORT itself.
+    restarts = variables.get("TORCHELASTIC_RESTART_COUNT", "0")
+    job = read_number(variables, "MASTER_PORT") + int(restarts if restarts.isdecimal() else 0)
+    return _Task(
+        process=read_number(variables, "RANK"),
+        index=read_number(variables, "LOCAL_RANK"),
+        tasks=read_number(variables, "LOCAL_WORLD_SIZE"),
+        host=variables.get("MASTER_ADDR"),
+        port=_port_of(str(job)),
+    )
+
+
+def _jax_job_task(variables: Variables) -> _Task:
+    return _Task(
+        process=read_number(variables, "PROCESS_ID"),
+        index=0,
+        tasks=1,
+        host=variables["COORDINATOR_ADDRESS"],
+        port=read_number(variables, "COORDINATOR_PORT"),
+    )
+
+
+_TASKS: Mapping[str, Callable[[Variables], _Task]] = {
+    OPEN_MPI: _open_mpi_task,
+    HYDRA: _hydra_task,
+    SLURM: _slurm_task,
+    TORCHRUN: _torchrun_task,
+    JAX_JOB: _jax_job_task,
+}
+
+
+def _port_of(job: str) -> int | None:
+    """Returns the port that JAX derives from the number of a job."""
+    if not re.fullmatch(r"\d{1,19}", job):
+        return None
+    return 2**16 - _NUM_PORTS + int(job) % _NUM_PORTS
 
 
 def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[str, int] | None:
@@ -224,11 +282,8 @@ def _scheduled_address(task: _Task, count: int, variables: Variables) -> tuple[s
     if ADDRESS in variables:
         return _parse_address(variables)
     host = "127.0.0.1" if task.tasks == count else task.host
-    if host and _PORT in variables:
-        return host, read_number(variables, _PORT)
-    if host and re.fullmatch(r"\d{1,19}", task.job):
-        return host, 2**16 - _NUM_PORTS + int(task.job) % _NUM_PORTS
-    return None
+    port = read_number(variables, _PORT) if _PORT in variables else task.port
+    return (host, port) if host and port else None
 
 
 def _parse_address(variables: Variables) -> tuple[str, int]:
@@ -307,6 +362,8 @@ def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
         if listened:
             bind_address = format_address(listened, port)
     bypass_proxy()
+    # JAX warns of every variable with `proxy` in its name.
+    jax.config.update("jax_check_proxy_envs", False)
     joined = threading.Event()
     threading.Thread(target=_watch, args=(waiting, joined), daemon=True).start()
     os.environ.setdefault(_CPU_THREADS, str(max(os.cpu_count() or 1, _MIN_CPU_THREADS)))

@@ -46,7 +46,8 @@ def joined(alone, monkeypatch):
 
 
 def test_environment_without_launcher_is_one_process(joined):
-    for environment in ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_JOB_ID": "1"}):
+    alone = SLURM | {"JAX_NUM_PROCESSES": "1"}
+    for environment in ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_JOB_ID": "1"}, alone):
         join_processes(environment, gpus=8)
     assert not joined
 
@@ -75,16 +76,16 @@ def test_processes_of_unsupported_launchers_are_refused():
 
 
 def test_single_and_joined_processes_are_accepted():
-    for environment in (*LAUNCHERS["accepted"], RECORDED["torchrun"] | {"WORLD_SIZE": ENDLESS}):
+    for environment in (*LAUNCHERS["accepted"], RECORDED["pytorch_job"] | {"WORLD_SIZE": ENDLESS}):
         require_joinable(environment)
 
 
 def test_devices_are_refused_under_unsupported_launcher(monkeypatch):
-    for name, value in RECORDED["mpich"].items():
+    for name, value in RECORDED["pytorch_job"].items():
         monkeypatch.setenv(name, value)
     sizes = {"dp": 1, "fsdp": 1, "cp": 1, "tp": len(jax.devices())}
     for start in (partial(build_mesh, sizes), partial(request_virtual_devices, 1), most_devices):
-        with pytest.raises(LaunchError, match="PMI_SIZE=2"):
+        with pytest.raises(LaunchError, match="WORLD_SIZE=2"):
             start()
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # by the user's program
     monkeypatch.setattr("jaxtp.distributed.devices.host_names", lambda: ["here"])
@@ -95,14 +96,14 @@ def test_devices_are_refused_under_unsupported_launcher(monkeypatch):
 def test_train_under_unsupported_launcher_fails_but_prints_help(tmp_path):
     command = [sys.executable, "-m", "jaxtp", "train"]
     settings = {
-        "env": os.environ | RECORDED["torchrun"],
+        "env": os.environ | RECORDED["pytorch_job"],
         "capture_output": True,
         "text": True,
         "timeout": 300,
     }
     refused = subprocess.run([*command, f"--run.dir={tmp_path}/run"], **settings)
     assert refused.returncode == 2
-    assert refused.stderr.startswith("jaxtp train: error: torchrun")
+    assert refused.stderr.startswith("jaxtp train: error: Kubeflow's PyTorchJob")
     assert refused.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
     helped = subprocess.run([*command, "--help"], **settings)
