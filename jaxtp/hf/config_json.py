@@ -122,7 +122,7 @@ def family_of(attributes: Attributes, source: str) -> Family:
             problem += f"; {_nearest(attributes)}"
         raise HFError(f"{source}: {problem}")
     if text.get("rope_interleave") is False:
-        family = replace(family, interleaved_rope=False)
+        family = replace(family, rotated="halves")
     if wrapper is None:
         return family
     return replace(

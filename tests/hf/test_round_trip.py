@@ -143,7 +143,8 @@ def test_progress_counts_every_byte(name, tmp_path):
 
 
 FAMILY_FIELDS = read_table(__file__, "families")
-NEVER_FIRST = {"gemma4_unified_text", "ernie4_5", "glm4_moe_lite", "exaone"}
+NEVER_FIRST = {"gemma4_unified_text", "ernie4_5", "glm4_moe_lite", "exaone", "internlm3"}
+NEVER_FIRST |= {"iquestcoder", "cwm", "solar_open", "sarvam_moe", "sarvam_mla"}
 """Families whose models another family can represent too."""
 
 
