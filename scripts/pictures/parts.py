@@ -54,9 +54,7 @@ def draw_parts(page: dict[str, str]) -> Drawing:
         drawing.text(right + 6, top + 16, f"{sum(times[part].values()):.0f} ms", "start")
     drawing.legend(14, 322, KINDS, (0, 110, 320, 460))
     drawing.faint(14, 356, "Of the program that NVIDIA's compiler built, at the peaks of the card:")
-    drawing.faint(
-        14, 374, "the least time of each part, not a measurement. Links overlap with the rest."
-    )
+    drawing.faint(14, 374, "the least time of each part, not a measurement. Links overlap with the rest.")
     return drawing
 
 
@@ -69,9 +67,7 @@ def draw_plan(page: dict[str, str]) -> Drawing:
             passes = sent.setdefault(each["module"], dict.fromkeys(PASSES, 0.0))
             passes[each["pass"]] += each["bytes_sent"]
     modules = sorted(sent, key=lambda module: -sum(sent[module].values()))
-    drawing = Drawing(
-        108 + 32 * len(modules), page, "What a plan sends over tp: a ViT on fsdp 2 x tp 4"
-    )
+    drawing = Drawing(108 + 32 * len(modules), page, "What a plan sends over tp: a ViT on fsdp 2 x tp 4")
     longest = max(sum(passes.values()) for passes in sent.values())
     for number, module in enumerate(modules):
         top = 44 + 32 * number

@@ -126,8 +126,10 @@ class Wrapper:
     """Supported values of the `model_type` in `text_config`; the first is the default."""
     other_tensors: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
-    required: Mapping[str, object] = field(default_factory=dict)
-    """Attributes of the text model with one supported value here."""
+    text: Values = field(default_factory=dict)
+    """Fields of the text model's `Family` that are others here."""
+    can_be_flat: bool = False
+    """Whether files without `text_config` have its attributes beside `vision_config`."""
 
 
 TEXT_IN_MEMORY = "model.language_model."

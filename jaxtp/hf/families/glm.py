@@ -26,6 +26,7 @@ from jaxtp.hf.families.family import (
     SHARED_EXPERTS,
     Attribute,
     Family,
+    Wrapper,
     block_tensors,
     first_dense,
     grouped_experts,
@@ -191,4 +192,27 @@ SARVAM_MOE = replace(
         "moe_router_enable_expert_bias": True,
     },
     ignored_attributes={"max_window_layers", "output_dropout", "router_dtype"},
+)
+
+GLM4V_WRAPPER = Wrapper(
+    "glm4v",
+    "Glm4vForConditionalGeneration",
+    text_types=("glm4v_text",),
+    other_tensors=("visual.",),
+    text={
+        "attributes": with_defaults(GLM4.attributes, rms_norm_eps=1e-5),
+        "rope_attributes": partial_rope(),
+        "rope_ignored": {"mrope_section"},
+        "default_head_dim": None,
+    },
+)
+GLM4V_MOE_WRAPPER = Wrapper(
+    "glm4v_moe",
+    "Glm4vMoeForConditionalGeneration",
+    text_types=("glm4v_moe_text",),
+    other_tensors=("visual.",),
+    text={
+        "attributes": with_defaults(GLM4_MOE.attributes, attention_bias=True),
+        "rope_ignored": {"mrope_section"},
+    },
 )

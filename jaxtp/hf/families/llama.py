@@ -15,6 +15,7 @@ from jaxtp.hf.families.family import (
     WINDOW,
     Attribute,
     Family,
+    Wrapper,
     sizes,
 )
 
@@ -116,4 +117,20 @@ CWM = replace(
         "original_max_position_embeddings": 8192,
     },
     required={},
+)
+
+INTERNVL_WRAPPER = Wrapper(
+    "internvl",
+    "InternVLForConditionalGeneration",
+    text_types=("qwen2", "qwen3", "qwen3_moe", "llama"),
+)
+_LLAVA = Wrapper(
+    "llava",
+    "LlavaForConditionalGeneration",
+    text_types=("llama", "mistral", "qwen2"),
+    other_tensors=(*INTERNVL_WRAPPER.other_tensors, "image_newline"),
+)
+LLAVA_WRAPPERS = (
+    _LLAVA,
+    replace(_LLAVA, model_type="llava_next", architecture="LlavaNextForConditionalGeneration"),
 )
