@@ -21,7 +21,13 @@ MADE = ["mistral", "llama_linear", "llama_yarn", "qwen2_window", "qwen3_bias", *
 EXPERTS = ["mixtral", "qwen3_moe", "qwen3_moe_dense"]
 MADE += ["gpt2_scaled", "gpt2_unscaled", "phi3_long", *EXPERTS]
 """Models; those in `TRAINED` also have updates."""
-NEWER = sorted({path.parent.name for path in FOLDER.glob("*/config.json")} - {*COPIED, *MADE})
+LATER = ["internlm3", "iquestcoder", "cwm", "solar_open", "youtu", "sarvam_moe", "sarvam_mla"]
+LATER += ["exaone_moe", "hy_v3", "afmoe", "nanochat"]
+LATER += ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "glm4v", "glm4v_moe", "internvl"]
+LATER += ["llava", "llava_next"]
+"""Models at the end, so that all others stay on their meshes."""
+NEWER = {path.parent.name for path in FOLDER.glob("*/config.json")} - {*COPIED, *MADE, *LATER}
+NEWER = [*sorted(NEWER), *LATER]
 """Models whose rotary frequencies are float64."""
 LOGITS = 5e-5
 LOSS = 5e-6

@@ -45,6 +45,11 @@ _SLIDING = "sliding_attention"
 _LINEAR = "linear_attention"
 _INTERVAL = "full_attention_interval"
 _DEFAULT_INTERVAL = 4
+_OTHER_NAMES = {
+    "num_dense_layers": "first_k_dense_replace",
+    "global_attn_every_n_layers": "sliding_window_pattern",
+}
+"""Attributes of some families, and the names of others for them."""
 _TYPES = "attention_types"
 _KINDS = {"global": _FULL, "local": _SLIDING}
 """An attribute that lists groups of layers, and its names of attention types."""
@@ -116,7 +121,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     ropes: Sequence[Settings] = ({}, {})
     if "rope_theta" in names:
         ropes = [_read_rope(attributes, family, fields, windowed=flag) for flag in (False, True)]
-    attributes = _expanded(attributes, family)
+    attributes = _expanded(_usual_names(attributes), family)
     windows = _read_windows(attributes, family, count)
     window = attributes.get("sliding_window", family.default_window)
     any_window = any(windows) or (family.window_can_be_null and window is not None)
@@ -193,6 +198,9 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
         written |= _write_linear(layers)
     by_layer = _write_rotated(layers) | _write_sparse([bool(layer.num_experts) for layer in layers])
     written |= {name: value for name, value in by_layer.items() if name in names}
+    for other, name in _OTHER_NAMES.items():
+        if other in names and name in written:
+            written[other] = written[name]
     any_window = any(layer.sliding_window for layer in layers)
     # In reverse, so that the first layer of a type decides.
     for layer in reversed(layers):
@@ -236,7 +244,8 @@ def read_attribute(attribute: Attribute, attributes: Attributes, fields: Setting
     if value is None and attribute.default_from is not None:
         value = fields[attribute.default_from] * attribute.times
     if isinstance(attribute.kind, Mapping):
-        return choice(name, value, attribute.kind)
+        result = choice(name, value, attribute.kind)
+        return result and result * attribute.scale(fields)
     if value is None and attribute.can_be_null:
         return attribute.off
     if attribute.can_be_zero and type(value) in (int, float) and not value:
@@ -265,7 +274,12 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> MutableAt
     for attribute in reversed(attributes):
         value = None if attribute.field is None else fields[attribute.field]
         if isinstance(attribute.kind, Mapping):
-            names = (name for name, result in attribute.kind.items() if result == value)
+            unit = attribute.scale(fields)
+            names = (
+                name
+                for name, result in attribute.kind.items()
+                if (result and result * unit) == value
+            )
             written[attribute.name] = next(names, attribute.default)
         elif value and (attribute.power != 1 or attribute.unit is not None):
             number = round((value / attribute.scale(fields)) ** (1 / attribute.power), 6)
@@ -395,6 +409,12 @@ def _check_lengths(attributes: Attributes, names: Collection[str], count: int) -
             )
 
 
+def _usual_names(attributes: Attributes) -> Attributes:
+    """Returns attributes with the names of most families for those of `_OTHER_NAMES`."""
+    renamed = {_OTHER_NAMES[name]: attributes[name] for name in _OTHER_NAMES.keys() & attributes}
+    return {**attributes, **renamed}
+
+
 def _expanded(attributes: Attributes, family: Family) -> Attributes:
     """Returns attributes in which `layer_types` and `sliding_window` replace `attention_types`."""
     if _TYPES not in family.layer_attributes:
@@ -437,9 +457,8 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
     if isinstance(period, str) and period and set(period) <= {"L", "G"}:
         return [period[i % len(period)] == "L" and i < count - 1 for i in range(count)]
     period = whole("sliding_window_pattern", family.window_period if period is None else period)
-    windows = _all_but_every(period, count)
-    if family.windows_from_last:
-        windows = [i % period != 0 for i in reversed(range(count))]
+    start = period - 1 if family.global_layer is None else family.global_layer % count
+    windows = [(i - start) % period != 0 for i in range(count)]
     return [*windows[:-1], windows[-1] and not family.last_is_global]
 
 
@@ -630,8 +649,8 @@ def _read_rope(
         alpha = parameters.get("alpha")
         if not alpha:
             raise HFError(
-                "rope_type = 'dynamic' without alpha depends on the length of a text, which is not "
-                "supported"
+                "rope_type = 'dynamic' without alpha is not supported: it depends on the length of "
+                "a text above max_position_embeddings; for shorter ones, remove it from config.json"
             )
         kind = "default"
         theta *= _power("alpha", positive("alpha", alpha), width / max(width - 2, 1))

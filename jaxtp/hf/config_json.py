@@ -122,14 +122,14 @@ def family_of(attributes: Attributes, source: str) -> Family:
             problem += f"; {_nearest(attributes)}"
         raise HFError(f"{source}: {problem}")
     if text.get("rope_interleave") is False:
-        family = replace(family, interleaved_rope=False)
+        family = replace(family, rotated="halves")
     if wrapper is None:
         return family
     return replace(
         family,
         architecture=wrapper.architecture,
         wrapper=wrapper,
-        required={**family.required, **wrapper.required},
+        **wrapper.text,
     )
 
 
@@ -214,7 +214,7 @@ def changed_config(
         changes["torch_dtype" if "torch_dtype" in text else "dtype"] = dtype
     if max_positions is not None and max_positions != text.get(MAX_POSITIONS):
         changes[MAX_POSITIONS] = max_positions
-    if text["model_type"] in ALIASES:
+    if whole.family.wrapper is None and text["model_type"] in ALIASES:
         changes["model_type"] = whole.family.model_type
     return whole.attributes(changes)
 
@@ -282,7 +282,8 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     if name is None:
         return _first_that_fits(config, FAMILIES.values())
     if name in WRAPPERS:
-        families = map(FAMILIES.__getitem__, WRAPPERS[name].text_types)
+        types = WRAPPERS[name].text_types
+        families = [FAMILIES[ALIASES.get(text_type, text_type)] for text_type in types]
         return replace(_first_that_fits(config, families), wrapper=WRAPPERS[name])
     return family_of({"model_type": name}, "--family")
 

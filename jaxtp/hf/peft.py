@@ -65,6 +65,7 @@ from jaxtp.hf.tensor_map import (
     group_by_tensor,
     layout_of,
     name_of,
+    split_path,
     tensor_parts,
 )
 from jaxtp.layers.experts import EXPERT_TARGETS
@@ -113,17 +114,20 @@ _Adapters = Mapping[str, Adapter]
 
 
 def _modules(config: ModelConfig, family: Family, layout: Layout) -> _Modules:
-    if not any(EXPERT in tensor.name for tensor in family.tensors):
-        # As in memory: Granite's files stack experts in modules.
-        layout = "stacked"
     abstract = abstract_decoder(replace(config, lora=LoraConfig()))[1]
     parameters = named_variables(nnx.filter_state(abstract, nnx.Param))
     kernels = adapters(replace(config, lora=LoraConfig(rank=1)))
     order = {kernel: i for i, kernel in enumerate(kernels)}
+    # All but experts in modules have the names of memory: Granite's files stack experts in modules.
+    in_modules = {tensor.path for tensor in family.tensors if EXPERT in tensor.name}
+    experts = {path: parameters[path] for path in order if split_path(path)[1] in in_modules}
+    shared = {path: parameters[path] for path in parameters.keys() - experts.keys()}
+    named = chain(
+        tensor_parts(experts, config, family, layout),
+        tensor_parts(shared, config, family, "stacked"),
+    )
     parts = [
-        replace(part, name=_in_memory(part.name, family))
-        for part in tensor_parts(parameters, config, family, layout)
-        if part.path in order
+        replace(part, name=_in_memory(part.name, family)) for part in named if part.path in order
     ]
     return group_by_tensor(sorted(parts, key=lambda part: order[part.path]))
 

@@ -228,7 +228,7 @@ def _place(
                 first = width
                 own_width = part_width
             width += part_width
-    rotates = family.interleaved_rope and _ROTATED.fullmatch(tensor.path) is not None
+    rotates = family.rotated != "halves" and _ROTATED.fullmatch(tensor.path) is not None
     if not rotates and tensor.chunks is None:
         return Place(first, width, None)
     # config.json is not trusted.
@@ -239,7 +239,8 @@ def _place(
         )
     columns = np.arange(own_width)
     if rotates:
-        _deinterleave(columns, own_width if tensor.path == _SHARED_KEY else block.head_dim, block)
+        head_dim = own_width if tensor.path == _SHARED_KEY else block.head_dim
+        _reorder(columns, head_dim, block, pairs=family.rotated == "pairs")
     if tensor.chunks is None:
         return Place(first, width, first + columns)
     num_chunks = getattr(block, tensor.chunks)
@@ -247,14 +248,20 @@ def _place(
     return Place(first, width, (chunk * width + first) // num_chunks + offset)
 
 
-def _deinterleave(columns: Columns, head_dim: int, block: BlockConfig) -> None:
-    """Reorders each head's rotated columns in place: pairs become two halves."""
+def _reorder(columns: Columns, head_dim: int, block: BlockConfig, *, pairs: bool) -> None:
+    """Reorders each head's rotated columns in place: `pairs` become halves; halves are exchanged.
+
+    A rotation by a negative angle is one by the positive angle of exchanged halves.
+    """
     heads = columns.reshape(-1, head_dim)
     if block.kv_rank:
         rotated = heads[:, -block.rope_head_dim :]
     else:
         rotated = heads[:, : int(block.head_dim * block.rotary_fraction)]
-    rotated[:] = np.concatenate([rotated[:, ::2], rotated[:, 1::2]], axis=1)
+    halves = [rotated[:, ::2], rotated[:, 1::2]]
+    if not pairs:
+        halves = np.split(rotated, 2, axis=1)[::-1]
+    rotated[:] = np.concatenate(halves, axis=1)
 
 
 def _choose(

@@ -28,6 +28,9 @@ _SHARED = ("tie_word_embeddings", "quantization_config")
 """Attributes of a text model that may be outside of `text_config`, where they have precedence, as
 in transformers."""
 
+_NOT_OF_TEXT = {"model_type", "vision_config"}
+"""Attributes that are not the text model's where it has no `text_config`."""
+
 
 def text_attributes(attributes: Attributes) -> dict[str, Any]:
     """Returns the text model's part of config.json.
@@ -38,6 +41,8 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
     if wrapper is None:
         return dict(attributes)
     text = attributes.get(TEXT)
+    if wrapper.can_be_flat and TEXT not in attributes:
+        text = {name: attributes[name] for name in attributes.keys() - _NOT_OF_TEXT}
     if not isinstance(text, dict):
         raise HFError(
             f"{TEXT} = {quote(text)}: a {wrapper.model_type} describes its text model there"
@@ -75,7 +80,7 @@ def full_names(
     )
     full_names = {name: name for name in stored}
     if wrapped:
-        prefix, head_prefix = _prefixes(stored)
+        prefix, head_prefix = _prefixes(stored, family)
         full_names = {name: _unwrapped(name, prefix, head_prefix, family) for name in stored}
     elif not has_prefix and bare in stored:
         full_names = {name: family.prefix + name for name in stored}
@@ -86,7 +91,8 @@ def full_names(
         if _is_other(name, full_name, family, num_layers):
             continue
         other = tensors.setdefault(full_name, tensor)
-        is_bare = wrapped and name == full_name and name.startswith(family.prefix)
+        is_bare = wrapped and prefix != family.prefix and name == full_name
+        is_bare &= name.startswith(family.prefix)
         if other is not tensor or is_bare:
             names = " and ".join(map(truncate, sorted({other.name, name})))
             raise HFError(f"{names}: the names of text tensors begin in two ways")
@@ -119,15 +125,21 @@ def layer_pattern(family: Family) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(in_layer.partition(LAYER)[0])}(\d{{1,9}})\.")
 
 
-def _prefixes(stored: StoredTensors) -> tuple[str, str]:
-    """Returns the entry of `TEXT_PREFIXES` that matches the text model's names."""
+def _prefixes(stored: StoredTensors, family: Family) -> tuple[str, str]:
+    """Returns the entry of `TEXT_PREFIXES` that matches the text model's names.
+
+    Qwen2-VL's have the family's own prefix.
+    """
     examples: dict[tuple[str, str], str] = {}
+    table = name_of(TABLE, family)
+    if table in stored:
+        examples[family.prefix, ""] = table
     for name in stored:
         for prefixes in TEXT_PREFIXES:
             if name.startswith(prefixes[0]):
                 examples.setdefault(prefixes, truncate(name))
-    if len(examples) == 2:
-        names = " and ".join(examples[prefixes] for prefixes in TEXT_PREFIXES)
+    if len(examples) > 1:
+        names = " and ".join(examples.values())
         raise HFError(f"{names}: the names of text tensors begin in two ways")
     if not examples:
         beginnings = " or ".join(dict(TEXT_PREFIXES))
@@ -181,7 +193,7 @@ class Whole:
 
     @cached_property
     def _prefixes(self) -> tuple[str, str]:
-        return _prefixes(self.folder.tensors)
+        return _prefixes(self.folder.tensors, self.family)
 
     def attributes(self, changes: Attributes) -> dict[str, Any]:
         """Returns config.json with changes of the text model's attributes."""
@@ -189,7 +201,7 @@ class Whole:
         attributes.pop("quantization_config", None)
         # An export has no Python files.
         attributes.pop("auto_map", None)
-        if self.family.wrapper is None:
+        if self.family.wrapper is None or TEXT not in attributes:
             return {**attributes, **changes}
         text = dict[str, Any](attributes[TEXT])
         text.pop("quantization_config", None)

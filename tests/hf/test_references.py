@@ -21,12 +21,12 @@ import jaxtp
 from jaxtp import hf
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.config_json import family_of, model_config
-from jaxtp.hf.families import FAMILIES, REFUSED, WRAPPERS
+from jaxtp.hf.families import ALIASES, FAMILIES, REFUSED, WRAPPERS
 from jaxtp.hf.model_folder import read_attributes
 from jaxtp.hf.saving import gather_tensors
 from jaxtp.hf.tensor_map import group_by_tensor, tensor_parts
 
-UNREAD = [name for name in NEWER if not model_types(name) <= {*FAMILIES, *WRAPPERS}]
+UNREAD = [name for name in NEWER if not model_types(name) <= {*FAMILIES, *WRAPPERS, *ALIASES}]
 """Models of families that are refused."""
 NAMES = [name for name in COPIED + MADE + NEWER if name not in UNREAD]
 MESHES = [

@@ -2,23 +2,43 @@
 
 from collections.abc import Mapping
 
+from jaxtp.hf.families.afmoe import AFMOE
 from jaxtp.hf.families.apertus import APERTUS
 from jaxtp.hf.families.cohere import COHERE, COHERE2
-from jaxtp.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jaxtp.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SARVAM_MLA, YOUTU
 from jaxtp.hf.families.dots import DOTS1
 from jaxtp.hf.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jaxtp.hf.families.exaone import EXAONE
-from jaxtp.hf.families.exaone4 import EXAONE4
+from jaxtp.hf.families.exaone4 import EXAONE4, EXAONE_MOE
 from jaxtp.hf.families.family import Family, Wrapper
 from jaxtp.hf.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, VAULTGEMMA
 from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAPPER, GEMMA4_WRAPPER
-from jaxtp.hf.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
+from jaxtp.hf.families.glm import (
+    GLM,
+    GLM4,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GLM4V_MOE_WRAPPER,
+    GLM4V_WRAPPER,
+    SARVAM_MOE,
+    SOLAR_OPEN,
+)
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
 from jaxtp.hf.families.gpt_oss import GPT_OSS
 from jaxtp.hf.families.granite import GRANITE, GRANITEMOE, GRANITEMOEHYBRID
-from jaxtp.hf.families.hunyuan import HUNYUAN
-from jaxtp.hf.families.llama import ARCEE, LLAMA, SEED_OSS, SMOLLM3
+from jaxtp.hf.families.hunyuan import HUNYUAN, HY_V3
+from jaxtp.hf.families.llama import (
+    ARCEE,
+    CWM,
+    INTERNLM3,
+    INTERNVL_WRAPPER,
+    IQUESTCODER,
+    LLAMA,
+    LLAVA_WRAPPERS,
+    SEED_OSS,
+    SMOLLM3,
+)
 from jaxtp.hf.families.minimax import MINIMAX_M2
 from jaxtp.hf.families.mistral import (
     MINISTRAL,
@@ -29,11 +49,20 @@ from jaxtp.hf.families.mistral import (
     MIXTRAL,
 )
 from jaxtp.hf.families.muse_glimmer import MUSE_GLIMMER, MUSE_GLIMMER_WRAPPER
+from jaxtp.hf.families.nanochat import NANOCHAT
 from jaxtp.hf.families.nemotron import NEMOTRON
 from jaxtp.hf.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jaxtp.hf.families.phi import PHI
 from jaxtp.hf.families.phi3 import PHI3
-from jaxtp.hf.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from jaxtp.hf.families.qwen import (
+    QWEN2,
+    QWEN2_5_VL_WRAPPER,
+    QWEN2_MOE,
+    QWEN2_VL_WRAPPER,
+    QWEN3,
+    QWEN3_MOE,
+    QWEN3_VL_WRAPPER,
+)
 from jaxtp.hf.families.qwen3_5 import (
     QWEN3_5,
     QWEN3_5_MOE,
@@ -56,7 +85,8 @@ FAMILIES: Mapping[str, Family] = {
         *(GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
         *(GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
-        *(EXAONE,),
+        *(EXAONE, INTERNLM3, IQUESTCODER, CWM, SOLAR_OPEN, YOUTU),
+        *(SARVAM_MOE, SARVAM_MLA, EXAONE_MOE, HY_V3, AFMOE, NANOCHAT),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -67,11 +97,20 @@ WRAPPERS: Mapping[str, Wrapper] = {
         *(GEMMA3_WRAPPER, MISTRAL3_WRAPPER),
         *(GEMMA4_WRAPPER, GEMMA4_UNIFIED_WRAPPER, MUSE_GLIMMER_WRAPPER),
         *(QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER),
+        *(QWEN3_VL_WRAPPER, QWEN2_5_VL_WRAPPER, QWEN2_VL_WRAPPER),
+        *(GLM4V_WRAPPER, GLM4V_MOE_WRAPPER, INTERNVL_WRAPPER, *LLAVA_WRAPPERS),
     )
 }
 """Multimodal models by `model_type`."""
 
-ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+ALIASES: Mapping[str, str] = {
+    "kimi_k2": "deepseek_v3",
+    "qwen3_vl_text": "qwen3",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
+}
 """Models of another `model_type` that their configuration makes one of a family."""
 
 REFUSED: Mapping[str, str] = {

@@ -35,7 +35,7 @@ COHERE = Family(
         Attribute("use_qk_norm", "qk_norm", {False: "none", True: "heads"}, False),
     ),
     rope_theta=500_000.0,
-    interleaved_rope=True,
+    rotated="pairs",
     always={"norm": "layer_no_bias", "norm_placement": "parallel"},
 )
 

@@ -2,7 +2,7 @@
 
 They have latent attention, and experts chosen within groups.
 
-Kimi-K2 and Moonlight are DeepSeek-V3 in other sizes.
+Kimi-K2, Moonlight and Sarvam 105B are DeepSeek-V3 in other sizes; Youtu has no experts.
 """
 
 from dataclasses import replace
@@ -51,6 +51,8 @@ _ATTRIBUTES = (
     Attribute("qk_nope_head_dim", "head_dim", int, 128, plus="rope_head_dim"),
     Attribute("v_head_dim", "value_head_dim", int, 128),
 )
+# The layout of the file, which an import follows; an export writes the usual one.
+_INTERLEAVED = only("rope_interleave", True, False, default=True)
 
 
 def _remote_code(version: str) -> tuple[str, ...]:
@@ -92,7 +94,7 @@ DEEPSEEK_V2 = Family(
     ),
     layer_attributes=ROPE | {"first_k_dense_replace"},
     by_type=first_dense(1407, 2),
-    interleaved_rope=True,
+    rotated="pairs",
     scaled_scores=True,
     remote_code=_remote_code("V2"),
     always={"normalize_experts": False},
@@ -110,8 +112,7 @@ DEEPSEEK_V3 = replace(
     attributes=with_defaults(
         (
             *_ATTRIBUTES,
-            # The layout of the file, which an import follows; an export writes the usual one.
-            only("rope_interleave", True, False, default=True),
+            _INTERLEAVED,
             *grouped_experts(256, 8, normalize=True),
         ),
         num_key_value_heads=128,
@@ -126,4 +127,41 @@ DEEPSEEK_V3 = replace(
     always={"router_scores": "sigmoid", "selection_bias": True},
     required=ROUTER_V3,
     written={**ROUTER_V3, "num_nextn_predict_layers": 0},
+)
+
+SARVAM_MLA = replace(
+    DEEPSEEK_V3,
+    model_type="sarvam_mla",
+    attributes=with_defaults(
+        (
+            *_ATTRIBUTES,
+            _INTERLEAVED,
+            *grouped_experts(128, 8, normalize=True, alias="num_experts"),
+        ),
+        q_lora_rank=None,
+        routed_scaling_factor=2.5,
+    ),
+    default_dense_layers=1,
+    by_type=first_dense(2048, 1, alias="num_shared_experts"),
+    rope_aliases={"deepseek_yarn": "yarn"},
+    remote_code=("modeling_sarvam_moe.SarvamMLAForCausalLM",),
+    ignored_attributes=DEEPSEEK_V3.ignored_attributes | {"q_head_dim"},
+)
+
+YOUTU = replace(
+    DEEPSEEK_V3,
+    model_type="youtu",
+    architecture="YoutuForCausalLM",
+    tensors=LATENT_BODY,
+    attributes=with_defaults(
+        (*_ATTRIBUTES, _INTERLEAVED), num_key_value_heads=16, tie_word_embeddings=True
+    ),
+    layer_attributes=ROPE,
+    by_type={},
+    later_layers=False,
+    remote_code=("modeling_youtu.YoutuModel", "modeling_youtu.YoutuForCausalLM"),
+    always={},
+    required={},
+    written={},
+    ignored_attributes={"head_dim", "qk_head_dim", "embedding_initializer_range"},
 )

@@ -1,8 +1,24 @@
-"""EXAONE 4: the block of OLMo 2, rotations only in layers with a window (arXiv 2507.11407)."""
+"""EXAONE 4 and K-EXAONE: rotations only in layers with a window (arXiv 2507.11407, 2601.01739).
+
+EXAONE 4 has the block of OLMo 2, K-EXAONE that of GLM-4.5 with experts.
+"""
 
 from dataclasses import replace
 
-from jaxtp.hf.families.family import COMMON, NO_ROPE, WINDOW, sizes
+from jaxtp.hf.families.deepseek import ROUTER_V3
+from jaxtp.hf.families.family import (
+    BODY,
+    COMMON,
+    EXPERTS,
+    NO_ROPE,
+    SELECTION_BIAS,
+    SHARED_EXPERTS,
+    WINDOW,
+    first_dense,
+    grouped_experts,
+    sizes,
+    with_defaults,
+)
 from jaxtp.hf.families.olmo import OLMO2
 
 EXAONE4 = replace(
@@ -17,4 +33,27 @@ EXAONE4 = replace(
     window_can_be_null=True,
     always={"norm_placement": "after", "qk_norm": "head"},
     required={},
+)
+
+EXAONE_MOE = replace(
+    EXAONE4,
+    model_type="exaone_moe",
+    architecture="ExaoneMoeForCausalLM",
+    tensors=(
+        *(BODY + EXPERTS),
+        replace(SELECTION_BIAS, name="model.layers.{layer}.mlp.e_score_correction_bias"),
+        *SHARED_EXPERTS,
+    ),
+    attributes=(
+        *EXAONE4.attributes,
+        *with_defaults(
+            grouped_experts(64, 8, normalize=True, name="num_experts"), routed_scaling_factor=2.5
+        ),
+    ),
+    layer_attributes=EXAONE4.layer_attributes | {"mlp_layer_types", "first_k_dense_replace"},
+    default_dense_layers=1,
+    by_type=first_dense(1024, 1, "num_shared_experts"),
+    other_tensors=("mtp.",),
+    always={"qk_norm": "head", "router_scores": "sigmoid", "selection_bias": True},
+    required=ROUTER_V3,
 )

@@ -126,8 +126,10 @@ class Wrapper:
     """Supported values of the `model_type` in `text_config`; the first is the default."""
     other_tensors: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
-    required: Mapping[str, object] = field(default_factory=dict)
-    """Attributes of the text model with one supported value here."""
+    text: Values = field(default_factory=dict)
+    """Fields of the text model's `Family` that are others here."""
+    can_be_flat: bool = False
+    """Whether files without `text_config` have its attributes beside `vision_config`."""
 
 
 TEXT_IN_MEMORY = "model.language_model."
@@ -368,11 +370,16 @@ def numbers_of_experts(
 
 
 def grouped_experts(
-    count: int | None = None, per_token: int | None = None, *, normalize: bool
+    count: int | None = None,
+    per_token: int | None = None,
+    *,
+    normalize: bool,
+    name: str = "n_routed_experts",
+    alias: str = "num_local_experts",
 ) -> Attributes:
     """Returns DeepSeek-V3's router attributes."""
     return (
-        *numbers_of_experts("n_routed_experts", count, per_token, "num_local_experts"),
+        *numbers_of_experts(name, count, per_token, alias),
         replace(NORMALIZED, default=normalize),
         Attribute("routed_scaling_factor", "experts_scale", float, 1.0),
         Attribute("n_group", "expert_groups", int, 1),
@@ -384,7 +391,12 @@ DENSE_WIDTH = (Attribute("intermediate_size", "d_ff", int),)
 """Width of the MLPs in layers without experts."""
 
 
-def first_dense(width: int | None, shared: int | None = None) -> AttributesByType:
+def first_dense(
+    width: int | None,
+    shared: int | None = None,
+    name: str = "n_shared_experts",
+    alias: str | None = None,
+) -> AttributesByType:
     """Returns DeepSeek's widths of experts, shared experts and dense layers.
 
     Missing ones have their defaults.
@@ -393,10 +405,11 @@ def first_dense(width: int | None, shared: int | None = None) -> AttributesByTyp
         "experts": (
             Attribute("moe_intermediate_size", "d_ff", int, width),
             Attribute(
-                "n_shared_experts",
+                name,
                 "shared_experts",
                 int,
                 shared,
+                alias=alias,
                 unit=("d_ff", 1),
                 can_be_zero=True,
             ),
@@ -462,9 +475,10 @@ class Family:
     replaced in turn."""
     wrapper: Wrapper | None = None
     """The multimodal model that holds this text model, if any."""
-    interleaved_rope: bool = False
-    """Whether the two query or key dims of a rotated pair are next to each other in the file; in
-    jaxtp, they are half of the rotated dims apart. rope_interleave may switch it off."""
+    rotated: Literal["halves", "pairs", "negative"] = "halves"
+    """Order of the rotated query or key dims in the file: the two dims of a pair are half of them
+    apart, as in jaxtp, or next to each other, if rope_interleave does not switch it off; negative
+    angles rotate halves that jaxtp has in the other order."""
     rope_in_head: bool = False
     """Whether latent attention has a partial_rotary_factor in rope_parameters: the rotated part of
     a head."""
@@ -489,8 +503,9 @@ class Family:
     0, layer_types is required."""
     default_full_layers: int = 28
     """Default of max_window_layers."""
-    windows_from_last: bool = False
-    """Whether these layers are counted from the last, which has no window."""
+    global_layer: int | None = None
+    """The first (0) or last (-1) layer, if these layers are counted from there; None: from the
+    end of the first period."""
     last_is_global: bool = False
     """Whether the last layer never has a window."""
     window_can_be_null: bool = False

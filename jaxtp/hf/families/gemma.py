@@ -112,5 +112,5 @@ GEMMA3_WRAPPER = Wrapper(
     "Gemma3ForConditionalGeneration",
     text_types=("gemma3_text",),
     # transformers ignores it here.
-    required={"final_logit_softcapping": None},
+    text={"required": {**GEMMA3.required, "final_logit_softcapping": None}},
 )

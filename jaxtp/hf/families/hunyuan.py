@@ -1,13 +1,27 @@
-"""Hunyuan (dense): Llama with queries and keys normalized after a rotation with a scaled base."""
+"""Hunyuan (dense): Llama with queries and keys normalized after a rotation with a scaled base.
+
+Hy3: experts with sigmoid scores, a bias for their choice and a shared expert.
+"""
+
+from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     ATTENTION,
     ATTENTION_BIAS,
+    BODY,
+    COMMON,
+    EXPERTS,
     MLP,
     NORMS,
     OUTER,
+    ROUTER,
+    SELECTION_BIAS,
+    SHARED_EXPERTS,
+    Attribute,
     Family,
     block_tensors,
+    first_dense,
+    numbers_of_experts,
     sizes,
 )
 
@@ -53,4 +67,41 @@ HUNYUAN = Family(
         "skip_cls_token",
         "num_media_embeds",
     },
+)
+
+HY_V3 = Family(
+    model_type="hy_v3",
+    architecture="HYV3ForCausalLM",
+    tensors=(
+        *BODY,
+        replace(ROUTER, name="model.layers.{layer}.mlp.router.gate.weight", float32=None),
+        *EXPERTS[1:],
+        replace(SELECTION_BIAS, name="model.layers.{layer}.mlp.expert_bias"),
+        *(
+            replace(tensor, name=tensor.name.replace("shared_experts", "shared_mlp"))
+            for tensor in SHARED_EXPERTS
+        ),
+    ),
+    attributes=(
+        *sizes(1e-5, kv_heads=8),
+        ATTENTION_BIAS,
+        *numbers_of_experts("num_experts", 192, 8, "num_local_experts"),
+        Attribute("router_scaling_factor", "experts_scale", float, 2.826),
+    ),
+    layer_attributes=COMMON | {"mlp_layer_types", "first_k_dense_replace"},
+    default_dense_layers=1,
+    by_type=first_dense(1536, 1, "num_shared_experts"),
+    later_layers=True,
+    renamed={"router.gate": "gate", "shared_mlp": "shared_experts"},
+    rope_theta=11_158_840.0,
+    default_head_dim=128,
+    always={"qk_norm": "head", "router_scores": "sigmoid", "selection_bias": True},
+    required={
+        "qk_norm": True,
+        "route_norm": True,
+        "moe_router_use_sigmoid": True,
+        "moe_router_enable_expert_bias": True,
+    },
+    # A dtype in which transformers adds
+    ignored_attributes={"enable_moe_fp32_combine"},
 )

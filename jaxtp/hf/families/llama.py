@@ -1,6 +1,7 @@
 """Llama 1 to 3, and models of the same architecture: arXiv 2302.13971, 2307.09288, 2407.21783.
 
-Seed-OSS: other defaults. Arcee AFM: a plain MLP. SmolLM3: layers without rotations.
+Seed-OSS, IQuest-Coder: other defaults. InternLM3: two switches of biases. Arcee AFM: a plain MLP.
+SmolLM3: layers without rotations. Code World Model: windows.
 """
 
 from dataclasses import replace
@@ -14,6 +15,7 @@ from jaxtp.hf.families.family import (
     WINDOW,
     Attribute,
     Family,
+    Wrapper,
     sizes,
 )
 
@@ -64,4 +66,71 @@ SMOLLM3 = replace(
     required={},
     # transformers does not read it.
     ignored_attributes={"max_window_layers"},
+)
+
+INTERNLM3 = replace(
+    LLAMA,
+    model_type="internlm3",
+    attributes=(
+        *sizes(1e-5, kv_heads=2),
+        # Of q, k and v; the other switch is of o too.
+        Attribute("attention_bias", "attention_bias", bool, False, alias="qkv_bias"),
+        Attribute("mlp_bias", "attention_out_bias", bool, False, alias="bias", also=("mlp_bias",)),
+    ),
+    rope_kinds=LLAMA.rope_kinds | {"dynamic"},
+    default_head_dim=128,
+    remote_code=("modeling_internlm3.InternLM3Model", "modeling_internlm3.InternLM3ForCausalLM"),
+)
+
+IQUESTCODER = replace(
+    LLAMA,
+    model_type="iquestcoder",
+    attributes=(*sizes(1e-5, kv_heads=8), ATTENTION_BIAS, MLP_BIAS),
+    default_head_dim=128,
+    required={"clip_qkv": None, "use_sliding_window": False},
+    # Without effect as long as `use_sliding_window` is false.
+    ignored_attributes={"sliding_window", "max_window_layers"},
+    remote_code=(
+        "modeling_iquestcoder.IQuestCoderModel",
+        "modeling_iquestcoder.IQuestCoderForCausalLM",
+    ),
+)
+
+CWM = replace(
+    LLAMA,
+    model_type="cwm",
+    architecture="CwmForCausalLM",
+    attributes=(*sizes(1e-5, kv_heads=8), MLP_BIAS),
+    layer_attributes=COMMON | WINDOW | {"layer_types"},
+    default_window=8192,
+    window_period=4,
+    global_layer=0,
+    window_can_be_null=True,
+    default_head_dim=128,
+    rope_theta=1e6,
+    default_rope={
+        "rope_type": "llama3",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    required={},
+)
+
+INTERNVL_WRAPPER = Wrapper(
+    "internvl",
+    "InternVLForConditionalGeneration",
+    text_types=("qwen2", "qwen3", "qwen3_moe", "llama"),
+)
+_LLAVA = Wrapper(
+    "llava",
+    "LlavaForConditionalGeneration",
+    text_types=("llama", "mistral", "qwen2"),
+    other_tensors=(*INTERNVL_WRAPPER.other_tensors, "image_newline"),
+)
+LLAVA_WRAPPERS = (
+    _LLAVA,
+    replace(_LLAVA, model_type="llava_next", architecture="LlavaNextForConditionalGeneration"),
 )

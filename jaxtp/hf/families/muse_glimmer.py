@@ -42,7 +42,7 @@ MUSE_GLIMMER = replace(
     layer_attributes=GEMMA2.layer_attributes | {"layer_rope_theta"},
     default_window=2048,
     window_period=4,
-    windows_from_last=True,
+    global_layer=-1,
     default_head_dim=128,
     always={
         **GEMMA2.always,

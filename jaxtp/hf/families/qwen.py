@@ -13,6 +13,7 @@ from jaxtp.hf.families.family import (
     SWITCHED_WINDOW,
     Attribute,
     Family,
+    Wrapper,
     block_tensors,
     numbers_of_experts,
     sizes,
@@ -88,4 +89,35 @@ QWEN2_MOE = replace(
     always_by_type={"experts": {"shared_experts_gate": True}},
     window_period=0,
     always={},
+)
+
+QWEN3_VL_WRAPPER = Wrapper(
+    "qwen3_vl",
+    "Qwen3VLForConditionalGeneration",
+    text_types=("qwen3_vl_text",),
+    other_tensors=("visual.",),
+    # All rows of positions are equal in a text.
+    text={"rope_theta": 5e5, "rope_ignored": {"mrope_section", "mrope_interleaved"}},
+)
+_QWEN2_VL_TEXT = {
+    "attributes": sizes(1e-5, kv_heads=8),
+    "rope_theta": 1e6,
+    "rope_ignored": {"mrope_section"},
+    "rope_aliases": {"mrope": "default"},
+}
+QWEN2_VL_WRAPPER = Wrapper(
+    "qwen2_vl",
+    "Qwen2VLForConditionalGeneration",
+    text_types=("qwen2_vl_text",),
+    other_tensors=("visual.",),
+    text=_QWEN2_VL_TEXT,
+    can_be_flat=True,
+)
+QWEN2_5_VL_WRAPPER = Wrapper(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    text_types=("qwen2_5_vl_text",),
+    other_tensors=("visual.",),
+    text=_QWEN2_VL_TEXT,
+    can_be_flat=True,
 )
