@@ -2,13 +2,16 @@
 
     python scripts/start_speed.py --beside OTHER_CHECKOUT | tee scripts/results/start_speed.txt
 
+0. From the start of a process to the end of its first step, where the cache has all programs: a new
+   run, and the same run restarted from its checkpoint of step 1. `--restarts` measures only this
+   (results/restart_speed.txt).
 1. Imports, help and an estimate, each in a fresh process.
 2. From the start of a process to the end of step 1 of the default run, without and with a
    compilation cache. "plain" plans the same state and compiles the same initialisation and step,
    and does nothing else: it steps on zeros, reads no data, checks and evaluates nothing. It has the
    run's imports except tensorboardX: the batch's shapes come from a module that imports Grain, and
    Grain imports Orbax, which a trainer in pure JAX would not have.
-3. The programs that are compiled before step 1. jaxtp/train/README.md says why each is needed.
+3. The programs that are compiled before step 1: `init` makes the state, and `_sum_parts` checks it.
 4. A tiny step on one device: the jitted step called on the leaves of the state, on the state, on
    batches of the loader, and by the trainer, which also logs.
 
@@ -28,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -77,6 +81,8 @@ def first_step(folder: Path, *, plain: bool) -> dict[str, object]:
     import jax
 
     compiled: list[tuple[str, float]] = []
+    events: Counter[str] = Counter()
+    jax.monitoring.register_event_listener(lambda event, **_: events.update([event]))
 
     class Recorder(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -99,7 +105,8 @@ def first_step(folder: Path, *, plain: bool) -> dict[str, object]:
             for step in trainer:
                 assert step.metrics["loss"] > 0
                 break
-            return {"ended": time.time(), "compiled": list(compiled)}
+            read = events["/jax/compilation_cache/cache_hits"]
+            return {"ended": time.time(), "compiled": list(compiled), "read": read}
     return {"ended": time.time(), "compiled": compiled}
 
 
@@ -217,6 +224,34 @@ def child(checkout: Path, words: list[str], **variables: str) -> tuple[float, st
     return started, done.stdout
 
 
+def start(
+    checkout: Path, kind: str, folder: Path, *, here: bool
+) -> tuple[float, dict[str, object]]:
+    """Returns the seconds of a process to the end of its first step, and what it says."""
+    words = [str(Path(__file__).resolve()), "--inner", kind, "--folder", str(folder)]
+    variables = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "cache")}
+    if not here:
+        variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    started, said = child(checkout, words, **variables)
+    result = json.loads(said.splitlines()[-1])
+    return result["ended"] - started, result
+
+
+def restarts(repeats: int, *, here: bool) -> None:
+    """Shows a restarted run beside a new one that finds its programs in the cache."""
+    times: Times = {"a new run, warm cache": [], "a restarted run": []}
+    with tempfile.TemporaryDirectory() as name:
+        start(HERE, "run", Path(name) / "cold", here=here)
+        for repeat in range(repeats):
+            for values in times.values():
+                seconds, result = start(HERE, "run", Path(name) / f"run{repeat}", here=here)
+                values.append(seconds)
+                found = [program for program, _ in result["compiled"]]
+                print(f"  {len(found) - result['read']} compiled, read: {', '.join(found)}")
+    title = "from the process to the end of its first step; ratios to the new run"
+    show(title, times, "s", next(iter(times)))
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -226,6 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--here", action="store_true", help="on the devices of this machine, not on 8 virtual ones"
     )
+    parser.add_argument("--restarts", action="store_true", help="measure only restarts")
     parser.add_argument("--inner", choices=("run", "plain", "tiny"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -240,6 +276,11 @@ def main(argv: list[str] | None = None) -> None:
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; medians of {arguments.repeats}, "
         "and quartiles"
     )
+
+    print("\na new run with a warm cache and a restarted run, in turns")
+    restarts(arguments.repeats, here=arguments.here)
+    if arguments.restarts:
+        return
 
     commands: Times = {}
     for _ in range(arguments.repeats):
@@ -257,21 +298,8 @@ def main(argv: list[str] | None = None) -> None:
                 with tempfile.TemporaryDirectory() as name:
                     for cache in ("cold", "warm"):
                         folder = Path(name) / cache
-                        words = [
-                            str(Path(__file__).resolve()),
-                            "--inner",
-                            kind,
-                            "--folder",
-                            str(folder),
-                        ]
-                        variables = {"JAX_COMPILATION_CACHE_DIR": f"{name}/cache"}
-                        if not arguments.here:
-                            variables["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-                        started, said = child(checkout, words, **variables)
-                        result = json.loads(said.splitlines()[-1])
-                        starts.setdefault(f"{cache}, {kind}{suffix}", []).append(
-                            result["ended"] - started
-                        )
+                        seconds, result = start(checkout, kind, folder, here=arguments.here)
+                        starts.setdefault(f"{cache}, {kind}{suffix}", []).append(seconds)
                         if (kind, cache, suffix) == ("run", "cold", ""):
                             programs.append(result["compiled"])
     for suffix in checkouts:

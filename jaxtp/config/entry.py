@@ -17,6 +17,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import FrameType
@@ -38,6 +39,8 @@ TEMPORARY = 75
 """The exit code of a process that was stuck or lost another process of its run (EX_TEMPFAIL of
 sysexits.h)."""
 INTERRUPTED = 130  # The exit code after Ctrl-C: 128 plus the number of the signal, as in shells
+began: float | None = None
+"""The time (`time.perf_counter`) at which the command began; None in someone else's program."""
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # Control characters, except for newlines
 _AGAIN_SECONDS = 0.05  # until Ctrl-C is sent again, if Python ignored its exception
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -131,6 +134,8 @@ def start(program: str = "") -> None:
     Args:
       program: prefix of messages on stderr; by default `jaxtp` and the command that follows it.
     """
+    global began
+    began = time.perf_counter()
     if not program:
         program = "jaxtp" + "".join(f" {word}" for word in sys.argv[1:2] if word.isidentifier())
     gc.disable()

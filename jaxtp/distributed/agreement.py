@@ -29,6 +29,9 @@ PAUSES = (0.5, 1.0, 1.5, 3.0, 4.0)
 """Seconds between attempts to see another process's file; network file systems cache folder
 listings."""
 
+_SIZE = 8  # Bytes with the size of a message, before its text
+_ROOM = 4096  # Bytes in which a short message is sent
+
 
 class OtherProcessError(UserError):
     """A user error in another process."""
@@ -47,11 +50,23 @@ def all_gather_json(value: object) -> list[Any]:
     """Returns all processes' JSON values. All processes must call it."""
     if not is_multiprocess():
         return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([text.size], np.int32)).reshape(-1)
-    padded = np.pad(text, (0, int(sizes.max()) - text.size))
-    texts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
-    return [json.loads(bytes(row[:size])) for row, size in zip(texts, sizes, strict=True)]
+    text = json.dumps(value).encode()
+    message = len(text).to_bytes(_SIZE, "little") + text
+    # JAX compiles a program for each room: one for all short messages, and few for long ones.
+    rows = _gather(message, _ROOM)
+    longest = max(map(_end, rows))
+    if longest > _ROOM:
+        rows = _gather(message, 1 << longest.bit_length())
+    return [json.loads(row[_SIZE : _end(row)]) for row in rows]
+
+
+def _gather(message: bytes, room: int) -> list[bytes]:
+    padded = np.frombuffer(message[:room].ljust(room, b"\0"), np.uint8)
+    return list(map(bytes, multihost_utils.process_allgather(padded).reshape(-1, room)))
+
+
+def _end(message: bytes) -> int:
+    return _SIZE + int.from_bytes(message[:_SIZE], "little")
 
 
 def process_name(process: int, host: str) -> str:

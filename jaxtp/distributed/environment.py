@@ -215,8 +215,7 @@ def enable_compilation_cache(platform: str) -> None:
 
     A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns the cache off.
     It is off on CPUs, because a program may crash on another CPU that has the same home folder. It
-    is off with several processes: without a shared disk, only process 0 would find a program, and
-    would skip its share of the autotuning, for which the other processes wait.
+    is off with several processes, whose runs have `programs.SharedPrograms`.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -236,11 +235,20 @@ def enable_compilation_cache(platform: str) -> None:
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         print(f"the compilation cache is off: {error}", file=sys.stderr)
         return
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    use_cache(str(folder))
+
+
+def use_cache(folder: str | None) -> None:
+    """Makes JAX use a folder of compiled programs from now on; None turns its cache off."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    jax.config.update("jax_compilation_cache_dir", folder)
     # A start compiles many small programs.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     # XLA's own caches grow without limit, and a damaged entry is an error.
     jax.config.update("jax_persistent_cache_enable_xla_caches", "")
+    compilation_cache.reset_cache()  # JAX keeps the first folder that it uses
 
 
 def make_private(folder: Path) -> None:

@@ -46,6 +46,12 @@ class Log(Hook):
             speed = {f"{unit}_per_second": rate, "step_seconds": run.timing.step_seconds}
             record = {"step": step.index, **step.metrics, **speed}
             run.report.log(record, self._total, unit, is_first=True)
+        if is_first:
+            counts = run.program_counts
+            loop.line(
+                f"the first step ended {run.timing.total_seconds:.1f} s after the start: "
+                f"{counts.compiled} programs compiled, {counts.read} read from the cache"
+            )
 
     def at_save(self, info: dict[str, Any]) -> None:
         """Stores the sums of the losses since the last record."""

@@ -194,6 +194,8 @@ class TrainingLoop:
             batch = split(run.data.train.shapes, self.mesh)
             try:
                 lowered = run.train_step.lower(run.leaves, batch, **self.stopping.flags())
+                if run.programs is not None:
+                    run.programs.accept(lowered, self.line)
                 options = compiler_options(
                     run.config.model,
                     platform,

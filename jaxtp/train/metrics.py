@@ -75,11 +75,15 @@ class Timing:
 
     Args:
       clock: returns seconds since an arbitrary instant.
+      began: the time when the command began; now by default.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, began: float | None = None
+    ) -> None:
         self._clock = clock
-        self._started = self._last = clock()
+        self._last = clock()
+        self._started = self._last if began is None else began
         self._useful = 0.0
         self._lost: defaultdict[str, float] = defaultdict(float)
         self._steps: list[float] = []
@@ -119,6 +123,11 @@ class Timing:
         """Mean step time since the last `record`; needs a step."""
         return sum(self._steps) / len(self._steps)
 
+    @property
+    def total_seconds(self) -> float:
+        """Seconds since the start."""
+        return self._clock() - self._started
+
     def record(self) -> dict[str, float]:
         """Returns statistics of the steps since the last record.
 
@@ -130,7 +139,7 @@ class Timing:
         self._steps = []
         self._waited = 0.0
         p50, p90 = np.percentile(steps, (50, 90)).tolist()
-        wall = self._clock() - self._started
+        wall = self.total_seconds
         return {
             "step_seconds": float(steps.mean()),
             "step_seconds_p50": p50,

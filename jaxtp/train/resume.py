@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 from flax import nnx
 
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
@@ -70,7 +71,12 @@ def restore(
     step, state, info = newest
     # Skipped steps do not count across runs, because this run may allow fewer.
     skipped: Any = state["skipped"]
-    state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
+    value = skipped[...]
+    zero = np.zeros(value.shape, value.dtype)
+    # `jnp.zeros_like` would compile a program, which the start of a new run does not.
+    state["skipped"] = skipped.replace(
+        jax.make_array_from_callback(value.shape, value.sharding, zero.__getitem__)
+    )
     optimizer: Any = state["optimizer"]
     rate = learning_rate_change(
         config.optimizer, config.train.steps, info["config"], int(optimizer["step"][...])
@@ -89,10 +95,12 @@ def learning_rate_change(
     """
     values = merged(to_plain(OptimizerConfig()), stored["optimizer"])
     was = validate(OptimizerConfig, values, source="the checkpoint")
-    before = learning_rate(was, stored["train"]["steps"])
+    was_steps = stored["train"]["steps"]
+    if optimizer.build is not None or not updates or (was, was_steps) == (optimizer, steps):
+        return []  # before anything is compiled
+    before = learning_rate(was, was_steps)
     now = learning_rate(optimizer, steps)
-    equal = math.isclose(before(updates), now(updates), rel_tol=1e-3, abs_tol=1e-12)
-    if optimizer.build is not None or not updates or equal:
+    if math.isclose(before(updates), now(updates), rel_tol=1e-3, abs_tol=1e-12):
         return []
     return [
         f"learning rate: {float(before(updates - 1)):.4g} at the last step, "

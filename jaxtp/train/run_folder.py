@@ -20,7 +20,8 @@ CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 NON_FINITE = "non_finite"
 PROFILE = "profile"
-_REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, PROFILE, "damaged")
+PROGRAMS = "programs"
+_REPORTS = ("tensorboard", "wandb", "hf", NON_FINITE, PROFILE, PROGRAMS, "damaged")
 """Folders that a run makes and fills. `checkpoints` is not among them, because it may be a link:
 large runs keep checkpoints on another disk."""
 LOCK = ".lock"

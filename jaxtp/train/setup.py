@@ -1,7 +1,6 @@
 """Starts a run: `make_run` makes the initial state on the devices, and the programs."""
 
 import math
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +16,7 @@ from jax.stages import Traced, Wrapped
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.storage import Info
+from jaxtp.config import entry
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, to_yaml
@@ -25,6 +25,7 @@ from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
 from jaxtp.data.loader import split
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
+from jaxtp.distributed.programs import ProgramCounts, SharedPrograms
 from jaxtp.guards.hook import VERIFIED
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
@@ -118,7 +119,7 @@ class RunPlan(Plan):
     # Lines on the loss and the plan
     lines: list[str]
     # Lines of the summary, by name
-    notes: Mapping[str, object]
+    notes: dict[str, object]
     # FLOPs of a row, for `mfu`; NaN on CPUs
     row_flops: float
 
@@ -134,6 +135,10 @@ class Run(RunPlan):
     report: Report
     interrupt: Interrupt
     timing: Timing
+    # Programs of this process since the start
+    program_counts: ProgramCounts
+    # The programs of several processes
+    programs: SharedPrograms | None
     # Leaves of the state
     leaves: list[Array]
     # Number of steps so far, with those that were skipped
@@ -172,12 +177,20 @@ def make_run(
         `DatasetError`, `BatchError`, `HFError`, `RunFolderError`, `CheckpointError`), before the
         folder is changed.
     """
-    timing = Timing()
+    timing = Timing(began=entry.began)
+    program_counts = exit_stack.enter_context(ProgramCounts())
     with raise_everywhere():
         run_plan = plan_run(decided, task)
     config = run_plan.config
     blueprint = run_plan.blueprint
+    programs = None
+    if is_multiprocess():
+        folder = config.run.dir / run_folder.PROGRAMS
+        programs = exit_stack.enter_context(SharedPrograms(folder, blueprint.mesh))
     lines = [*run_plan.lines, *_startup_checks(run_plan)]
+    if programs is not None:
+        programs.publish()
+        run_plan.notes["cache"] = programs.describe()
 
     context.enter_context(jax.set_mesh(blueprint.mesh))
     with raise_everywhere():
@@ -238,6 +251,8 @@ def make_run(
         report=report,
         interrupt=interrupt,
         timing=timing,
+        program_counts=program_counts,
+        programs=programs,
         leaves=jax.tree.leaves(initial.state),
         step=step,
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
@@ -277,7 +292,7 @@ def plan_run(decided: Decided, task: Task = Task()) -> RunPlan:
     if traits.warning is not None:
         lines = [traits.warning, *lines]
     settings = steps.step_settings
-    notes = {
+    notes: dict[str, object] = {
         "memory": require_memory(steps, blueprint),
         "length": source.length_warning(config),
     }

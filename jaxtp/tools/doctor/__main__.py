@@ -146,7 +146,7 @@ def _devices(mesh: Mesh) -> Iterator[tuple[str, str]]:
     yield "links", links
     yield "mesh", describe_mesh(mesh_sizes(mesh))
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    yield "cache", cache or "off, as always on CPUs and with several processes"
+    yield "cache", cache or "off, as always on CPUs; a run of several processes has its own"
 
 
 def _findings(mesh: Mesh, options: Doctor) -> Iterator[Finding]:
