@@ -245,7 +245,7 @@ def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     programs = Programs(decoder, placed, Shape(rows, LENGTH), SETTINGS, 256, frozenset())
     caches = programs.empty()
     decode = programs.compiled_decode(caches)
-    size = engine.cache_bytes(decoder, placed, rows, LENGTH)
+    size = programs.cache_bytes
     held = weight_bytes(model, mesh_sizes(placed)) + size
     read, rearranged = accounts.bytes_of_a_turn(decode.as_text(), least=2**13)
     assert rearranged == []
