@@ -181,14 +181,14 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
 
 
 @contextmanager
-def compilations():
+def compilations(kind="backend_compile_duration"):
     """Yields a list of the programs that are compiled inside, or loaded from the compilation
-    cache.
+    cache; with the kind jaxpr_trace_duration, of the functions that are traced.
     """
     names = []
 
     def listen(event, _, **about):
-        if event.endswith("backend_compile_duration"):
+        if event.endswith(kind):
             names.append(about.get("fun_name"))
 
     jax.monitoring.register_event_duration_secs_listener(listen)

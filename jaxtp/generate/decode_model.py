@@ -3,13 +3,14 @@
 Training scans over stacked weights of equal layers. Decoding reads every weight once per token, so
 slicing a stack, casting, or gathering over fsdp would take as long as the matrix product.
 `to_decode_model` therefore gives each layer separate arrays, in the compute dtype, split over tp
-only, each shared head whole; fsdp and cp split the batch, like dp.
+only, each shared head whole; fsdp and cp split the batch, like dp. The kernels of a column layer
+are joined, so that one product reads them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, ShapeDtypeStruct
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtp.checkpoint.logical import (
     Variable,
@@ -26,9 +28,11 @@ from jaxtp.checkpoint.logical import (
     replace_arrays,
     to_logical,
 )
+from jaxtp.collectives import device_view
 from jaxtp.hf.adapters import merged_variables
 from jaxtp.hf.tensor_map import split_path
 from jaxtp.layers.cache import LAYER_SPEC, KVCaches, NewTokens
+from jaxtp.layers.linear import ColumnParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import PARAMETERS, DType, is_variable, padding_of, spec_of
 from jaxtp.mesh import (
@@ -44,12 +48,15 @@ from jaxtp.mesh import (
     mesh_sizes,
     parts,
 )
-from jaxtp.models.config import BLOCKS
+from jaxtp.models.config import BLOCKS, ModelConfig
 from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create_decoder
 
 
 class DecodeModel(EmbeddingAndHead):
-    """A decoder with one module per layer that continues from a KV cache."""
+    """A decoder with one module per layer that continues from a KV cache.
+
+    Make it in `nnx.eval_shape`: it joins the kernels of column layers.
+    """
 
     def __init__(self, model: EmbeddingAndHead, blocks: Iterable[DecoderBlock]):
         self.config = model.config
@@ -58,6 +65,10 @@ class DecodeModel(EmbeddingAndHead):
         self.norm = model.norm
         self.head = model.head
         self.blocks = nnx.List(blocks)
+        for _, layer in nnx.iter_modules(self.blocks):
+            if type(layer) is ColumnParallelLinear:
+                joined = jnp.concatenate([kernel[...] for kernel in layer.kernels], axis=-1)
+                layer.kernels = nnx.List([layer.kernels[0].replace(joined)])
 
     def empty(self, num_rows: int, num_slots: int) -> KVCaches:
         """Returns an empty KV cache of rows of up to `num_slots` tokens; call it in `jax.jit`."""
@@ -169,7 +180,7 @@ def decode_weights(
 ) -> Iterator[tuple[str, Array]]:
     """Yields a decoder's arrays by path in a decode model, one stacked parameter at a time.
 
-    Adapters, if there are any, are merged.
+    Adapters, if there are any, are merged, and kernels that the decode model joins are joined.
 
     Args:
       targets: the decode model's variables, abstract or real; the arrays of real ones are deleted
@@ -178,13 +189,15 @@ def decode_weights(
       mesh: the decode model's, which may have other devices or another tp than the model's.
       donate: deletes the model's arrays.
     """
-    layers = {stack: numbers for stack, numbers, _ in model.config.kinds()}
+    names_of = partial(_names_in_layers, model.config)
     originals = named_variables(nnx.state(model))
+    # Kernels to join, each by layer of the model
+    kernels: list[list[Array]] = []
     for path, variable in merged_variables(model, dtype):
-        stack, general = split_path(path)
-        names = [path]
-        if stack is not None:
-            names = [general.replace(BLOCKS, f"{BLOCKS}.{number}", 1) for number in layers[stack]]
+        names = names_of(path)
+        module, _, index = path.rpartition(".kernels.")
+        if names[0] not in targets and module:
+            names = names_of(f"{module}.kernels.0")
         # A parameter that decoding does not use, such as a user's second head
         if names[0] not in targets:
             continue
@@ -195,11 +208,44 @@ def decode_weights(
         array = _moved(variable, model_mesh(model), mesh)
         sharding = old[0].sharding
         shared = _shared(variable, mesh_sizes(sharding.mesh)[TP])
-        num_layers = None if stack is None else len(names)
+        num_layers = None if split_path(path)[0] is None else len(names)
         unstack = _unstack(num_layers, old[0].dtype, sharding, shared)
-        yield from zip(names, unstack(array), strict=True)
+        kernels.append(unstack(array))
         if donate:
             originals[path][...].delete()
+        after = f"{module}.kernels.{int(index) + 1}" if module else ""
+        if after in originals and names_of(after)[0] not in targets:
+            continue
+        for name, parts_of_layer in zip(names, zip(*kernels, strict=True), strict=True):
+            yield name, _join(parts_of_layer, mesh)
+        kernels.clear()
+
+
+def _names_in_layers(config: ModelConfig, path: str) -> list[str]:
+    """Returns the paths in a decode model of a parameter, which may be stacked."""
+    stack, general = split_path(path)
+    for name, numbers, _ in config.kinds():
+        if name == stack:
+            return [general.replace(BLOCKS, f"{BLOCKS}.{number}", 1) for number in numbers]
+    return [path]
+
+
+def _join(kernels: Sequence[Array], mesh: Mesh) -> Array:
+    """Joins each device's columns of several kernels, and deletes the kernels."""
+    if len(kernels) == 1:
+        return kernels[0]
+    with jax.set_mesh(mesh):
+        joined: Array = _joined(kernels)
+    for kernel in kernels:
+        kernel.delete()
+    return joined
+
+
+@jax.jit
+def _joined(kernels: Sequence[Array]) -> Array:
+    spec = P(None, TP)
+    concatenate = partial(jnp.concatenate, axis=-1)
+    return device_view(concatenate, "join", (spec,), spec)(kernels)  # type: ignore[no-any-return]
 
 
 def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:

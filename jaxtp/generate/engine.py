@@ -36,7 +36,6 @@ from jaxtp.config.entry import NumericsError
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.distributed.devices import memory_per_device
 from jaxtp.generate.decode_model import (
-    cache_bytes,
     decode_mesh,
     decode_weights,
     model_mesh,
@@ -256,7 +255,7 @@ class Generator:
         weights = decode_weights(model, targets, self.config.precision.compute, self._mesh)
         nnx.update(self._model, replace_arrays(state, dict(weights)))
         for programs in self._programs.values():
-            programs.weights = nnx.state(self._model)
+            programs.weights = jax.tree.leaves(nnx.state(self._model))
 
     def generate(
         self,
@@ -355,17 +354,6 @@ class Generator:
             shape = cache.shape
         else:
             cache = None
-        size = cache_bytes(self._model, self._mesh, shape.rows, shape.slots)
-        self.speed.shape = shape
-        self.speed.cache_bytes = size
-        _require_memory(
-            self._mesh,
-            self._weight_bytes + size,
-            f"the weights and a KV cache of {rows} x {shape.slots:,} tokens take",
-            "use a smaller --max-tokens or --batch-size, or shorter prompts",
-        )
-        # Frees a cache that is not reused.
-        self._cache = None
         # These settings do not affect the programs.
         key = shape, replace(settings, max_tokens=1, samples=1, seed=0, stop=()), end_ids
         if key not in self._programs:
@@ -373,6 +361,16 @@ class Generator:
                 self._model, self._mesh, shape, settings, self._num_ids, end_ids
             )
         programs = self._programs[key]
+        self.speed.shape = shape
+        self.speed.cache_bytes = programs.cache_bytes
+        _require_memory(
+            self._mesh,
+            self._weight_bytes + programs.cache_bytes,
+            f"the weights and a KV cache of {rows} x {shape.slots:,} tokens take",
+            "use a smaller --max-tokens or --batch-size, or shorter prompts",
+        )
+        # Frees a cache that is not reused.
+        self._cache = None
         tokens = [list[int]() for _ in range(rows)]
         if cache is None:
             return programs, Cache(shape, programs.empty(), tokens)

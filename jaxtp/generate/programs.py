@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain, device_view
-from jaxtp.generate.decode_model import DecodeModel, has_states
+from jaxtp.generate.decode_model import DecodeModel, cache_bytes, has_states
 from jaxtp.generate.sampling import Settings, sample
 from jaxtp.layers.cache import DROPPED, LAYER_SPEC, KVCaches, NewTokens
 
@@ -120,10 +120,14 @@ class Programs:
         self.shape = shape
         self.compile_seconds = 0.0
         self.has_states = has_states(model, mesh)
+        # Counted once: it traces every layer.
+        self.cache_bytes = cache_bytes(model, mesh, shape.rows, shape.slots)
         self._mesh = mesh
         self._end_ids = np.array(sorted(end_ids), np.int32)
         self._sample = partial(sample, settings=settings, num_ids=num_ids)
-        self._graph, self.weights = nnx.split(model)
+        self._graph, state = nnx.split(model)
+        # A list, as JAX flattens the variables of a state one by one, in Python, in each call.
+        self.weights, self._structure = jax.tree.flatten(state)
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     @property
@@ -250,8 +254,9 @@ class Programs:
     def _program(
         self, key: Hashable, function: Callable[..., object], *arguments: object
     ) -> jax.stages.Compiled:
-        def program(weights: nnx.State, *arguments: object) -> object:
-            return function(nnx.merge(self._graph, weights), *arguments)
+        def program(weights: list[Array], *arguments: object) -> object:
+            state = jax.tree.unflatten(self._structure, weights)
+            return function(nnx.merge(self._graph, state), *arguments)
 
         if key not in self._compiled:
             started = time.perf_counter()

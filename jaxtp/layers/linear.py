@@ -17,6 +17,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
@@ -195,9 +196,17 @@ class ColumnParallelLinear(nnx.Module):
         products = self.transport.enter(tokens, [*kernels, *adapters], split_dim)
         count = len(kernels)
         outputs = self._average_shared(products[:count])
+        if self.joined:
+            widths = [dim.local(axis_size(TP)) for dim in self.features]
+            outputs = jnp.split(outputs[0], np.cumsum(widths[:-1]), axis=-1)
         outputs = self._add_biases(outputs, weights)
         outputs = self._add_adapters(outputs, products[count:], weights)
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)
+
+    @property
+    def joined(self) -> bool:
+        """Whether one kernel has the columns of all outputs on each device, side by side."""
+        return len(self.kernels) < len(self.features)
 
     def merged(self, weights: Weights) -> Array:
         """Returns a device's columns of the first kernel with its adapter, inside `device_view`."""
@@ -207,6 +216,8 @@ class ColumnParallelLinear(nnx.Module):
         return merged
 
     def _load_kernels(self, weights: Weights) -> list[Operand]:
+        if self.joined:
+            return [self.precision.load(weights["kernels.0"], 0)]
         kernels = []
         for i, dim in enumerate(self.features):
             shard = weights[f"kernels.{i}"]

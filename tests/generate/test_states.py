@@ -21,6 +21,7 @@ import jaxtp
 from jaxtp import ModelConfig
 from jaxtp.generate import engine
 from jaxtp.generate.decode_model import (
+    cache_bytes,
     decode_mesh,
     has_states,
     model_mesh,
@@ -166,7 +167,7 @@ def test_a_token_updates_the_states_in_place():
     model = to_decode_model(SmallDecoder(config).build(), mesh)
     programs = Programs(model, mesh, Shape(rows, 64), SETTINGS, 256, frozenset())
     compiled = programs.compiled_decode(programs.empty())
-    size = engine.cache_bytes(model, mesh, rows, 64)
+    size = programs.cache_bytes
     assert compiled.memory_analysis().alias_size_in_bytes >= size
     module, entry = accounts.parse_module(compiled.as_text())
     (loop,) = [instruction for instruction in module[entry] if instruction.opcode == "while"]
@@ -186,7 +187,7 @@ def test_a_state_has_one_size_for_rows_of_any_length():
     """
     mesh = decode_mesh(model_mesh(SMALL.on(None)))
     model = to_decode_model(SMALL.on(None), mesh)
-    short, long = (engine.cache_bytes(model, mesh, 8, slots) for slots in (64, 128))
+    short, long = (cache_bytes(model, mesh, 8, slots) for slots in (64, 128))
     assert long - short == 8 * 64 * 2 * (2 * 4 * 4)
     assert has_states(model, mesh)
     without = SmallDecoder(ModelConfig(num_layers=1))

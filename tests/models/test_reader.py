@@ -157,6 +157,7 @@ def test_weights_are_whole_but_for_tp_and_in_the_compute_dtype():
         (array.ndim > 1, array.size // array.addressable_shards[0].data.size) for array in arrays
     }
     assert shares == {(True, 2), (False, 1)}, "norms are on every device"
+    assert len(arrays) == 3 + 6, "q, k and v are one kernel, and gate and up"
     held = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards) // 8
     assert held == weight_bytes(model, mesh_sizes(mesh))
     assert all(array.is_deleted() for array in jax.tree.leaves(nnx.state(model)))
