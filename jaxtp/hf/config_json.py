@@ -117,10 +117,11 @@ def family_of(attributes: Attributes, source: str) -> Family:
             problem = f"model_type = {quote(model_type)} is not supported"
         if str(model_type) in REFUSED:
             problem += f", because of {REFUSED[str(model_type)]}"
-        problem += f"; supported are {', '.join((*FAMILIES, *WRAPPERS))}"
+        lines = [f"{source}: {problem}"]
         if str(model_type) not in REFUSED and len(attributes) > 1:
-            problem += f"; {_nearest(attributes)}"
-        raise HFError(f"{source}: {problem}")
+            lines.append(_nearest(attributes))
+        lines.append("jaxtp convert list prints the supported ones")
+        raise HFError("\n".join(lines))
     if text.get("rope_interleave") is False:
         family = replace(family, rotated="halves")
     if wrapper is None:

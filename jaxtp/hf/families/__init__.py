@@ -9,7 +9,7 @@ from jaxtp.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SARVAM_MLA, YOU
 from jaxtp.hf.families.dots import DOTS1
 from jaxtp.hf.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jaxtp.hf.families.exaone import EXAONE
-from jaxtp.hf.families.exaone4 import EXAONE4, EXAONE_MOE
+from jaxtp.hf.families.exaone4 import EXAONE4, EXAONE4_5_WRAPPER, EXAONE_MOE
 from jaxtp.hf.families.family import Family, Wrapper
 from jaxtp.hf.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, VAULTGEMMA
 from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAPPER, GEMMA4_WRAPPER
@@ -99,6 +99,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
         *(QWEN3_5_WRAPPER, QWEN3_5_MOE_WRAPPER),
         *(QWEN3_VL_WRAPPER, QWEN2_5_VL_WRAPPER, QWEN2_VL_WRAPPER),
         *(GLM4V_WRAPPER, GLM4V_MOE_WRAPPER, INTERNVL_WRAPPER, *LLAVA_WRAPPERS),
+        EXAONE4_5_WRAPPER,
     )
 }
 """Multimodal models by `model_type`."""
@@ -110,6 +111,7 @@ ALIASES: Mapping[str, str] = {
     "qwen2_vl_text": "qwen2",
     "glm4v_text": "glm4",
     "glm4v_moe_text": "glm4_moe",
+    "exaone4_5_text": "exaone4",
 }
 """Models of another `model_type` that their configuration makes one of a family."""
 

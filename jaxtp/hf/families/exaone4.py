@@ -14,6 +14,7 @@ from jaxtp.hf.families.family import (
     SELECTION_BIAS,
     SHARED_EXPERTS,
     WINDOW,
+    Wrapper,
     first_dense,
     grouped_experts,
     sizes,
@@ -56,4 +57,12 @@ EXAONE_MOE = replace(
     other_tensors=("mtp.",),
     always={"qk_norm": "head", "router_scores": "sigmoid", "selection_bias": True},
     required=ROUTER_V3,
+)
+
+EXAONE4_5_WRAPPER = Wrapper(
+    "exaone4_5",
+    "Exaone4_5_ForConditionalGeneration",
+    # The second name is of the first release.
+    text_types=("exaone4", "exaone4_5_text"),
+    other_tensors=("visual.", "mtp."),
 )

@@ -5,10 +5,13 @@ if __name__ == "__main__":
 
     start("jaxtp convert")
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,7 +30,7 @@ from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf import saving
 from jaxtp.hf.config_json import dtype_of, family_of
-from jaxtp.hf.families import WRAPPERS
+from jaxtp.hf.families import FAMILIES, WRAPPERS
 from jaxtp.hf.families.family import Layout
 from jaxtp.hf.loading import Progress, import_config, load_folder
 from jaxtp.hf.model_folder import HFError, open_folder
@@ -60,6 +63,7 @@ With --adapters, merges adapters into a model:
 
 jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapters
 """
+LIST_HELP = "Prints the model_type of every supported model, by what it has."
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
 HFDir = Annotated[UserPath, POSITIONAL, Argument("HF_DIR")]
 RunDir = Annotated[UserPath, POSITIONAL, Argument("RUN_DIR")]
@@ -143,10 +147,22 @@ class Export:
     mesh: MeshFlags = MeshFlags()
 
 
+@dataclass(frozen=True, kw_only=True)
+class List:
+    """Flags of `jaxtp convert list`."""
+
+
 COMMANDS: dict[str, Command[Any]] = {
     "import": Command(program=f"{PROGRAM} import", schema=Import, description=IMPORT_HELP),
     "export": Command(program=f"{PROGRAM} export", schema=Export, description=EXPORT_HELP),
+    "list": Command(program=f"{PROGRAM} list", schema=List, description=LIST_HELP),
 }
+_GROUPS = {
+    "delta_value_heads": "Gated DeltaNet",
+    "kv_rank": "latent attention",
+    "num_experts": "experts",
+}
+"""Groups of families by a field of `ModelConfig` that the others lack."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -161,7 +177,23 @@ def main(argv: Sequence[str]) -> int:
 def _run(argv: Sequence[str]) -> None:
     name, flags = choose(PROGRAM, COMMANDS, argv)
     config, _ = COMMANDS[name].load(flags)
-    print(import_run(config) if isinstance(config, Import) else export_run(config))
+    if isinstance(config, List):
+        print(list_families(shutil.get_terminal_size().columns))
+    else:
+        print(import_run(config) if isinstance(config, Import) else export_run(config))
+
+
+def list_families(columns: int) -> str:
+    """Returns the families by group, in lines of `columns`."""
+    groups: dict[str, list[str]] = {}
+    for family in FAMILIES.values():
+        attributes = chain(family.attributes, *family.by_type.values())
+        fields = set(chain.from_iterable(attribute.fields for attribute in attributes))
+        group = next((_GROUPS[field] for field in _GROUPS if field in fields), "dense")
+        groups.setdefault(group, []).append(family.model_type)
+    groups["text of multimodal models"] = [*WRAPPERS]
+    lines = (f"{group}: {', '.join(names)}" for group, names in groups.items())
+    return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ") for line in lines)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tables import read_json, read_table, write_json
 import jaxtp
 from jaxtp import hf
 from jaxtp.checkpoint.__main__ import main as checkpoint
+from jaxtp.hf.families import FAMILIES, WRAPPERS
 from jaxtp.hf.safetensors import read_header
 from jaxtp.tools.convert import __main__ as transfer
 from jaxtp.tools.convert.__main__ import main
@@ -156,6 +158,11 @@ def test_a_run_that_was_imported_is_verified_trained_and_exported(imported, tmp_
     header = read_header(out / "model.safetensors")
     assert {tensor.dtype for tensor in header.values()} == {"BF16"}
     assert_refused(train, words_of(small), "holds a checkpoint of another run", capsys)
+
+
+def test_a_list_has_every_family(capsys):
+    assert main(["list"]) == 0
+    assert set(re.findall(r"\w+", capsys.readouterr().out)) >= {*FAMILIES, *WRAPPERS}
 
 
 REFUSED = read_table(__file__)
