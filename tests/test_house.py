@@ -231,11 +231,11 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 330_900,
-    "files": 277,
+    "tokens of code": 332_950,
+    "files": 278,
     "rooms": 15,
     "arrows between rooms": 80,
-    "files that training imports": 101,
+    "files that training imports": 102,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
