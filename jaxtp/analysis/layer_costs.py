@@ -52,7 +52,7 @@ from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import Kernel, num_scores, pick_kernel
 from jaxtp.layers.latent_attention import LATENT, LatentAttention
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import Float8Kernel, Lora
+from jaxtp.layers.lora import Lora, StoredKernel
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
 from jaxtp.layers.norm import ATTEND, Norm
 from jaxtp.layers.parameter import (
@@ -161,7 +161,8 @@ class Weight:
     tied: bool = False  # another layer has it too, and declares the costs that both share
     active: float = 1.0  # fraction of its elements that a token uses
     traced: bool = False  # its collectives are counted in a trace, except the last sum over dp
-    float8: bool = False  # it is stored and gathered in 8 bits
+    # Bytes of an element that is stored and gathered in a form of fewer bits; else 0
+    packed: float = 0.0
     matmul: Matmul = "compute"  # float8: it is gathered and multiplied in 8 bits
 
     def is_frozen(self, work: Workload) -> bool:
@@ -183,10 +184,11 @@ class Weight:
     def loaded_bytes(self, work: Workload) -> float:
         """Returns the bytes of the loaded weight, with its gradient before reduction over fsdp."""
         compute = itemsize(self.precision.compute)
-        # The gathered kernel may be in 8 bits beside the dequantised weight.
-        element_bytes = int(self.matmul == "float8" or (self.float8 and work.shards > 1))
-        if self.matmul != "float8":
-            element_bytes += compute
+        if self.matmul == "float8":
+            element_bytes = 1.0
+        else:
+            # The gathered kernel may be in its form beside the dequantised weight.
+            element_bytes = compute + self.packed * (work.shards > 1)
         if self.reduced_bytes(work):
             element_bytes += compute
         loaded = self.whole(work) * element_bytes
@@ -205,7 +207,7 @@ class Weight:
     def collectives(self, work: Workload) -> Iterator[CollectiveCost]:
         """Yields gathers and gradient reductions.
 
-        Gathers are in the compute dtype or in 8 bits, reductions in the reduction dtype.
+        Gathers are in the compute dtype or in fewer bits, reductions in the reduction dtype.
         """
         trained = not self.is_frozen(work)
         gradient = self.stored(work.sizes) * itemsize(self.precision.reduce)
@@ -226,8 +228,9 @@ class Weight:
 
         A gather and its reduction are over the same devices.
         """
-        in_8_bits = self.float8 or self.matmul == "float8"
-        gathered_itemsize = itemsize("uint8" if in_8_bits else self.precision.compute)
+        gathered_itemsize = self.packed or itemsize(self.precision.compute)
+        if self.matmul == "float8":
+            gathered_itemsize = 1
         num_gathers = 1 + self.again
         group = self.split.shared_by(work.tp)
         groups: list[tuple[Axes, int, float]] = [((TP,), group, self.stored(work.sizes))]
@@ -273,15 +276,27 @@ def weight_of(
 
 
 def kernel_weights(
-    kernel: Variable | Float8Kernel, module: str, precision: Precision, **facts: Any
+    kernel: Variable | StoredKernel, module: str, precision: Precision, **facts: Any
 ) -> Iterator[Weight]:
-    """Yields a projection's kernel, and the scales of one in 8 bits."""
+    """Yields a projection's kernel, and the scales of one in fewer bits."""
     weight = partial(weight_of, module=module)
-    if isinstance(kernel, Float8Kernel):
-        yield weight(kernel.bits, precision=precision, float8=True, **facts)
-        yield weight(kernel.scale, precision=in_float32(precision))
+    if isinstance(kernel, StoredKernel):
+        yield weight(kernel.bits, precision=precision, **packed(kernel), **facts)
+        yield weight(kernel.scale, precision=in_float32(precision), packed=scale_bytes(kernel))
     else:
         yield weight(kernel, precision=precision, **facts)
+
+
+def packed(kernel: StoredKernel) -> dict[str, Any]:
+    """Returns facts of the `Weight` of a kernel's bits."""
+    size = math.prod(logical_shape(kernel.bits)) / kernel.itemsize
+    return {"size": round(size), "packed": kernel.itemsize}
+
+
+def scale_bytes(kernel: StoredKernel) -> int:
+    """Returns the bytes of a scale that is not loaded in float32, else 0."""
+    size = itemsize(kernel.scale.dtype)
+    return size if size < FLOAT32 else 0
 
 
 def in_float32(precision: Precision) -> Precision:
@@ -505,11 +520,11 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
 
 
 def projection_weights(
-    layer: Projection, kernel: Variable | Float8Kernel, module: str, work: Workload, axes: Axes
+    layer: Projection, kernel: Variable | StoredKernel, module: str, work: Workload, axes: Axes
 ) -> Costs:
     """Yields the costs of loading a kernel; `axes` split its input features."""
     yield from kernel_weights(kernel, module, layer.precision, matmul=layer.matmul)
-    if layer.matmul == "float8" and not isinstance(kernel, Float8Kernel):  # for each gather
+    if layer.matmul == "float8" and not isinstance(kernel, StoredKernel):  # for each gather
         *_, features = logical_shape(kernel)
         *_, split_by = spec_of(kernel)
         # One scale for each output feature
@@ -907,9 +922,11 @@ def _stacked_weights(
     for name, dims in config.projections().items():
         without_inputs = dims[0] + dims[2]
         kernel = getattr(layer, name)
-        if isinstance(kernel, Float8Kernel):
-            yield weight(kernel.bits, dims, float8=True)
-            yield weight(kernel.scale, without_inputs, in_float32(layer.precision))
+        if isinstance(kernel, StoredKernel):
+            yield weight(kernel.bits, dims, **packed(kernel))
+            scale_dims = dims if kernel.scale.shape[-2] > 1 else without_inputs
+            in_full = in_float32(layer.precision)
+            yield weight(kernel.scale, scale_dims, in_full, packed=scale_bytes(kernel))
         else:
             yield weight(kernel, dims)
         if config.experts_bias:

@@ -58,10 +58,11 @@ GROUP = 64
 class Sums:
     """Sums of arrays, which the devices may still be computing; all processes must create it.
 
-    Elements have at most 4 bytes. Each device reads its part of an array once.
+    Elements have at most 4 bytes. Each device reads its part of an array once. An array may be part
+    of a whole along the first dim, from index `first` on: `totals` of its parts add up to its own.
     """
 
-    def __init__(self, arrays: Mapping[str, Array]):
+    def __init__(self, arrays: Mapping[str, Array], first: int = 0):
         alike = defaultdict[object, list[str]](list)
         for name, array in arrays.items():
             key: object = _mesh_of(array) or array.sharding
@@ -73,7 +74,8 @@ class Sums:
         for names in alike.values():
             for start in range(0, len(names), GROUP):
                 group = names[start : start + GROUP]
-                self._groups.append((group, _columns(list(map(arrays.__getitem__, group)))))
+                columns = _columns(list(map(arrays.__getitem__, group)), np.uint32(first))
+                self._groups.append((group, columns))
         self.shapes = {}
         self.dtypes = {}
         for name, array in arrays.items():
@@ -92,7 +94,9 @@ class Sums:
             rows.update(zip(names, np.asarray(columns), strict=True))
         return rows
 
-    def _one_replica(self) -> dict[str, np.ndarray]:
+    @cached_property
+    def totals(self) -> dict[str, np.ndarray]:
+        """Sums of each array over its parts, uint64 `[3]`, as in `rows`."""
         totals = {}
         for name, groups in self.replicas.items():
             first_devices = [group[0] for group in groups]
@@ -101,10 +105,7 @@ class Sums:
 
     def checksums(self) -> dict[str, str]:
         """Returns 16 hexadecimal digits for each array, the same on any mesh."""
-        return {
-            name: f"{int(first) % 2**32:08x}{int(second) % 2**32:08x}"
-            for name, (first, second, _) in self._one_replica().items()
-        }
+        return {name: as_digits(total) for name, total in self.totals.items()}
 
     def unequal_replicas(self) -> MeshPositions:
         """Returns the devices whose replica differs from the majority."""
@@ -112,7 +113,13 @@ class Sums:
 
     def not_finite(self) -> dict[str, int]:
         """Returns nonzero counts of non-finite elements."""
-        return {name: int(count) for name, (*_, count) in self._one_replica().items() if count}
+        return {name: int(count) for name, (*_, count) in self.totals.items() if count}
+
+
+def as_digits(total: np.ndarray) -> str:
+    """Returns the checksum of an array with these `Sums.totals`."""
+    first, second, _ = map(int, total)
+    return f"{first % 2**32:08x}{second % 2**32:08x}"
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
@@ -209,13 +216,13 @@ def describe_not_finite(counts: Mapping[str, int]) -> str:
     return f"{text}, as do {more} more arrays" if more > 1 else f"{text}, as does 1 more array"
 
 
-def _columns(arrays: Sequence[Array]) -> Array:
+def _columns(arrays: Sequence[Array], first: np.uint32) -> Array:
     """Returns the sums of arrays on one mesh, uint32 `[arrays, 3, devices]`."""
     mesh = _mesh_of(arrays[0])
     if mesh is None:
-        return _sum_arrays(*arrays)
+        return _sum_arrays(first, *arrays)
     with jax.set_mesh(mesh):
-        return _sum_parts(tuple(array.sharding.spec for array in arrays), *arrays)  # type: ignore[attr-defined]
+        return _sum_parts(tuple(array.sharding.spec for array in arrays), first, *arrays)  # type: ignore[attr-defined]
 
 
 def _mesh_of(array: Array) -> Mesh | None:
@@ -229,22 +236,27 @@ _OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 
 
 @partial(jax.jit, compiler_options=_OPTIONS)
-def _sum_arrays(*arrays: Array) -> Array:
-    return jnp.stack([_sums_at(array, [0] * array.ndim) for array in arrays])[:, :, None]
+def _sum_arrays(first: Array, *arrays: Array) -> Array:
+    starts = [[first, *[0] * array.ndim][: array.ndim] for array in arrays]
+    return jnp.stack(list(map(_sums_at, arrays, starts)))[:, :, None]
 
 
 @partial(jax.jit, static_argnums=0, compiler_options=_OPTIONS)
-def _sum_parts(specs: tuple[PartitionSpec, ...], *arrays: Array) -> Array:
-    def sum_part(part: Array, spec: PartitionSpec) -> Array:
+def _sum_parts(specs: tuple[PartitionSpec, ...], first: Array, *arrays: Array) -> Array:
+    def sum_part(first: Array, part: Array, spec: PartitionSpec) -> Array:
         axes = [*map(axes_of, spec), *[()] * (part.ndim - len(spec))]
         starts = [axis_index(*dim) * size for dim, size in zip(axes, part.shape, strict=True)]
+        if starts:
+            starts[0] += first
         return vary_everywhere(_sums_at(part, starts))
 
-    def on_device(*parts: Array) -> Array:
-        return jnp.stack(list(map(sum_part, parts, specs)))[:, :, None]
+    def on_device(first: Array, *parts: Array) -> Array:
+        return jnp.stack(list(map(partial(sum_part, first), parts, specs)))[:, :, None]
 
     out = PartitionSpec(None, None, AXES)
-    columns: Array = device_view(on_device, _CHECKSUMS, in_specs=specs, out_specs=out)(*arrays)
+    in_specs = (PartitionSpec(), *specs)
+    view = device_view(on_device, _CHECKSUMS, in_specs=in_specs, out_specs=out)
+    columns: Array = view(first, *arrays)
     # Each process reads all columns.
     return constrain(columns, PartitionSpec())
 

@@ -85,7 +85,7 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
     (
         "load_in_4bit load_in_8bit quantization_config bnb_4bit_quant_type use_4bit",
         "model.lora.base",
-        "{} float8 keeps the frozen kernels of adapters in 8 bits; 4 bits are not supported",
+        "{} float8 keeps the frozen kernels of adapters in 8 bits, and mxfp4 in 4",
     ),
     (
         "use_dora lora.bias lora_bias",

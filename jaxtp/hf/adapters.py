@@ -150,13 +150,13 @@ Factors = tuple[Array, Array, float]
 def factors_by_kernel(model: Decoder) -> dict[str, Factors]:
     """Returns a model's adapters by the path of their kernel.
 
-    Raises `ConfigError` if it has kernels in 8 bits.
+    Raises `ConfigError` if it has kernels in fewer bits.
     """
     config = model.config
     if config.lora.base != "full":
         raise ConfigError(
             f"lora.base={config.lora.base}: adapters are merged into the original kernels, and "
-            "this model has them in 8 bits; jaxtp.load_run(RUN) returns the originals with the "
+            "this model has them in fewer bits; jaxtp.load_run(RUN) returns the originals with the "
             "run's adapters"
         )
     variables = named_variables(nnx.state(model, nnx.LoRAParam))

@@ -140,11 +140,13 @@ def load_state(
     progress: Progress | None = None,
     only: Callable[[str], bool] = lambda path: True,
     new_ids: range | None = None,
+    arrays: "Arrays | None" = None,
 ) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
     """Returns the graph of `load_folder`'s model, and its variables that are to be loaded.
 
     Args:
       only: chooses the variables by their dotted path.
+      arrays: receives the arrays, and returns the variables.
       new_ids: the ids of new tokens, whose rows become the mean of the rows before them; by default
         those that the model has, and the folder lacks.
     """
@@ -168,7 +170,10 @@ def load_state(
         needed_parts = chain.from_iterable(needed.values())
         chosen = group_by_tensor(part for part in needed_parts if only(part.path))
         abstract = select_paths(abstract, only)
-        return graph, load_tensors(stored, chosen, abstract, mesh, copies=copies, progress=progress)
+        loaded = load_tensors(
+            stored, chosen, abstract, mesh, copies=copies, progress=progress, arrays=arrays
+        )
+        return graph, loaded
 
 
 def _checked_blocks(
@@ -201,16 +206,19 @@ def load_tensors(
     *,
     copies: Mapping[str, StoredTensor | None] | None = None,
     progress: Progress | None = None,
+    arrays: "Arrays | None" = None,
 ) -> nnx.State:
     """Reads the parts of tensors that a state needs; layers without a tensor are zero.
 
-    `copies` maps a tensor's name to a tensor that must be equal: a tied head.
+    `copies` maps a tensor's name to a tensor that must be equal: a tied head. `arrays` is by
+    default of `abstract`.
     """
     total = sum(tensors[name].num_bytes for name in needed)
     num_bytes = 0
-    arrays = _Arrays(named_variables(abstract), needed, mesh)
+    arrays = arrays or Arrays(abstract, mesh)
+    filling = _Filling(named_variables(abstract), needed, mesh)
     for name, parts in needed.items():
-        buffers = [(part, arrays.buffers(part)) for part in parts]
+        buffers = [(part, filling.buffers(part)) for part in parts]
         first, last = _rows_to_read(buffers)
         for row, rows in _checked_blocks(tensors[name], (copies or {}).get(name), first, last):
             for part, buffer in buffers:
@@ -219,12 +227,47 @@ def load_tensors(
             if progress is not None:
                 progress(num_bytes, total)
         for part in parts:
-            arrays.finish(part)
-    return replace_arrays(abstract, arrays.arrays)
+            placed = filling.finish(part)
+            if placed is not None:
+                arrays.put(*part.target, placed)
+    return arrays.state()
 
 
-class _Arrays:
-    """The arrays of a state, which become complete part by part."""
+class Arrays:
+    """The arrays of a state, which become complete layer by layer."""
+
+    def __init__(self, abstract: nnx.State, mesh: Mesh | None):
+        self._abstract = abstract
+        stacked = {
+            path: v
+            for path, v in named_variables(abstract).items()
+            if split_path(path)[0] is not None
+        }
+        shardings = {path: _sharding(mesh, spec_of(v)) for path, v in stacked.items()}
+        # One program, compiled once for all stacks.
+        zeros = jax.jit(
+            lambda: {path: jnp.zeros(tuple(v.shape), v.dtype) for path, v in stacked.items()},
+            out_shardings=shardings,
+        )
+        self._arrays: dict[str, Array] = zeros()
+
+    def put(self, path: str, index: int | None, placed: Array) -> None:
+        """Sets an array, or a layer of a stack."""
+        if index is None:
+            self._arrays[path] = placed
+            return
+        # Waits for each layer; otherwise queued layers would pile up in memory.
+        self._arrays[path] = jax.block_until_ready(
+            _with_layer(self._arrays[path], placed, np.int32(index))
+        )
+
+    def state(self) -> nnx.State:
+        """Returns the state."""
+        return replace_arrays(self._abstract, self._arrays)
+
+
+class _Filling:
+    """The buffers that are being filled."""
 
     def __init__(self, variables: Parameters, needed: TensorParts, mesh: Mesh | None):
         self._variables = variables
@@ -232,14 +275,6 @@ class _Arrays:
         # Number of parts that each parameter, or each of its layers, still lacks
         self._missing = Counter(part.target for part in chain.from_iterable(needed.values()))
         self._buffers: dict[tuple[str, int | None], _Buffers] = {}
-        stacked = {path: v for path, v in variables.items() if split_path(path)[0] is not None}
-        shardings = {path: _sharding(mesh, spec_of(v)) for path, v in stacked.items()}
-        # One program, compiled once for all stacks.
-        zeros = jax.jit(
-            lambda: {path: jnp.zeros(tuple(v.shape), v.dtype) for path, v in stacked.items()},
-            out_shardings=shardings,
-        )
-        self.arrays: dict[str, Array] = zeros()
 
     def buffers(self, part: TensorPart) -> "_Buffers":
         """Returns the buffers that a part fills, for its parameter or layer."""
@@ -250,20 +285,12 @@ class _Arrays:
             )
         return self._buffers[part.target]
 
-    def finish(self, part: TensorPart) -> None:
+    def finish(self, part: TensorPart) -> Array | None:
         """Moves the buffers of a part to the devices, unless other parts of them follow."""
-        path, index = part.target
         self._missing[part.target] -= 1
         if self._missing[part.target]:
-            return
-        placed = self._buffers.pop(part.target).placed()
-        if index is None:
-            self.arrays[path] = placed
-            return
-        # Waits for each layer; otherwise queued layers would pile up in memory.
-        self.arrays[path] = jax.block_until_ready(
-            _with_layer(self.arrays[path], placed, np.int32(index))
-        )
+            return None
+        return self._buffers.pop(part.target).placed()
 
 
 def _rows_to_read(buffers: Sequence[tuple[TensorPart, "_Buffers"]]) -> tuple[int, int]:

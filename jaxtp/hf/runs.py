@@ -11,12 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.checksum import Sums
+from jaxtp.checkpoint.checksum import Sums, as_digits
 from jaxtp.checkpoint.io_errors import CheckpointError
-from jaxtp.checkpoint.logical import select_paths, to_logical
+from jaxtp.checkpoint.logical import (
+    Variable,
+    named_arrays,
+    named_variables,
+    select_paths,
+    to_logical,
+)
 from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import newest_checkpoint, read_info_on_all
 from jaxtp.config.files import fingerprint
@@ -25,12 +33,12 @@ from jaxtp.config.schema import split_settings, validate
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.config_json import check_adaptable, family_of
-from jaxtp.hf.loading import load_state, print_notes
+from jaxtp.hf.loading import Arrays, load_state, print_notes
 from jaxtp.hf.model_folder import CONFIG, open_folder, read_attributes, read_files, read_json
 from jaxtp.hf.peft import PeftFolder, with_peft
 from jaxtp.hf.saving import TOKENIZER_FILES, atomic_folder, json_bytes, write_files
 from jaxtp.hf.wrapper import is_part
-from jaxtp.layers.lora import LoraConfig, float8_kernels, freeze_as
+from jaxtp.layers.lora import LoraConfig, quantise, stored_kernels
 from jaxtp.models.config import ModelConfig, OriginConfig, upgrade_settings
 from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.models.own_decoder import call_of_load, decoder_settings
@@ -187,25 +195,46 @@ def _has_adapters(info: Info) -> bool:
     return bool(info.get("config", {}).get("model", {}).get("lora", {}).get("rank"))
 
 
+class _FrozenArrays(Arrays):
+    """A base model's parameters as adapters have them, and the checksums of the originals."""
+
+    def __init__(self, abstract: nnx.State, originals: nnx.State, mesh: Mesh):
+        super().__init__(nnx.filter_state(abstract, nnx.Not(nnx.LoRAParam)), mesh)
+        self._originals = named_variables(originals)
+        self._forms = stored_kernels(abstract)
+        self._mesh = mesh
+        self._totals: dict[str, np.ndarray] = {}
+
+    def put(self, path: str, index: int | None, placed: Array) -> None:
+        """Quantises a kernel if it has a form."""
+        part = placed if index is None else placed[None]
+        sums = _sums(path, self._originals[path].replace(part), self._mesh, index or 0)
+        self._totals[path] = self._totals.get(path, 0) + sums.totals[path]
+        if path not in self._forms:
+            super().put(path, index, placed)
+            return
+        for field, array in quantise(placed, self._forms[path])._asdict().items():
+            super().put(f"{path}.{field}", index, array)
+
+    def checksums(self) -> dict[str, str]:
+        """Returns the `base_checksums` of the originals."""
+        return {path: as_digits(total) for path, total in self._totals.items()}
+
+
 def load_frozen(
     path: Path, config: ModelConfig, mesh: Mesh, abstract: nnx.State
 ) -> tuple[nnx.State, dict[str, str], Path]:
     """Returns a base model's frozen parameters, its `describe_base`, and its path.
 
-    The parameters are as in `abstract`; the description is of the original weights. Each kernel
-    that is stored in 8 bits is loaded alone: before it is quantised, memory holds no other kernel
-    in full precision. All processes must call it.
+    The parameters are as in `abstract`; the description is of the original weights. Of kernels in a
+    form, memory holds one in full precision: a layer's from a folder, all layers' from a run. All
+    processes must call it.
     """
-    kernels = float8_kernels(abstract)
-    groups = [lambda name: name not in kernels, *(kernel.__eq__ for kernel in sorted(kernels))]
-    frozen = list[nnx.State]()
-    sums = dict[str, str]()
-    for only in groups:
-        weights, origin = load_base(path, config, mesh, only, has_notes=not frozen)
-        sums |= base_checksums(weights, mesh)
-        frozen.append(freeze_as(weights, abstract))
-        del weights
-    return nnx.merge_state(*frozen), describe_base(sums, origin), origin
+    with jax.set_mesh(mesh):
+        _, originals = abstract_decoder(replace(config, lora=LoraConfig()))
+    arrays = _FrozenArrays(abstract, originals, mesh)
+    frozen, origin = load_base(path, config, mesh, arrays=arrays)
+    return frozen, describe_base(arrays.checksums(), origin), origin
 
 
 def load_base(
@@ -216,6 +245,7 @@ def load_base(
     *,
     has_notes: bool = True,
     new_ids: range | None = None,
+    arrays: Arrays | None = None,
 ) -> tuple[nnx.State, Path]:
     """Returns the base model's parameters in a folder, run or checkpoint, and its path.
 
@@ -225,6 +255,7 @@ def load_base(
       only: chooses the parameters by dotted path.
       has_notes: whether to print the folder's notes.
       new_ids: as in `load_state`.
+      arrays: as in `load_state`.
     """
     whole = replace(config, lora=LoraConfig())
     if all_gather_json((path / CONFIG).is_file())[0]:
@@ -234,7 +265,8 @@ def load_base(
                 print_notes(hf_folder.path, hf_folder.notes)
             if config.lora.rank:
                 check_adaptable(hf_folder.attributes)
-            return load_state(hf_folder, whole, mesh, only=only, new_ids=new_ids)[1], path
+            _, state = load_state(hf_folder, whole, mesh, only=only, new_ids=new_ids, arrays=arrays)
+            return state, path
     folder, info = read_info_on_all(path, lambda: newest_checkpoint(path))
     if _has_adapters(info):
         raise CheckpointError(
@@ -244,7 +276,13 @@ def load_base(
         )
     with jax.set_mesh(mesh):
         _, abstract = abstract_decoder(whole)
-    return load_weights(folder, select_paths(abstract, only), mesh)
+    if arrays is None:
+        return load_weights(folder, select_paths(abstract, only), mesh)
+    for name in filter(only, named_variables(abstract)):
+        weights, origin = load_weights(folder, select_paths(abstract, name.__eq__), mesh)
+        arrays.put(name, None, named_arrays(weights)[name])
+        del weights
+    return arrays.state(), origin
 
 
 def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
@@ -257,11 +295,16 @@ def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
 
     An array in bfloat16 with the same values has the same checksum.
     """
-    sums = dict[str, str]()
+    checksums = dict[str, str]()
     # Only one array at a time is in float32.
-    for name, array in to_logical(weights, mesh).items():
-        sums |= Sums({name: array.astype(jnp.float32)}).checksums()
-    return sums
+    for name, variable in named_variables(weights).items():
+        checksums |= _sums(name, variable, mesh).checksums()
+    return checksums
+
+
+def _sums(name: str, variable: Variable, mesh: Mesh, first: int = 0) -> Sums:
+    logical = to_logical(nnx.from_flat_state([((name,), variable)]), mesh)
+    return Sums({name: logical[name].astype(jnp.float32)}, first)
 
 
 def check_base(info: Info, now: Mapping[str, str], origin: Path) -> None:

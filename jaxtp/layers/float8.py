@@ -39,7 +39,7 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
-from jaxtp.mesh import current_device, current_mesh
+from jaxtp.mesh import current_device
 
 # Scope of the products, by which a compiled program's reader knows them
 FLOAT8 = "float8"
@@ -92,6 +92,13 @@ class Float8(NamedTuple):
         """Returns the array, rounded once to `dtype`."""
         scaled = self.numbers.astype(jnp.float32) * lax.stop_gradient(self.scale)
         return scaled.astype(dtype)
+
+    def whole(self, layout: WeightLayout) -> "Float8":
+        """Gathers a kernel's shard."""
+        # The scale is split like the kernel, except along `in`, where its size is 1.
+        splits_in = layout.storage_dim == len(self.shape) - 2
+        scale_layout = replace(layout, gathered=False) if splits_in else layout
+        return Float8(layout.whole(self.bits), scale_layout.whole(self.scale))
 
 
 class Quantised(NamedTuple):
@@ -167,10 +174,10 @@ def load_float8(
     The mesh axes `axes` split its input features.
     """
     if isinstance(shard, Float8):
-        return Quantised.of(_gathered(shard, layout), dtypes.compute)
+        return Quantised.of(shard.whole(layout), dtypes.compute)
 
     def gather(shard: Array) -> Quantised:
-        kernel = _gathered(Float8.of(shard, axes=axes), layout)
+        kernel = Float8.of(shard, axes=axes).whole(layout)
         array, carrier = Quantised.of(kernel, dtypes.compute)
         return Quantised(array, vary(carrier, *layout.axes_to_sum(shard)))
 
@@ -179,22 +186,3 @@ def load_float8(
 
     # One call: remat saves no quantised shard.
     return with_gradient(gather, scatter, one_call=True)(shard)
-
-
-def load_dequantised(shard: Float8, dtypes: WeightDtypes, layout: WeightLayout) -> Array:
-    """Gathers a frozen kernel in 8 bits and dequantises it; it has no gradient."""
-    if current_mesh() is None:
-        return shard.astype(dtypes.compute).astype(dtypes.accumulate)
-
-    def gather(shard: Float8) -> Array:
-        return _gathered(shard, layout).astype(dtypes.compute).astype(dtypes.accumulate)
-
-    # Remat sees a frozen weight in this call, and saves no part of it.
-    return with_gradient(gather, lambda _: None)(shard)
-
-
-def _gathered(shard: Float8, layout: WeightLayout) -> Float8:
-    # The scale is split like the kernel, except along `in`, where its size is 1.
-    splits_in = layout.storage_dim == len(shard.shape) - 2
-    scale_layout = replace(layout, gathered=False) if splits_in else layout
-    return Float8(layout.whole(shard.bits), scale_layout.whole(shard.scale))

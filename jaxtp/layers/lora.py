@@ -26,12 +26,14 @@ from jaxtp.collectives import PROJECTED
 from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.hints import dotted
 from jaxtp.config.schema import CountOrZero, OptionalFolder, Positive, Rank, Settings
-from jaxtp.layers.float8 import Float8
+from jaxtp.layers.forms import BLOCK, Form, form_of
 from jaxtp.layers.parameter import (
     DType,
+    ExactDim,
     FrozenParam,
     PaddedDim,
     Variable,
+    logical_shape,
     padding_of,
     parameter,
     spec_of,
@@ -83,12 +85,15 @@ class LoraConfig(Settings):
     """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in
     model.precision.param: by default the dtype of their files."""
 
-    base: Annotated[Literal["full", "float8"], STEP] = "full"
+    base: Annotated[Literal["full", "float8", "mxfp4"], STEP] = "full"
     """Storage of the frozen kernels of projections. float8: 8 bits (E4M3, and a float32 scale for
     each output feature), half of bfloat16's memory and traffic over fsdp; values move by up to
-    1/16, so adapters learn on a slightly other model, which the run's own evaluations see too.
-    Exports, `jaxtp generate` and `jaxtp evaluate` use the original weights. Embedding, head, norms,
-    biases and routers stay in model.precision.param."""
+    1/16. mxfp4: 4 bits (E2M1, and a power of two for each 32 input features), a quarter; values
+    move by up to 1/4 of the largest of their 32, and gpt-oss's experts, whose files have MXFP4, do
+    not move. In a block with experts, mxfp4 is for their kernels only. Adapters learn on the moved
+    model, which the run's own evaluations see too. Exports, `jaxtp generate` and `jaxtp evaluate`
+    use the original weights. Embedding, head, norms, biases and routers stay in
+    model.precision.param."""
 
     @property
     def scale(self) -> float:
@@ -150,56 +155,86 @@ def _freeze_param(param: nnx.Param[Any]) -> Variable:
     return FrozenParam.from_metadata(param.get_raw_value(), param.get_metadata())
 
 
-class Float8Kernel(nnx.Module):
-    """A frozen kernel in 8 bits, which `params_and_specs` gives its layer as a `Float8`."""
+class StoredKernel(nnx.Module):
+    """A frozen kernel in a `Form`, which `params_and_specs` gives its layer."""
 
-    def __init__(self, kernel: Variable):
-        bits, scale = Float8.of(kernel[...])
-        metadata = kernel.get_metadata()
-        self.bits = FrozenParam.from_metadata(bits, metadata)
-        # The scale has one input feature, which nothing splits or pads.
-        *stack, _, out = spec_of(kernel)
-        spec = PartitionSpec(*stack, None, out)
-        padding = tuple((dim, split) for dim, split in padding_of(kernel) if dim != -2)
-        metadata = {**metadata, "out_sharding": spec, "padding": padding}
-        self.scale = FrozenParam.from_metadata(scale, metadata)
+    def __init__(self, kernel: Variable, form: type[Form]):
+        bits, scale = form.of(kernel[...])
+        self.bits = _part_of(kernel, bits)
+        self.scale = _part_of(kernel, scale)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The kernel's shape."""
-        return tuple(self.bits.shape)
+        form: Form = form_of(self.scale)(self.bits, self.scale)  # type: ignore[arg-type]
+        return form.shape
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of an element, without the scales."""
+        return math.prod(self.bits.shape) / math.prod(self.shape)
 
 
-def store_in_float8(module: nnx.Module, kernels: Iterable[str]) -> None:
-    """Replaces kernels, given by dotted paths, by `Float8Kernel`s, in place."""
+def _part_of(kernel: Variable, array: Array) -> Variable:
+    """Returns an array of a kernel's form, split and padded like the kernel."""
+    *stack, inputs, outputs = spec_of(kernel)
+    rows = array.shape[-2]
+    # Nothing splits or pads the only row.
+    spec = PartitionSpec(*stack, inputs if rows > 1 else None, outputs)
+    padding = []
+    for dim, split in padding_of(kernel):
+        if dim == -2 and rows > 1:
+            padding.append((dim, split.in_blocks(kernel.shape[-2] // rows)))
+        elif dim != -2:
+            padding.append((dim, split))
+    metadata = {**kernel.get_metadata(), "out_sharding": spec, "padding": tuple(padding)}
+    return FrozenParam.from_metadata(array, metadata)
+
+
+def has_whole_blocks(kernel: Variable, parts: int) -> bool:
+    """Returns whether each of `parts` devices has whole blocks of a kernel's input features."""
+    inputs = logical_shape(kernel)[-2]
+    stored = kernel.shape[-2]
+    width = dict(padding_of(kernel)).get(-2, ExactDim((inputs,))).factors[-1]
+    # Padded heads have whole blocks too.
+    return stored % (BLOCK * parts) == 0 and (stored == inputs or width % BLOCK == 0)
+
+
+def store_kernels(module: nnx.Module, kernels: Iterable[str], form: type[Form]) -> None:
+    """Replaces kernels, given by dotted paths, by `StoredKernel`s, in place."""
     for path in kernels:
         *parents, name = path.split(".")
         owner = module
         for parent in parents:
             owner = vars(owner)[parent]
-        setattr(owner, name, Float8Kernel(vars(owner)[name]))
+        setattr(owner, name, StoredKernel(vars(owner)[name], form))
 
 
-def float8_kernels(state: nnx.State) -> set[str]:
-    """Returns the dotted paths of kernels that a state has in 8 bits."""
-    paths = [path for path, _ in nnx.to_flat_state(state)]
-    return {dotted(parents) for *parents, name in paths if name == "bits"}
+def stored_kernels(state: nnx.State) -> dict[str, type[Form]]:
+    """Returns the forms of the kernels that a state has in fewer bits, by dotted path."""
+    variables = dict(nnx.to_flat_state(state))
+    kernels = [parents for *parents, name in variables if name == "bits"]
+    return {dotted(path): form_of(variables[*path, "scale"]) for path in kernels}
 
 
 def freeze_as(weights: nnx.State, abstract: nnx.State) -> nnx.State:
-    """Freezes weights; kernels that `abstract` has in 8 bits are quantised on their devices."""
+    """Freezes weights; kernels that `abstract` has in a form are quantised on their devices."""
     stored = dict(nnx.to_flat_state(abstract))
     frozen = []
     for path, variable in nnx.to_flat_state(freeze_state(weights)):
         if (*path, "bits") not in stored:
             frozen.append((path, variable))
             continue
-        for field, array in _quantise(variable[...])._asdict().items():
+        arrays = quantise(variable[...], form_of(stored[*path, "scale"]))
+        for field, array in arrays._asdict().items():
             frozen.append(((*path, field), stored[*path, field].replace(array)))
     return nnx.from_flat_state(frozen)
 
 
-_quantise = jax.jit(Float8.of)
+@partial(jax.jit, static_argnums=1)
+def quantise(kernel: Array, form: type[Form]) -> Form:
+    """Returns a kernel in a form, on the kernel's devices."""
+    return form.of(kernel)
 
 
 class Lora(nnx.Module):

@@ -7,7 +7,7 @@ on any tp. `checkpoint/logical.py` and `train/sharded_optimizer.py` remove the p
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from numbers import Integral
 from typing import Any, Literal
@@ -31,7 +31,8 @@ from jaxtp.collectives import (
 )
 from jaxtp.config.hints import by_dotted_path
 from jaxtp.config.schema import Count, Settings
-from jaxtp.layers.float8 import Float8, load_dequantised, load_float8
+from jaxtp.layers.float8 import load_float8
+from jaxtp.layers.forms import MXFP4, Form, form_of, load_dequantised
 from jaxtp.layers.products import Operand
 from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
@@ -85,7 +86,7 @@ class Precision(Settings):
 
     def load(
         self,
-        shard: Array | Float8,
+        shard: Array | Form,
         storage_dim: int | None,
         *,
         accumulate: DType | None = None,
@@ -94,14 +95,14 @@ class Precision(Settings):
         """Loads a weight; gradients of its uses accumulate in `accumulate`."""
         dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
         weight_layout = WeightLayout(storage_dim=storage_dim, **layout)
-        if isinstance(shard, Float8):
+        if isinstance(shard, Form):
             return load_dequantised(shard, dtypes, weight_layout)
         return load_weight(shard, dtypes, weight_layout)
 
     def load_kernel(
         self,
         matmul: Matmul,
-        shard: Array | Float8,
+        shard: Array | Form,
         storage_dim: int,
         input_axes: tuple[str, ...],
         **layout: Any,
@@ -111,6 +112,7 @@ class Precision(Settings):
             return self.load(shard, storage_dim, **layout)
         dtypes = WeightDtypes(self.compute, self.reduce, self.compute)
         weight_layout = WeightLayout(storage_dim=storage_dim, **layout)
+        assert not isinstance(shard, MXFP4), "`models/config.py` refuses it"
         return load_float8(shard, dtypes, weight_layout, input_axes)
 
 
@@ -145,6 +147,13 @@ class PaddedDim:
     def local(self, tp: int) -> int:
         """Returns the size of a device's part, after that gather."""
         return self.padded(tp) * self.shared_by(tp) // tp
+
+    def in_blocks(self, size: int) -> PaddedDim:
+        """Returns the dim of blocks of `size` features; tp pads whole blocks, or nothing."""
+        *outer, width = self.factors
+        if width % size:
+            return ExactDim((self.size // size,))
+        return replace(self, factors=(*outer, width // size))
 
     def num_shards(self, tp: int, size: int) -> int:
         """Returns how many shards of this size make a device's part."""
@@ -256,7 +265,7 @@ def _resize(array: Any, dim: int, factors: tuple[int, ...], resized: tuple[int, 
 def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
     """Returns modules' parameters and specs by name, for `device_view`.
 
-    The shard and the spec of a kernel in 8 bits are a `Float8` each.
+    The shard and the spec of a kernel in a form of fewer bits are such a `Form` each.
     """
     parameters = chain.from_iterable(
         nnx.to_flat_state(nnx.state(module, PARAMETERS)) for module in modules
@@ -269,8 +278,9 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
     for name in list(weights):
         kernel, _, field = name.rpartition(".")
         if kernel and field == "bits":
+            form = form_of(weights[f"{kernel}.scale"])
             for arrays in (weights, specs):
-                arrays[kernel] = Float8(arrays.pop(name), arrays.pop(f"{kernel}.scale"))  # type: ignore[arg-type, assignment]
+                arrays[kernel] = form(arrays.pop(name), arrays.pop(f"{kernel}.scale"))  # type: ignore[arg-type, assignment]
     return weights, specs
 
 

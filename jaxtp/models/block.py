@@ -59,6 +59,17 @@ def adapter_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
     yield from block.adapter_kernels()
 
 
+def base_kernels(block: BlockConfig, form: str) -> Iterator[str]:
+    """Yields the paths of the kernels that `lora.base` stores in a form.
+
+    In a block with experts mxfp4 leaves the others, which are few, as they are: so does gpt-oss.
+    """
+    for _, path in adapter_kernels(block):
+        is_expert = path.rpartition(".")[2] in block.projections()
+        if form == "float8" or is_expert or not block.num_experts:
+            yield path
+
+
 def _expert_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
     module = "mlp"
     if block.dense_mlp:

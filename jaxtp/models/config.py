@@ -8,6 +8,7 @@ repeats. A model inherits its layers' settings, so YAML stays flat: `model.num_k
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -32,8 +33,11 @@ from jaxtp.config.affects import (
 from jaxtp.config.hints import (
     Problem,
     Switch,
+    by_dotted_path,
     dotted,
     explained,
+    mesh_settings,
+    product_text,
     without_effect,
 )
 from jaxtp.config.schema import (
@@ -57,6 +61,7 @@ from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
+from jaxtp.layers.forms import BLOCK
 from jaxtp.layers.gated_delta import GatedDeltaNet
 from jaxtp.layers.latent_attention import LatentAttention
 from jaxtp.layers.linear import (
@@ -65,14 +70,14 @@ from jaxtp.layers.linear import (
     RowParallelLinear,
     matmul_obstacle,
 )
-from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig
+from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig, has_whole_blocks
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormKind
 from jaxtp.layers.overlap import Overlap
-from jaxtp.layers.parameter import DType, Precision
+from jaxtp.layers.parameter import DType, Precision, logical_shape, spec_of
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import CP, STORAGE, parts
-from jaxtp.models.block import BlockConfig, adapter_kernels, padded_dims
+from jaxtp.mesh import AXES, CP, STORAGE, abstract_mesh, axes_of, parts
+from jaxtp.models.block import BlockConfig, adapter_kernels, base_kernels, padded_dims
 from jaxtp.models.block_rules import block_problems, storage_problems
 
 _Ignored = Annotated[Keys, Argument("KEY", other_flag="--ignore-config")]
@@ -441,6 +446,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     yield from storage_problems("model.d_model", config.d_model, mesh)
     if config.precision.matmul != "compute" and not unfit:
         yield from _matmul_problems(config)
+    if config.lora.base == "mxfp4" and not unfit and config.d_model % parts(mesh, STORAGE) == 0:
+        yield from _mxfp4_problems(config, mesh)
     if mesh[CP] > 1 and not unfit and config.d_model % parts(mesh, STORAGE) == 0:
         yield from _context_problems(config, mesh[CP])
 
@@ -517,6 +524,31 @@ def _lora_problems(config: ModelConfig) -> Iterator[Problem]:
             )
 
 
+def _mxfp4_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Each device has whole blocks of the kernels in four bits."""
+    if config.precision.matmul != "compute":
+        yield Problem(
+            f"model.lora.base=mxfp4 has no products in {config.precision.matmul}; use "
+            "model.precision.matmul=compute, or model.lora.base=float8"
+        )
+    branches = _branches(config, tuple(mesh[axis] for axis in AXES))
+    for stack, _, block in config.kinds():
+        for path in base_kernels(block, "mxfp4"):
+            branch, _, name = path.partition(".")
+            layer = branches[f"{stack}.{branch}"]
+            kernel = by_dotted_path(nnx.to_flat_state(nnx.state(layer)))[name]
+            split = mesh_settings(axes_of(spec_of(kernel)[-2]), mesh)
+            if not has_whole_blocks(kernel, math.prod(split.values())):
+                inputs = logical_shape(kernel)[-2]
+                yield Problem(
+                    f"model.lora.base=mxfp4: {stack}.{path} has {inputs} input features over "
+                    f"{product_text(split) or 'one device'}, not a multiple of {BLOCK} on each; "
+                    "model.lora.base=float8 takes any number",
+                    dict.fromkeys(split, max(1, inputs // BLOCK)),
+                )
+                return
+
+
 def matmul_layers(config: ModelConfig) -> dict[str, str | None]:
     """Returns why `precision.matmul` does not apply to projections in blocks, by path.
 
@@ -549,10 +581,12 @@ def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 @lru_cache(maxsize=32)
-def _branches(config: ModelConfig) -> Mapping[str, Branch]:
+def _branches(config: ModelConfig, sizes: tuple[int, ...] = ()) -> Mapping[str, Branch]:
     by_kind: dict[BlockConfig, dict[str, Branch]] = {}
-    # Without the mesh in context, which may differ and not divide the sizes.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    # Not on the mesh in context, which may differ and not divide the sizes.
+    none = AbstractMesh((), ())
+    mesh = abstract_mesh(dict(zip(AXES, sizes, strict=True))) if sizes else none
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         for block in config.block_kinds():
             by_kind[block] = nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0)))
     branches: dict[str, Branch] = {}

@@ -40,14 +40,15 @@ from jaxtp.layers.embedding import (
     vocab_parallel_logits,
 )
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
-from jaxtp.layers.lora import freeze, store_in_float8
+from jaxtp.layers.forms import FORMS
+from jaxtp.layers.lora import freeze, store_kernels
 from jaxtp.layers.loss import Projection, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm, rms_normalise
 from jaxtp.layers.parameter import parameter, spec_of
 from jaxtp.layers.positions import dropout, segment_positions
 from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
-from jaxtp.models.block import BlockConfig, adapter_kernels
+from jaxtp.models.block import BlockConfig, base_kernels
 from jaxtp.models.config import ModelConfig, Stack, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
@@ -314,9 +315,10 @@ class Decoder(EmbeddingAndHead):
         self.head = head
         if config.lora.rank:
             freeze(self)
-        if config.lora.base == "float8":
+        if config.lora.base != "full":
             for kind, (_, _, block) in zip(kinds, config.kinds(), strict=True):
-                store_in_float8(kind, (kernel for _, kernel in adapter_kernels(block)))
+                kernels = base_kernels(block, config.lora.base)
+                store_kernels(kind, kernels, FORMS[config.lora.base])
 
     def __call__(
         self, ids_BT: Array, /, *, segments: Array | None = None, context: Context = "auto"

@@ -410,7 +410,8 @@ def _describe_trained(blueprint: Blueprint) -> str:
     if not model.lora.rank:
         return ""
     adapters = logical_size(nnx.filter_state(blueprint.abstract["model"], nnx.Param))
-    kernels = ", their kernels in float8" if model.lora.base == "float8" else ""
+    base = model.lora.base
+    kernels = "" if base == "full" else f", their kernels in {base}"
     return (
         f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in "
         f"{model.precision.param}{kernels}"

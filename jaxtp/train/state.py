@@ -15,16 +15,13 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.checkpoint.logical import (
-    Variable,
-    logical_size,
-    named_variables,
-    select_paths,
-)
+from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.entry import in_thread
 from jaxtp.config.hints import by_dotted_path, dotted
 from jaxtp.config.schema import ConfigError
-from jaxtp.layers.lora import float8_kernels
+from jaxtp.layers.forms import MXFP4
+from jaxtp.layers.lora import stored_kernels
+from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import as_current
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import create_decoder
@@ -252,10 +249,17 @@ def trained_parameters(blueprint: Blueprint) -> dict[str, Variable]:
 
 
 def parameter_count(blueprint: Blueprint) -> int:
-    """Returns the number of parameters, without padding and the scales of float8 kernels."""
+    """Returns the number of parameters, without padding and scales."""
     model = blueprint.abstract["model"]
-    scales = {f"{kernel}.scale" for kernel in float8_kernels(model)}
-    return logical_size(select_paths(model, lambda path: path not in scales))
+    forms = stored_kernels(model)
+    size = 0
+    for path, variable in named_variables(model).items():
+        kernel, _, field = path.rpartition(".")
+        form = forms.get(kernel)
+        if form is None or field != "scale":
+            # A byte of MXFP4 has two.
+            size += math.prod(logical_shape(variable)) * (2 if form is MXFP4 else 1)
+    return size
 
 
 def total_bytes(blueprint: Blueprint) -> int:

@@ -2,11 +2,14 @@
 layers without experts.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from hf_folders import (
     assert_all_refused,
     assert_same,
@@ -25,16 +28,22 @@ from hf_reference import EXPERTS, FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.random import default_rng
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from structures import examples
 from support import swept, use_mesh
 from tables import read_json, read_table, with_tuples
 from variants import small_model
 
 from jaxtp import ModelConfig, Precision, hf
+from jaxtp.checkpoint.logical import named_arrays
 from jaxtp.hf.config_json import choose_family, model_config, write_attributes
 from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.runs import load_frozen
 from jaxtp.hf.safetensors import read_header, with_scales
+from jaxtp.layers.forms import MXFP4
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.mesh import mesh_of, mesh_shape
+from jaxtp.models.decoder import abstract_decoder, create_decoder
 from jaxtp.tools.convert.__main__ import main
 
 TABLES = read_table(__file__)
@@ -275,6 +284,42 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     with use_mesh(**mesh):
         again = hf.load(tmp_path / "out", precision=Precision())
     assert_same(values(again), values(model))
+
+
+@swept("mesh", [{}, {"tp": 2}], {"tp": 2})
+def test_a_base_in_mxfp4_is_the_model_of_the_file(mesh):
+    folder = FOLDER / "gpt_oss_mxfp4"
+    mesh = mesh_of(mesh_shape(**mesh))
+    bases = {}
+    with jax.set_mesh(mesh):
+        for base in ("full", "mxfp4"):
+            lora = LoraConfig(rank=2, base=base)
+            config = replace(hf.read_config(folder), lora=lora)
+            graph, abstract = abstract_decoder(config)
+            frozen, described, _ = load_frozen(folder, config, mesh, abstract)
+            shardings = nnx.get_named_sharding(nnx.filter_state(abstract, nnx.LoRAParam), mesh)
+            new = jax.jit(lambda config=config: adapters_of(config), out_shardings=shardings)()
+            of = jax.jit(lambda state, graph=graph: nnx.merge(graph, state)(IDS))
+            logits = of(nnx.merge_state(frozen, new))
+            bases[base] = logits, described, named_arrays(frozen)
+    (logits, described, arrays), (logits4, described4, arrays4) = bases.values()
+    assert described4 == described
+    assert_allclose(logits4, logits, atol=1e-5)
+    kernels = [name.removesuffix(".bits") for name in arrays4 if name.endswith(".bits")]
+    assert len(kernels) == 6, "gate, up and down of both kinds of layers"
+    for kernel in kernels:
+        stored = MXFP4(arrays4.pop(f"{kernel}.bits"), arrays4.pop(f"{kernel}.scale"))
+        assert_array_equal(stored.astype("float32"), arrays.pop(kernel))
+        assert stored.bits.nbytes + stored.scale.nbytes == 17 / 32 * math.prod(stored.shape)
+        assert stored.bits.sharding.is_fully_replicated == (mesh.size == 1)
+    assert arrays4.keys() == arrays.keys()
+
+
+IDS = np.arange(32).reshape(4, 8)
+
+
+def adapters_of(config):
+    return nnx.state(create_decoder(config, rngs=nnx.Rngs(0)), nnx.LoRAParam)
 
 
 TINY = small_model(num_layers=3, num_experts=4)

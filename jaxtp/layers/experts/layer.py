@@ -39,7 +39,7 @@ from jaxtp.layers.experts.placement import (
 from jaxtp.layers.experts.router import Router
 from jaxtp.layers.kernels.grouped import grouped_matmul, pick_method
 from jaxtp.layers.linear import LayerContext, default_kernel_init
-from jaxtp.layers.lora import Float8Kernel, Lora, LoraConfig, Target
+from jaxtp.layers.lora import Lora, LoraConfig, StoredKernel, Target
 from jaxtp.layers.mlp import ACTIVATIONS, MLP, hidden_features
 from jaxtp.layers.norm import Norm, NormConfig
 from jaxtp.layers.parameter import Variable, Weights, parameter, params_and_specs
@@ -60,7 +60,7 @@ class MixtureOfExperts(PositionwiseBranch):
     `input_scale` and `router_scale` are `[D]`, `expert_scale` `[E]`.
     """
 
-    down: Variable | Float8Kernel
+    down: Variable | StoredKernel
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class MixtureOfExperts(PositionwiseBranch):
     def placement(self, tokens: int, tp: int, shards: int, *, trained: bool) -> Placement:
         """Returns a device's part of a training step; each device has `tokens` tokens."""
         compute = jnp.dtype(self.precision.compute).itemsize
-        gathered = 1 if isinstance(self.down, Float8Kernel) else compute
+        gathered = self.down.itemsize if isinstance(self.down, StoredKernel) else compute
         # A step gathers each kernel twice and reduces its gradient.
         moved = 2 * gathered + trained * jnp.dtype(self.precision.reduce).itemsize
         return place(self.config, tokens, tp, shards, token_bytes=compute, kernel_bytes=moved)

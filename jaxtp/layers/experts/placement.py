@@ -55,7 +55,7 @@ def place(
     shards: int,
     *,
     token_bytes: int,
-    kernel_bytes: int,
+    kernel_bytes: float,
 ) -> Placement:
     """Returns a device's part; each of `shards` tp groups has `tokens` tokens.
 

@@ -22,8 +22,7 @@ from jaxtp.collectives import batch_spec
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.data.loader import Batch
 from jaxtp.layers.context import to_natural
-from jaxtp.layers.float8 import Float8
-from jaxtp.layers.lora import float8_kernels
+from jaxtp.layers.lora import stored_kernels
 from jaxtp.mesh import CP, make_mesh, mesh_of, mesh_sizes
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.tools.check.subject import Subject
@@ -150,8 +149,8 @@ def initial_arrays(
     if config.model.lora.base != "full":
         unquantized = replace_nested(config, {"model.lora.base": "full"})
         arrays = dict(initial_arrays(unquantized, subject, noise))
-        for kernel in float8_kernels(blueprint.abstract):
-            stored = Float8.of(arrays.pop(kernel))._asdict()
+        for kernel, form in stored_kernels(blueprint.abstract).items():
+            stored = form.of(arrays.pop(kernel))._asdict()
             arrays |= {f"{kernel}.{field}": np.asarray(array) for field, array in stored.items()}
         return arrays
     arrays = on_host(blueprint.create(config.run.seed), blueprint.mesh)

@@ -164,10 +164,12 @@ def _training(run: Run) -> Iterator[Run]:
     in_16_bits: Change = {"model.precision.param": "bfloat16"}
     adapters: Change = {"model.lora.rank": LORA_RANK}
     float8_base: Change = {"model.lora.base": "float8"}
+    mxfp4_base: Change = {"model.lora.base": "mxfp4"}
     if run.config.model.lora.rank:
         options = [
             (in_16_bits, "frozen weights in 16 bits"),
             (float8_base, "frozen kernels in 8 bits"),
+            (mxfp4_base, "frozen kernels in 4 bits"),
         ]
     else:
         options = [
@@ -176,6 +178,7 @@ def _training(run: Run) -> Iterator[Run]:
             (adapters, "trains adapters only"),
             (adapters | in_16_bits, "frozen weights in 16 bits"),
             (adapters | in_16_bits | float8_base, "frozen kernels in 8 bits"),
+            (adapters | in_16_bits | mxfp4_base, "frozen kernels in 4 bits"),
         ]
     for change, note in options:
         other = _with(run, change, note)
