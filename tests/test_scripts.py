@@ -15,6 +15,7 @@ import jaxtp
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SMALL = {
     "decision.py": "Trainer, scripts/examples/mixer.py: ",
+    "beside_peers.py --model tiny --cases packed": "left out: not installed: give --titan",
     "loader_speed.py --tokens 100000 --seconds 0.1 --repeats 1": "concatenated, 4,096 tokens",
 }
 
