@@ -16,6 +16,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 SMALL = {
     "generation.py --only host --turns 1": "one token of 8 rows, CPU ms",
     "decision.py": "Trainer, scripts/examples/mixer.py: ",
+    "beside_peers.py --model tiny --cases packed": "left out: not installed: give --titan",
     "loader_speed.py --tokens 100000 --seconds 0.1 --repeats 1": "concatenated, 4,096 tokens",
 }
 

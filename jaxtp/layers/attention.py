@@ -125,7 +125,8 @@ class AttentionConfig(Settings):
     attention: Annotated[KernelChoice, COST] = "auto"
     """Kernel of attention; auto takes the first that supports the run: on Hopper cudnn, on other
     NVIDIA GPUs fused. Both need an NVIDIA GPU; cudnn also needs 16 bits, and no packed documents or
-    sinks. blockwise and xla run everywhere; xla stores all scores."""
+    sinks. blockwise and xla run everywhere; xla stores all scores. tokamax takes packed documents
+    in 16 bits on Hopper and Blackwell; it needs its extra, and auto does not choose it."""
 
     @property
     def heads(self) -> PaddedHeads:

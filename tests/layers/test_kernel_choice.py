@@ -1,5 +1,6 @@
 """Which attention kernel `auto` takes, which uses a kernel refuses, and what it says of them."""
 
+import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -36,14 +37,26 @@ def test_auto_takes_the_fastest_kernel_that_supports_the_use():
             assert why
 
 
-def test_a_kernel_that_does_not_support_a_use_is_refused_with_those_that_do():
+def test_a_kernel_that_does_not_support_a_use_is_refused_with_those_that_do(monkeypatch):
     def error_of(row):
         use = replace(HOPPER, **row["use"])
         assert not list(unsupported("auto", use))
-        (problem,) = unsupported("cudnn", use)
+        (problem,) = unsupported(kernel, use)
         return problem
 
-    assert_errors(CHOICES["cudnn refuses"], error_of)
+    installed = {"tokamax"}
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name if name in installed else None
+    )
+    for kernel in ("cudnn", "tokamax"):
+        assert_errors(CHOICES[f"{kernel} refuses"], error_of)
+    packed = replace(HOPPER, packed=True, window=128, softcap=50.0)
+    assert not list(unsupported("tokamax", packed))
+    # `auto` does not take it.
+    assert pick_kernel("auto", packed)[0].name == "fused"
+    installed.clear()
+    (problem,) = unsupported("tokamax", packed)
+    assert "pip install 'jaxtp[tokamax]'" in problem
 
 
 def test_a_layer_refuses_a_kernel_that_does_not_run_here():

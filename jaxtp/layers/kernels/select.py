@@ -1,13 +1,14 @@
 """Attention kernels, their capabilities and costs in one table, and the choice of `auto`.
 
-No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and
-last key of each query (`positions.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to
-2.3 times as fast as FlashAttention on an H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000
-(huggingface/transformers#48163). On GPUs a run checks its kernel against plain products
+No kernel gets a `[T, T]` mask, which tp would not split: `blockwise`, `fused` and `tokamax` take
+the first and last key of each query (`positions.key_ranges`). cuDNN is the fastest on Hopper only:
+1.7 to 2.3 times as fast as FlashAttention on an H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX
+PRO 6000 (huggingface/transformers#48163). On GPUs a run checks its kernel against plain products
 (`guards/self_check.py`). `pick_scan` chooses the scan of Gated DeltaNet.
 """
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from jaxtp.layers.kernels.padding import pad_to
 from jaxtp.layers.positions import Part, key_ranges, segment_mask
 from jaxtp.mesh import platform_of
 
-KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
+KernelName = Literal["cudnn", "fused", "blockwise", "xla", "tokamax"]
 KernelChoice = Literal["auto", KernelName]
 
 # Major compute capabilities
@@ -169,8 +170,12 @@ class Kernel:
     platforms: tuple[str, ...] | None = None  # None: everywhere
     # Computes only in 16 bits, for whole sequences of one document, without softcap and sinks
     plain: bool = False
+    # Unlike other plain kernels, takes packed documents and a softcap
+    by_document: bool = False
     head_dims: Callable[[Use], tuple[int, int]] | None = None
     """Returns the largest head_dim for a use, and a number that must divide head_dim."""
+    capabilities: tuple[int, ...] | None = None  # major ones of NVIDIA GPUs; None: all
+    package: str | None = None  # the package that it needs, and its extra
 
     def problems(self, use: Use) -> Iterator[str]:
         """Yields why the kernel does not support a use."""
@@ -186,11 +191,16 @@ class Kernel:
                     f"it takes a head_dim of at most {max_width}, a multiple of {multiple}, not "
                     f"{width}"
                 )
+        if self.capabilities and use.capability and use.capability[0] not in self.capabilities:
+            majors = " and ".join(map(str, self.capabilities))
+            yield f"it runs on compute capabilities {majors}, not on {use.platform}"
+        if self.package and importlib.util.find_spec(self.package) is None:
+            yield f"it is not installed: pip install 'jaxtp[{self.package}]'"
         if not self.plain:
             return
-        if use.packed:
+        if use.packed and not self.by_document:
             yield "packed documents would give it a [T, T] mask"
-        if use.softcap is not None:
+        if use.softcap is not None and not self.by_document:
             yield "it has no attention_softcap"
         if use.sinks:
             yield "it has no attention_sinks"
@@ -286,6 +296,12 @@ def _fused(*arrays: Any, **settings: Any) -> Array:
     from jaxtp.layers.kernels.fused_attention import fused_attention
 
     return fused_attention(*arrays, **settings)
+
+
+def _tokamax(*arrays: Any, **settings: Any) -> Array:
+    from jaxtp.layers.kernels.tokamax_attention import tokamax_attention
+
+    return tokamax_attention(*arrays, **settings)
 
 
 def _xla(
@@ -396,9 +412,23 @@ _KERNELS = (
         streams_scores=True,
         can_save_result=False,
     ),
+    Kernel(
+        name="tokamax",
+        run=_tokamax,
+        # Its backward pass computes the scores outside of a window too.
+        products=lambda chunks, window: _exact(chunks, None),
+        platforms=("cuda",),
+        plain=True,
+        # With 256 a backward kernel spills 2 KB of a thread's registers.
+        head_dims=lambda use: (128, 8),
+        by_document=True,
+        capabilities=(_HOPPER, _BLACKWELL),
+        package="tokamax",
+    ),
 )
 KERNELS: dict[KernelName, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
-"""By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
+"""By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper. `auto`
+takes none that follows xla, which supports all uses."""
 
 
 def pick_kernel(requested: KernelChoice, use: Use) -> tuple[Kernel, str]:

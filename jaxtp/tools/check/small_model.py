@@ -104,7 +104,9 @@ def shrink_block(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
         "rope_theta": block.rope_theta and _SMALL_THETA,
         "sliding_window": block.sliding_window and small.positions(block.sliding_window),
         # These kernels need a GPU.
-        "attention": "auto" if block.attention in ("cudnn", "fused") else block.attention,
+        "attention": "auto"
+        if block.attention in ("cudnn", "fused", "tokamax")
+        else block.attention,
         "delta_key_dim": small.size(delta_key_dim, min(delta_key_dim, _SMALL_DELTA_KEY)),
         # Unlike the width of keys, so that the check notices if both are mixed up
         "delta_value_dim": min(block.delta_value_dim, _SMALL_DELTA_VALUE),

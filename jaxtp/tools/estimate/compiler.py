@@ -44,7 +44,7 @@ _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
 _DIFFERENCE = (
     "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ"
 )
-_FUSED = "compiled with the fused attention, which holds as little as cuDNN's"
+_FUSED = "compiled with the fused attention, which holds as little as cuDNN's and tokamax's"
 GPU_EXTRA = "estimate-gpu"
 GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 _COLLECTIVE_HEADER = (
@@ -203,7 +203,8 @@ def compile_for(
         fit.
     """
     target = topology(hardware, hosts, devices_per_host)
-    if "cudnn" not in chosen_kernels(config, sizes, TABLE[hardware].architecture):
+    chosen = chosen_kernels(config, sizes, TABLE[hardware].architecture)
+    if not {"cudnn", "tokamax"} & chosen.keys():
         return ask(config, sizes, target, timeout_s=timeout_s)
     fused = replace_nested(config, {"model.attention": "fused"})
     compiled = ask(fused, sizes, target, timeout_s=timeout_s)
