@@ -245,7 +245,8 @@ def _join(kernels: Sequence[Array], mesh: Mesh) -> Array:
 def _joined(kernels: Sequence[Array]) -> Array:
     spec = P(None, TP)
     concatenate = partial(jnp.concatenate, axis=-1)
-    return device_view(concatenate, "join", (spec,), spec)(kernels)  # type: ignore[no-any-return]
+    joined: Array = device_view(concatenate, "join", (spec,), spec)(kernels)
+    return joined
 
 
 def _moved(variable: Variable, source: Mesh, mesh: Mesh) -> Array:

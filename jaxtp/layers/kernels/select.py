@@ -28,7 +28,7 @@ from jaxtp.layers.kernels.blockwise_attention import (
 from jaxtp.layers.kernels.delta_rule import Scan
 from jaxtp.layers.kernels.padding import pad_to
 from jaxtp.layers.positions import Part, key_ranges, segment_mask
-from jaxtp.mesh import platform_of
+from jaxtp.mesh import current_platform, platform_of
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla", "tokamax"]
 KernelChoice = Literal["auto", KernelName]
@@ -362,10 +362,15 @@ def masked_attention(
     """
     k_BKSH, v_BKSH = keys_values
     rows, length, heads, width = q_BTNH.shape
-    # Each of K kv heads has N / K query heads: [B, K, N / K, T, H]. With the scores' dims in this
-    # order XLA for GPUs computes the softmax over the last one in one kernel.
-    groups = jnp.moveaxis(q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width), 1, 3)
-    products = jnp.einsum("bkgth,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
+    # Each of K kv heads has N / K query heads: [B, T, K, N / K, H].
+    groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
+    dims = "btkgh"
+    if current_platform() != "cpu":
+        # With the scores' dims in this order XLA for GPUs computes their softmax in one kernel. XLA
+        # for CPUs would transpose the keys.
+        groups = jnp.moveaxis(groups, 1, 3)
+        dims = "bkgth"
+    products = jnp.einsum(f"{dims},bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
     scores = scale * products
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
