@@ -49,7 +49,7 @@ class ProgramCounts:
         jax.monitoring.unregister_event_listener(self._count)
         jax.monitoring.unregister_event_duration_listener(self._count)
 
-    def _count(self, event: str, duration_secs: float = 0.0, **kwargs: str | int) -> None:
+    def _count(self, event: str, duration_secs: float | str = 0.0, **kwargs: str | int) -> None:
         if event in (_READ, _COMPILED_OR_READ):
             self._events.append(event)  # in one operation, because programs compile in threads
 
