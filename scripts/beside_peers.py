@@ -232,7 +232,8 @@ def run(peer: str, case: str, given: argparse.Namespace) -> Result:
     except subprocess.TimeoutExpired:
         return {"problem": f"it took more than {given.seconds} s"}
     if done.returncode:
-        return {"problem": (done.stderr.strip().splitlines() or ["no message"])[-1][:200]}
+        message = done.stderr.rpartition("Error: ")[2].partition("\n---")[0]
+        return {"problem": " ".join(message.split())[:200]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
