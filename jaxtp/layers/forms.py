@@ -28,7 +28,7 @@ class MXFP4(NamedTuple):
     Source: OCP Microscaling Formats (MX) Specification 1.0. The scale of a block is
     2^(floor(log2(max)) - 2) for its largest absolute value (section 6.3). Numbers are rounded to
     the nearest of 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times it, ties to even. So an element moves by less
-    than a quarter of that maximum; rounding normal random numbers is an error of 11.5% in norm. A
+    than a quarter of that maximum; of normal random numbers the error is 11.5% in norm. A
     kernel that was stored in MXFP4 does not move.
     """
 
