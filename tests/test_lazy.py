@@ -163,6 +163,7 @@ INTERNAL = {
     "Decided",
     "Float8",
     "LocalShape",
+    "MXFP4",
     "PaddedHeads",
     "Placement",
     "Quantised",

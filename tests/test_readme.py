@@ -302,24 +302,6 @@ def test_what_a_step_moves_is_what_the_page_says_at_a_small_size_too(capsys):
     assert flops <= 1.02
 
 
-def test_tables_are_the_stored_results():
-    """Each line of such a table is in the script's raw output."""
-    results = {path: path.read_text().splitlines() for path in ROOT.glob("scripts/results/*.txt")}
-    shown = [
-        text.strip().splitlines()
-        for page in (*PAGES, *MAP)
-        for kind, text in blocks(page)
-        if not kind and text.strip()
-    ]
-    for path, lines in results.items():
-        headers = {line for line in lines if line.startswith("mesh ") and " dp " not in line}
-        if not headers:
-            continue
-        tables = [table for table in shown if table[0] in headers]
-        assert tables, path
-        assert {line for table in tables for line in table} <= set(lines)
-
-
 def test_the_numbers_of_recipes_are_those_of_their_files():
     """The table of recipes agrees with the head of each file."""
     rows = re.findall(

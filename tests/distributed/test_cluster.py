@@ -36,7 +36,6 @@ def test_slurm_requeues_failures_except_user_errors(tmp_path, does):
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
-        "https_proxy": "x",
     }
     environment["SETTINGS"] = str(CLUSTER / "gpu.env")
     command = ["bash", str(CLUSTER / "slurm.sbatch"), "--train.steps", "5"]
