@@ -111,7 +111,7 @@ def _backward(settings: _Settings, residuals: _Residuals, do: Array) -> tuple[_O
     with config.ignore_autotuning_cache(True):
         gradients = PallasMosaicGpuFlashAttentionVjp()(statistics, *outputs, *arguments, **options)
     dq, dk, dv = (vary_like(gradients[name], q) for name in "qkv")
-    return (_Operands(dq, dk, dv, None),)
+    return (_Operands(dq, dk, dv, None),)  # type: ignore[arg-type]  # integers have no gradient
 
 
 _attention.defvjp(_forward, _backward)
