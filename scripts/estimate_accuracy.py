@@ -63,6 +63,8 @@ class Point:
     """Rank of adapters on every projection; 0 trains the whole model."""
     optimizer: str = "adamw"
     cp: int = 1
+    base: str = "full"
+    """Form of the frozen kernels of adapters; the rest of the model is then in bfloat16."""
 
     def config(self) -> TrainConfig:
         model = dataclasses.replace(
@@ -70,8 +72,11 @@ class Point:
             remat=self.remat,
             loss_chunk=512 * self.micro,  # in tokens, as the stored points were compiled
             attention="xla" if self.cp == 1 else "auto",  # scores of long sequences do not fit
-            lora=LoraConfig(rank=self.lora),
+            lora=LoraConfig(rank=self.lora, base=self.base),
         )
+        if self.base != "full":
+            precision = dataclasses.replace(model.precision, param="bfloat16")
+            model = dataclasses.replace(model, precision=precision)
         dp, fsdp, _ = self.mesh
         rows = dp * fsdp * self.micro * self.accumulation
         data = DataConfig(
@@ -88,7 +93,7 @@ class Point:
         return (
             self.shape,
             self.optimizer,
-            str(self.lora or "-"),
+            f"{self.lora or '-'}{'' if self.base == 'full' else f' {self.base}'}",
             str(self.sequence),
             self.remat,
             mesh,

@@ -14,6 +14,7 @@ from typing import get_args
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.schema import ConfigError, replace_nested
 from jaxtp.layers.context import Context, Method
+from jaxtp.layers.forms import BLOCK
 from jaxtp.layers.transport import is_split
 from jaxtp.mesh import (
     AXES,
@@ -226,6 +227,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
         shards=shards,
         length=new_length,
         before=length,
+        features=BLOCK if config.model.lora.base == "mxfp4" else 1,
     )
     model = shrink_model(config.model, spec)
     if has_own_batches:

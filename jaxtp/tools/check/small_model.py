@@ -45,10 +45,17 @@ class ShrinkSpec:
     length: int
     # Tokens in a sequence of the run
     before: int
+    # A divisor of the input features of a kernel on each device
+    features: int = 1
 
     def positions(self, count: int) -> int:
         """Scales a number of positions like the sequence length."""
         return max(1, count * self.length // self.before)
+
+    def width(self, value: int) -> int:
+        """Returns the smallest number of input features of a row layer; see `size`."""
+        modulus = self.features * math.lcm(*self.tps)
+        return smallest_congruent(value, modulus, _MIN_FEATURES)
 
     def size(self, value: int, minimum: int) -> int:
         """Returns the smallest size >= `minimum` that every tp divides, or pads, like `value`."""
@@ -83,7 +90,7 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
         config,
         vocab_size=vocab_size,
         lora=replace(config.lora, tokens=tokens),
-        d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
+        d_model=smallest_congruent(0, small.features * small.shards, _MIN_D_MODEL),
         num_layers=num_first + period * min(turns, _MAX_TURNS) + remainder,
         loss_chunk=small.positions(config.loss_chunk),
         first_blocks=tuple(listed[:num_first]),
@@ -110,7 +117,7 @@ def shrink_block(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
         "delta_key_dim": small.size(delta_key_dim, min(delta_key_dim, _SMALL_DELTA_KEY)),
         # Unlike the width of keys, so that the check notices if both are mixed up
         "delta_value_dim": min(block.delta_value_dim, _SMALL_DELTA_VALUE),
-        "d_ff": small.size(block.d_ff, _MIN_FEATURES),
+        "d_ff": small.width(block.d_ff),
         **_shrink_experts(block, small),
         **block.shrink(small),
     }
@@ -130,6 +137,8 @@ def _shrink_heads(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
         if any(rope_problems(width, _SMALL_THETA, scaling(width), fraction)):
             return False
         narrow = replace(block, head_dim=width).heads
+        if any(narrow.on_device(tp)[0] * width % small.features for tp in small.tps):
+            return False
         return all(heads.stored(tp)[:-1] == narrow.stored(tp)[:-1] for tp in small.tps)
 
     head_dim = next(filter(suits, _SMALL_HEAD_DIMS), block.head_dim)
@@ -172,7 +181,7 @@ def _shrink_experts(block: BlockConfig, small: ShrinkSpec) -> dict[str, int]:
     settings: dict[str, int] = {}
     for name in ("shared_experts", "dense_mlp"):
         if width := getattr(block, name):
-            settings[name] = small.size(width, _MIN_FEATURES)
+            settings[name] = small.width(width)
     groups = block.expert_groups
     min_experts = max(_SMALL_EXPERTS, _SMALL_CHOICES * groups)
     experts = smallest_congruent(block.num_experts, math.lcm(*small.tps, groups), min_experts)
