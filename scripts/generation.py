@@ -35,7 +35,7 @@ import jaxtp
 from jaxtp.analysis import hlo
 from jaxtp.analysis.hardware import find
 from jaxtp.analysis.tables import columns
-from jaxtp.generate.decode_model import DecodeModel
+from jaxtp.generate import decode_model
 from jaxtp.generate.programs import PackedTokens, Programs, RowArrays, Shape
 from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.parameter import spec_of
@@ -76,9 +76,12 @@ def compiled_text(program: str, num_layers: int, rows: int, tokens: int) -> str:
     config = jaxtp.ModelConfig(**EIGHT_B, num_layers=num_layers, precision=precision)
     mesh = jaxtp.make_mesh(devices=topology("h100", 1, 8).devices()[:1])
 
-    def build() -> DecodeModel:
+    # Other checkouts do not join the kernels of a layer.
+    join_columns = getattr(decode_model, "join_columns", lambda model: model)
+
+    def build() -> decode_model.DecodeModel:
         decoder = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
-        return DecodeModel(decoder, decoder.in_order())
+        return join_columns(decode_model.DecodeModel(decoder, decoder.in_order()))
 
     def placed(array: object, spec: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))

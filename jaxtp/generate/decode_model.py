@@ -53,10 +53,7 @@ from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead, create
 
 
 class DecodeModel(EmbeddingAndHead):
-    """A decoder with one module per layer that continues from a KV cache.
-
-    Make it in `nnx.eval_shape`: it joins the kernels of column layers.
-    """
+    """A decoder with one module per layer that continues from a KV cache."""
 
     def __init__(self, model: EmbeddingAndHead, blocks: Iterable[DecoderBlock]):
         self.config = model.config
@@ -65,10 +62,6 @@ class DecodeModel(EmbeddingAndHead):
         self.norm = model.norm
         self.head = model.head
         self.blocks = nnx.List(blocks)
-        for _, layer in nnx.iter_modules(self.blocks):
-            if type(layer) is ColumnParallelLinear:
-                joined = jnp.concatenate([kernel[...] for kernel in layer.kernels], axis=-1)
-                layer.kernels = nnx.List([layer.kernels[0].replace(joined)])
 
     def empty(self, num_rows: int, num_slots: int) -> KVCaches:
         """Returns an empty KV cache of rows of up to `num_slots` tokens; call it in `jax.jit`."""
@@ -131,6 +124,18 @@ def cache_bytes(model: DecodeModel, mesh: Mesh, num_rows: int, num_slots: int) -
     return num_bytes
 
 
+def join_columns(model: DecodeModel) -> DecodeModel:
+    """Joins the kernels of each column layer of an abstract model, in place, and returns it.
+
+    Real kernels are joined on each device (`decode_weights`).
+    """
+    for _, layer in nnx.iter_modules(model.blocks):
+        if type(layer) is ColumnParallelLinear:
+            joined = jnp.concatenate([kernel[...] for kernel in layer.kernels], axis=-1)
+            layer.kernels = nnx.List([layer.kernels[0].replace(joined)])
+    return model
+
+
 def to_decode_model(model: Decoder, mesh: Mesh, *, donate: bool = False) -> DecodeModel:
     """Returns a model in the layout for decoding, with any adapters merged.
 
@@ -149,7 +154,7 @@ def to_decode_model(model: Decoder, mesh: Mesh, *, donate: bool = False) -> Deco
             sequence_parallel=None,
         )
         decoder = model if plain == config else create_decoder(plain, rngs=nnx.Rngs(0))
-        return DecodeModel(decoder, decoder.in_order())
+        return join_columns(DecodeModel(decoder, decoder.in_order()))
 
     # Under a mesh, the specs of stacks would be refused.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
