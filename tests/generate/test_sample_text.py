@@ -91,7 +91,7 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
 
 
 @pytest.mark.wide
-def test_a_text_ends_where_the_mesh_still_divides_the_learned_positions():
+def test_a_text_ends_where_the_mesh_still_divides_the_learned_positions(tmp_path):
     config = small_model(vocab_size=256, learned_positions=14, sequence_parallel=True)
     sample = jaxtp.generate.sample_text("ab", every=1)
     with use_mesh(cp=2, tp=2) as mesh:
@@ -101,7 +101,7 @@ def test_a_text_ends_where_the_mesh_still_divides_the_learned_positions():
     run = SimpleNamespace(
         model=model,
         mesh=mesh,
-        config=SimpleNamespace(data=data),
+        config=SimpleNamespace(data=data, run=SimpleNamespace(dir=tmp_path)),
         paused=lambda what: nullcontext(),
         line=lines.append,
     )
