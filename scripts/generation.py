@@ -27,6 +27,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from gpu_acceptance import EIGHT_B
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from parts import _NO_KERNELS, AMOUNTS, _kernel
@@ -41,14 +42,6 @@ from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.parameter import spec_of
 from jaxtp.tools.estimate.compiler import topology
 
-EIGHT_B = {
-    "vocab_size": 128256,
-    "d_model": 4096,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "d_ff": 14336,
-}
 TINY = {
     "vocab_size": 256,
     "d_model": 8,

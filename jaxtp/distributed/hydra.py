@@ -1,4 +1,4 @@
-"""Shares a line between the processes of MPICH or Intel MPI, without an MPI library.
+"""Shares a word between the processes of MPICH or Intel MPI, without an MPI library.
 
 Hydra, their process manager, gives each process a socket in the variable PMI_FD, and speaks version
 1 of PMI on it: lines of words such as `cmd=put key=jaxtp value=node1`.
@@ -15,8 +15,8 @@ _MAX_BYTES = 2000
 _SECONDS = 60.0
 
 
-def share(variables: Mapping[str, str], line: str) -> str:
-    """Returns the line of process 0. Waits until all processes have called it.
+def share(variables: Mapping[str, str], word: str) -> str:
+    """Returns the word of process 0, which has no spaces. Waits until all processes have called it.
 
     Afterwards an MPI library cannot be started in this process.
 
@@ -25,15 +25,13 @@ def share(variables: Mapping[str, str], line: str) -> str:
     """
     descriptor = read_number(variables, "PMI_FD")
     process = read_number(variables, "PMI_RANK")
-    # A value in PMI has no spaces.
-    value = line.replace(" ", "|")
     try:
         with socket.socket(fileno=descriptor) as manager:
             manager.settimeout(_SECONDS)
             _ask(manager, "init pmi_version=1 pmi_subversion=1", "response_to_init")
             name = _ask(manager, "get_my_kvsname", "my_kvsname")["kvsname"]
             if process == 0:
-                _ask(manager, f"put kvsname={name} key={_KEY} value={value}", "put_result")
+                _ask(manager, f"put kvsname={name} key={_KEY} value={word}", "put_result")
             _ask(manager, "barrier_in", "barrier_out")
             shared = _ask(manager, f"get kvsname={name} key={_KEY}", "get_result")["value"]
             _ask(manager, "finalize", "finalize_ack")
@@ -42,7 +40,7 @@ def share(variables: Mapping[str, str], line: str) -> str:
             f"PMI_FD={descriptor}: mpirun's process manager does not answer ({error}); set "
             f"JAX_COORDINATOR_ADDRESS=HOST:PORT of process 0, or {COUNT}=1 for a single process"
         ) from None
-    return shared.replace("|", " ")
+    return shared
 
 
 def _ask(manager: socket.socket, command: str, expected: str) -> dict[str, str]:

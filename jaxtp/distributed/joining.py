@@ -228,7 +228,7 @@ def _hydra_task(variables: Variables) -> _Task:
     host = socket.gethostname()
     job = str(os.getpid())
     if ADDRESS not in variables:
-        host, job = share(variables, f"{host} {job}").split()
+        host, _, job = share(variables, f"{host}:{job}").rpartition(":")
     return _Task(
         process=read_number(variables, "PMI_RANK"),
         index=read_number(variables, "MPI_LOCALRANKID"),

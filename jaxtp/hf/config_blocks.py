@@ -49,7 +49,7 @@ _OTHER_NAMES = {
     "num_dense_layers": "first_k_dense_replace",
     "global_attn_every_n_layers": "sliding_window_pattern",
 }
-"""Attributes of some families, and the names of others for them."""
+"""Attributes of some families, and what most families call them."""
 _TYPES = "attention_types"
 _KINDS = {"global": _FULL, "local": _SLIDING}
 """An attribute that lists groups of layers, and its names of attention types."""
@@ -244,8 +244,7 @@ def read_attribute(attribute: Attribute, attributes: Attributes, fields: Setting
     if value is None and attribute.default_from is not None:
         value = fields[attribute.default_from] * attribute.times
     if isinstance(attribute.kind, Mapping):
-        result = choice(name, value, attribute.kind)
-        return result and result * attribute.scale(fields)
+        return attribute.in_unit(choice(name, value, attribute.kind), fields)
     if value is None and attribute.can_be_null:
         return attribute.off
     if attribute.can_be_zero and type(value) in (int, float) and not value:
@@ -274,11 +273,10 @@ def write_fields(attributes: Sequence[Attribute], fields: Settings) -> MutableAt
     for attribute in reversed(attributes):
         value = None if attribute.field is None else fields[attribute.field]
         if isinstance(attribute.kind, Mapping):
-            unit = attribute.scale(fields)
             names = (
                 name
                 for name, result in attribute.kind.items()
-                if (result and result * unit) == value
+                if attribute.in_unit(result, fields) == value
             )
             written[attribute.name] = next(names, attribute.default)
         elif value and (attribute.power != 1 or attribute.unit is not None):
@@ -343,9 +341,12 @@ def _are_of_type(name: str, types: object, layer_type: str, other: str, count: i
     )
 
 
-def _all_but_every(period: int, count: int) -> list[bool]:
-    """Returns false for every `period`-th layer, and true for the other layers."""
-    return [(i + 1) % period != 0 for i in range(count)]
+def _all_but_every(period: int, count: int, start: int = -1) -> list[bool]:
+    """Returns false for every `period`-th layer, counted from layer `start`, and true for others.
+
+    By default the first of these layers is the last of the first period.
+    """
+    return [(i - start) % period != 0 for i in range(count)]
 
 
 def _period(flags: list[bool]) -> int | None:
@@ -410,7 +411,7 @@ def _check_lengths(attributes: Attributes, names: Collection[str], count: int) -
 
 
 def _usual_names(attributes: Attributes) -> Attributes:
-    """Returns attributes with the names of most families for those of `_OTHER_NAMES`."""
+    """Renames the attributes in `_OTHER_NAMES` as most families call them."""
     renamed = {_OTHER_NAMES[name]: attributes[name] for name in _OTHER_NAMES.keys() & attributes}
     return {**attributes, **renamed}
 
@@ -457,8 +458,8 @@ def _windows_by_index(attributes: Attributes, family: Family, count: int) -> lis
     if isinstance(period, str) and period and set(period) <= {"L", "G"}:
         return [period[i % len(period)] == "L" and i < count - 1 for i in range(count)]
     period = whole("sliding_window_pattern", family.window_period if period is None else period)
-    start = period - 1 if family.global_layer is None else family.global_layer % count
-    windows = [(i - start) % period != 0 for i in range(count)]
+    start = -1 if family.global_layer is None else family.global_layer % count
+    windows = _all_but_every(period, count, start)
     return [*windows[:-1], windows[-1] and not family.last_is_global]
 
 

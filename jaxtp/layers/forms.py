@@ -1,8 +1,8 @@
 """Forms in which a device stores the frozen kernels of adapters: float8, and four bits (MXFP4).
 
 A form has two arrays, `bits` and `scale`. `of` quantises a kernel `[..., in, out]`, `whole` gathers
-a shard, and `astype` dequantises it, right before its product. Gradients of adapters are those of
-the dequantised kernel.
+a shard, and `astype` dequantises it just before its product. Adapters get the gradients of the
+dequantised kernel.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from jaxtp.mesh import current_mesh
 
 BLOCK = 32
 """Input features of MXFP4 that share a scale."""
-# Position of the exponent in a float32, whose bias 127 is also that of a scale
+# The bit at which the exponent of a float32 begins; its bias of 127 is also the bias of a scale
 _EXPONENT = 23
 
 

@@ -1,6 +1,6 @@
 """EXAONE 4 and K-EXAONE: rotations only in layers with a window (arXiv 2507.11407, 2601.01739).
 
-EXAONE 4 has the block of OLMo 2, K-EXAONE that of GLM-4.5 with experts.
+EXAONE 4 uses the block of OLMo 2. K-EXAONE uses the block of GLM-4.5, with experts.
 """
 
 from dataclasses import replace

@@ -104,6 +104,10 @@ class Attribute:
         """Returns the factor of `unit`."""
         return 1 if self.unit is None else fields[self.unit[0]] ** self.unit[1]
 
+    def in_unit(self, value: Any, fields: Values) -> Any:
+        """Returns a value of `kind` times the factor of `unit`, if there is one."""
+        return value if self.unit is None or value is None else value * self.scale(fields)
+
 
 Attributes = tuple[Attribute, ...]
 AttentionType = Literal["linear_attention", "full_attention", "sliding_attention", "global"]

@@ -99,25 +99,22 @@ QWEN3_VL_WRAPPER = Wrapper(
     # All rows of positions are equal in a text.
     text={"rope_theta": 5e5, "rope_ignored": {"mrope_section", "mrope_interleaved"}},
 )
-_QWEN2_VL_TEXT = {
-    "attributes": sizes(1e-5, kv_heads=8),
-    "rope_theta": 1e6,
-    "rope_ignored": {"mrope_section"},
-    "rope_aliases": {"mrope": "default"},
-}
 QWEN2_VL_WRAPPER = Wrapper(
     "qwen2_vl",
     "Qwen2VLForConditionalGeneration",
     text_types=("qwen2_vl_text",),
     other_tensors=("visual.",),
-    text=_QWEN2_VL_TEXT,
+    text={
+        "attributes": sizes(1e-5, kv_heads=8),
+        "rope_theta": 1e6,
+        "rope_ignored": {"mrope_section"},
+        "rope_aliases": {"mrope": "default"},
+    },
     can_be_flat=True,
 )
-QWEN2_5_VL_WRAPPER = Wrapper(
-    "qwen2_5_vl",
-    "Qwen2_5_VLForConditionalGeneration",
+QWEN2_5_VL_WRAPPER = replace(
+    QWEN2_VL_WRAPPER,
+    model_type="qwen2_5_vl",
+    architecture="Qwen2_5_VLForConditionalGeneration",
     text_types=("qwen2_5_vl_text",),
-    other_tensors=("visual.",),
-    text=_QWEN2_VL_TEXT,
-    can_be_flat=True,
 )

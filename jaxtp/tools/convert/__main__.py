@@ -63,7 +63,7 @@ With --adapters, merges adapters into a model:
 
 jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapters
 """
-LIST_HELP = "Prints the model_type of every supported model, by what it has."
+LIST_HELP = "Lists the model_type of every supported model, grouped by architecture."
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
 HFDir = Annotated[UserPath, POSITIONAL, Argument("HF_DIR")]
 RunDir = Annotated[UserPath, POSITIONAL, Argument("RUN_DIR")]
