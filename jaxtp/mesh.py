@@ -8,8 +8,8 @@ domain) form a tensor-parallel group.
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Literal, Never, overload
 
 import jax
@@ -243,6 +243,15 @@ def as_current(mesh: Mesh | AbstractMesh) -> AbstractContextManager[object]:
     if isinstance(mesh, Mesh):
         return jax.set_mesh(mesh)
     return jax.sharding.use_abstract_mesh(mesh)
+
+
+@contextmanager
+def as_only(mesh: AbstractMesh) -> Iterator[None]:
+    """Makes an abstract mesh current in a `with` block, whatever mesh is current outside."""
+    # A context mesh cannot change its size directly.
+    none = AbstractMesh((), ())
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:

@@ -54,6 +54,7 @@ from jaxtp.analysis.step_costs import LOGIT_PASSES, StepCosts
 from jaxtp.analysis.tables import columns
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import replace_nested
+from jaxtp.layers.float8 import SCALES
 from jaxtp.mesh import mesh_of
 from jaxtp.tools.estimate.compiler import ABSENT_GPU, TARGET_CONFIGS, topology, trace
 from jaxtp.tools.estimate.roofline import link_speed
@@ -93,6 +94,7 @@ convert; the number of products with unknown FLOPs."""
 COLLECTIVES = "collectives"
 OTHER = "other"
 PARTS = {
+    "scales": SCALES,  # kernels that read operands once more, for their scales in float8
     "optimizer": "optimizer|adam|(grad|param)_norm",
     "embedding, loss": r"embed|cross_entropy|logits|\bloss|head\b",
     "norms": "norm",

@@ -123,12 +123,23 @@ Products = tuple[int, int, int, int]
 """m, k and n of matrix products, and their number."""
 
 
-def dot_products(equation: JaxprEqn) -> Products | None:
-    """Returns the products of a `dot_general` or a `ragged_dot_general`; None for others."""
+def products_of(equation: JaxprEqn) -> Products | None:
+    """Returns the products of an equation, also of a convolution and of jaxtp's kernels.
+
+    Returns None for other equations.
+    """
+    name = equation.primitive.name
     groups = matrices = 1
-    if equation.primitive.name == "dot_general":
+    if name == "pallas_call":
+        shapes = [operand.shape for operand in arrays(*equation.invars)]
+        return kernel_products(equation.params["name"], shapes, arrays(*equation.outvars)[0].shape)
+    if name == "conv_general_dilated":
+        kernel, result = arrays(equation.invars[1], equation.outvars[0])
+        features = kernel.shape[equation.params["dimension_numbers"].rhs_spec[0]]
+        return result.size // features, kernel.size // features, features, 1
+    if name == "dot_general":
         dims = equation.params["dimension_numbers"]
-    elif equation.primitive.name == "ragged_dot_general":
+    elif name == "ragged_dot_general":
         # XLA multiplies every row with the matrix of every group, except on TPUs.
         _, right, sizes = arrays(*equation.invars)
         numbers = equation.params["ragged_dot_dimension_numbers"]

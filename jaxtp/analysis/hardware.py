@@ -157,12 +157,19 @@ def require_matmul(hardware: Hardware, matmul: str) -> None:
         )
 
 
+def devices_per_host(hardware: Hardware, devices: int) -> int:
+    """Returns how many of `devices` fast links join: as many on each host, or all on one host."""
+    if devices <= hardware.domain:
+        return devices
+    return math.gcd(devices, hardware.domain)
+
+
 def inside_domain(hardware: Hardware, sizes: Sizes, axes: Iterable[str]) -> int:
     """Returns how many devices of a ring over `axes` share a domain.
 
     The last axes join neighbors.
     """
-    left = hardware.domain
+    left = devices_per_host(hardware, math.prod(sizes.values()))
     inside = {}
     for axis in reversed(AXES):
         inside[axis] = math.gcd(sizes[axis], left)

@@ -19,15 +19,14 @@ import jax
 from flax import nnx
 from jax import Array
 from jax.extend.core import Jaxpr
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice
 
 from jaxtp.analysis.census import (
     array_bytes,
     arrays,
     count_collectives,
-    dot_products,
     equations,
-    kernel_products,
+    products_of,
 )
 from jaxtp.analysis.collective import ALL_REDUCE, Collective, Place, bytes_by_place, spanned
 from jaxtp.analysis.layer_costs import (
@@ -78,6 +77,7 @@ from jaxtp.mesh import (
     TP,
     Sizes,
     abstract_mesh,
+    as_only,
     batch_parts,
     mesh_shape,
 )
@@ -642,9 +642,7 @@ def _abstract(sizes: Sizes, platform: str | None = None) -> Iterator[None]:
     device = _Device(
         device_kind=name, num_cores=None, platform=name, compute_capability=capability or _AMPERE
     )
-    none = AbstractMesh((), ())  # a context mesh cannot change its size directly
-    mesh = abstract_mesh(sizes).update(abstract_device=device)
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
+    with as_only(abstract_mesh(sizes).update(abstract_device=device)):
         yield
 
 
@@ -652,16 +650,12 @@ def _traced_products(jaxpr: Jaxpr) -> Iterator[Product]:
     for equation, times, *_ in equations(jaxpr):
         operands = arrays(*equation.invars)
         results = arrays(*equation.outvars)
-        products = dot_products(equation)
-        if equation.primitive.name == "pallas_call":
-            name = equation.params["name"]
-            shapes = [operand.shape for operand in operands]
-            products = kernel_products(name, shapes, results[0].shape)
-            if products is None:
-                raise ValueError(
-                    f"the products of the kernel {name!r} are not known; add a rule to "
-                    "jaxtp.analysis.census"
-                )
+        products = products_of(equation)
+        if products is None and equation.primitive.name == "pallas_call":
+            raise ValueError(
+                f"the products of the kernel {equation.params['name']!r} are not known; add a rule "
+                "to jaxtp.analysis.census"
+            )
         if products is not None:
             m, k, n, count = products
             moved = sum(map(array_bytes, operands + results))

@@ -23,12 +23,12 @@ from jax.sharding import PartitionSpec
 from jaxtp.analysis.census import (
     array_bytes,
     count_collectives,
-    dot_products,
     equations,
+    products_of,
     runs_rarely,
 )
 from jaxtp.analysis.collective import Traffic
-from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through, shape_of
+from jaxtp.analysis.propagation_rules import Blocked, Walk, open_jaxpr, pass_through
 from jaxtp.layers.parameter import is_variable, spec_of
 from jaxtp.mesh import TOKENS, TP, Sizes, axes_of, parts
 from jaxtp.plans.layouts import dim_over
@@ -210,13 +210,8 @@ def repeated_work(products: Sequence[Product], tp: int) -> Iterator[str]:
 
 
 def _flops(equation: JaxprEqn) -> float:
-    """Returns the FLOPs of products and convolutions; 0 for other equations."""
-    if equation.primitive.name == "conv_general_dilated":
-        kernel = shape_of(equation.invars[1])
-        features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-        num_results = math.prod(shape_of(equation.outvars[0]))
-        return 2.0 * num_results * (math.prod(kernel) // features)
-    return 2.0 * math.prod(dot_products(equation) or (0,))
+    """Returns the FLOPs of products; 0 for other equations."""
+    return 2.0 * math.prod(products_of(equation) or (0,))
 
 
 def _bytes(variable: Atom) -> float:

@@ -17,7 +17,7 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -33,6 +33,7 @@ from jaxtp.config.affects import (
     leaf_settings,
     settings_of,
 )
+from jaxtp.config.console import folded
 from jaxtp.config.hints import REMOVED_COMMANDS, closest, dotted, hint_for, nearest_name
 from jaxtp.config.python_object import require_consent
 from jaxtp.config.reading import parse_yaml, truncate
@@ -499,12 +500,9 @@ def _print_table(rows: Sequence[tuple[str, str]], columns: int) -> None:
         if len(label) > width:
             if len(label) + 2 > columns:
                 label = label.replace(",", ", ")
-            print(_wrapped(label, columns, initial_indent="  ", subsequent_indent="    "))
+            print(folded(label, columns, initial_indent="  ", subsequent_indent="    "))
             first = margin
-        print(_wrapped(text, columns, initial_indent=first, subsequent_indent=margin))
-
-
-_wrapped = partial(textwrap.fill, break_on_hyphens=False, break_long_words=False)
+        print(folded(text, columns, initial_indent=first, subsequent_indent=margin))
 
 
 def _docstring(setting: Setting) -> str:
@@ -539,6 +537,6 @@ def _filled(text: str, width: int) -> str:
     for paragraph in text.split("\n\n"):
         lines = list(map(str.strip, paragraph.splitlines()))
         is_code = paragraph.startswith(("jaxtp ", " "))
-        filled = _wrapped(" ".join(lines), width)
+        filled = folded(" ".join(lines), width)
         paragraphs.append(textwrap.indent("\n".join(lines), "  ") if is_code else filled)
     return "\n\n".join(paragraphs)

@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"(?<![\w.,/;\[-])[-+]?\d+(?:[,.:/]\d+)*(?:e[-+]?\d+)?%?(?!
 """A number or a time, but no part of a name, a path or an escape sequence."""
 _NAME_WIDTH = 8  # Columns for the name of a row
 _MIN_WIDTH = 30  # A narrower terminal folds lines itself
-_folded = partial(textwrap.fill, break_on_hyphens=False, break_long_words=False)
+folded = partial(textwrap.fill, break_on_hyphens=False, break_long_words=False)
 
 
 _DECIMAL = ("B", "KB", "MB", "GB")
@@ -85,7 +85,7 @@ def for_terminal(text: str, stream: TextIO | None) -> str:
     width = max(columns_of(stream), _MIN_WIDTH)
     lines = []
     for line in text.split("\n"):
-        line = _folded(line, width, subsequent_indent=" " * _NAME_WIDTH)
+        line = folded(line, width, subsequent_indent=" " * _NAME_WIDTH)
         name = line[:_NAME_WIDTH].rstrip()
         description = with_bold_numbers(line[len(name) :], is_styled)
         lines.append(f"{styled(name, 'dim', is_styled)}{description}")

@@ -103,6 +103,19 @@ def require_writable(flag: str, path: Path | None) -> None:
             path.unlink(missing_ok=True)  # a command that ends early leaves no empty file
 
 
+def lock(file: int | IO[str], in_use: str) -> None:
+    """Locks an open file until it is closed; raises ConfigError `in_use` if another process has it.
+
+    A file system without locks locks nothing.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(in_use) from None
+    except OSError:
+        pass
+
+
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Creates a command's folder, and locks it until the process ends."""
@@ -112,12 +125,8 @@ def locked(out: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"{out}: {error.strerror}; name another folder by --out DIR") from None
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(descriptor, f"{out} is being written by another command; wait until it ends")
         yield
-    except BlockingIOError:
-        raise ConfigError(
-            f"{out} is being written by another command; wait until it ends"
-        ) from None
     finally:
         os.close(descriptor)
 

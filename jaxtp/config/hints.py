@@ -214,7 +214,6 @@ setting, and a sentence in which {} is the name of this setting."""
 REMOVED_COMMANDS = {
     "jaxtp bench": "python scripts/bench.py, in jaxtp's repository",
     "jaxtp completion": "python scripts/completion.py, in jaxtp's repository",
-    "jaxtp convert list": "the tables of jaxtp/hf/README.md",
     "jaxtp convert plan": "jaxtp explain --model.from-hf HF_DIR --mesh tp=8, for jaxtp's plan",
 }
 """Replacements of removed commands."""

@@ -14,6 +14,7 @@ import pickle
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,7 @@ class HuggingFaceTokenizer(ChatMixin):
             token.lstrip or "\n" in token.content for token in self._added.values()
         )
         self._is_byte_level = (file["decoder"] or {}).get("type") == "ByteLevel"
+        self.info = replace(self.info, prefix=self._prefix())
 
     def _load(self) -> "Library":
         return load_library(self.content, self.name)
@@ -189,9 +191,8 @@ class HuggingFaceTokenizer(ChatMixin):
         """Returns a token's spelling in the vocabulary."""
         return str(self._tokenizer.id_to_token(token))
 
-    @cached_property
-    def prefix(self) -> tuple[int, ...]:
-        """Ids that the post-processor prepends, e.g. BOS; `encode_batch` omits them."""
+    def _prefix(self) -> tuple[int, ...]:
+        """Returns the ids that the post-processor prepends, e.g. BOS; `encode_batch` omits them."""
         plain = self._encode(["a"])[0].tolist()
         whole = self._encode(["a"], add_special_tokens=True)[0].tolist()
         starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)

@@ -4,7 +4,6 @@ Each process writes a log, to which a later start appends. The supervisor prints
 process 0, and the last lines of a process that failed. This file does not import JAX.
 """
 
-import fcntl
 import os
 import re
 import secrets
@@ -20,7 +19,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG, say, signal_name
-from jaxtp.config.files import open_directly
+from jaxtp.config.files import lock, open_directly
 from jaxtp.distributed.environment import (
     ADDRESS,
     COUNT,
@@ -144,14 +143,7 @@ def _report(index: int, code: int, log: Path) -> None:
 @contextmanager
 def _locked(logs: Path) -> Iterator[None]:
     with open_directly(logs / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LaunchError(
-                f"--logs {logs}: another jaxtp launch writes there; name another folder"
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+        lock(file, f"--logs {logs}: another jaxtp launch writes there; name another folder")
         yield
 
 

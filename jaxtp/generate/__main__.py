@@ -55,6 +55,7 @@ from jaxtp.generate.loading import (
     load_model,
     open_source,
     print_status,
+    problems_of_generation,
     request_devices,
 )
 from jaxtp.generate.request import (
@@ -256,12 +257,7 @@ def _conflicts(config: GenerateConfig) -> Iterator[str]:
     for name in RESERVED:
         if name in config.template_arguments:
             yield f"--template-arguments.{name}: no argument has this name; a row has {name}"
-    cp = config.mesh.cp
-    if cp != 1:
-        yield (
-            f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: "
-            f"--mesh.tp {cp}"
-        )
+    yield from problems_of_generation(config.mesh)
     if config.field != _DEFAULT_FIELD and not has_fields:
         yield f"--field {config.field} needs --prompt-file FILE.jsonl"
 

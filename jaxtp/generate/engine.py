@@ -212,6 +212,8 @@ class Generator:
         self._model = to_decode_model(model, self._mesh, donate=donate)
         self.config = model.config
         self.tokenizer = tokenizer
+        # A chat template, when it is first used, changes the tokens of `tokenizer.info`.
+        self.prefix = tokenizer.info.prefix
         self.end_ids = tokenizer.info.end_ids if end_ids is None else end_ids
         self.limits = limits_of(model.config, context)
         self.speed = Speed()
@@ -307,8 +309,7 @@ class Generator:
         end_ids = self.end_ids
         if rendered is not prompts:
             end_ids = end_ids.union(self.tokenizer.conversations.ends)
-        prefix = getattr(self.tokenizer, "prefix", ())
-        encoded = encode_prompts(rendered, self.tokenizer, prefix, self.limits)
+        encoded = encode_prompts(rendered, self.tokenizer, self.prefix, self.limits)
         requests = requests_of(encoded, self.tokenizer, settings, end_ids, self.limits.context)
         self.speed = Speed()
         if not requests:

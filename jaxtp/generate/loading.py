@@ -135,6 +135,15 @@ class InferenceMeshConfig:
     allow, and 1 on a CPU."""
 
 
+def problems_of_generation(config: InferenceMeshConfig) -> Iterator[str]:
+    """Yields why a mesh cannot generate text."""
+    if config.cp != 1:
+        yield (
+            f"--mesh.cp {config.cp}: a KV cache cannot be split over cp; give its devices to tp: "
+            f"--mesh.tp {config.cp}"
+        )
+
+
 def request_devices(config: InferenceMeshConfig) -> None:
     """Requests virtual devices if there is no GPU; call it before any other JAX function."""
     request_virtual_devices(math.prod(max(size or 1, 1) for size in asdict(config).values()))
@@ -230,16 +239,12 @@ class ModelSource:
     trained_length: int | None = None
     """Sequence length of a run that started from random weights."""
 
-    def load(self, mesh: Mesh) -> Decoder:
-        """Reads the weights onto a mesh."""
-        return self.stored.load(self.config, mesh)
-
 
 def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
     """Loads the weights; prints the model's name and size, and the mesh."""
     device = mesh.devices.flat[0]
     enable_compilation_cache(device.platform)
-    model = source.load(mesh)
+    model = source.stored.load(source.config, mesh)
     size = logical_size(nnx.state(model))
     kind = "CPU device" if device.platform == "cpu" else device.device_kind
     print_status(
@@ -457,7 +462,7 @@ def _source_of_folder(stored: StoredModel, options: SourceConfig) -> ModelSource
         tokenizer=tokenizer,
         stored=stored,
         end_ids=_end_ids(path) or tokenizer.info.end_ids,
-        prefix=getattr(tokenizer, "prefix", ()),
+        prefix=tokenizer.info.prefix,
     )
 
 

@@ -22,6 +22,7 @@ of x @ w, element by element; errors of random sign add up to about 4% of |y|.
 from dataclasses import replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -41,8 +42,9 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers.kernels.select import architecture_of, matmul_problem
 from jaxtp.mesh import current_device
 
-# Scope of the products, by which a compiled program's reader knows them
+# Scopes of the products and of the scales, by which a compiled program's reader knows them
 FLOAT8 = "float8"
+SCALES = "float8_scales"
 _MAX_NUMBER = float(jnp.finfo(jnp.float8_e4m3fn).max)
 
 
@@ -76,7 +78,8 @@ class Float8(NamedTuple):
 
         The mesh axes `axes` split `dim`.
         """
-        local_max = jnp.max(jnp.abs(array), axis=dim, keepdims=True)
+        with jax.named_scope(SCALES):
+            local_max = jnp.max(jnp.abs(array), axis=dim, keepdims=True)
         max_size = all_reduce_max(local_max.astype(jnp.float32), *axes)
         scale = jnp.maximum(max_size / _MAX_NUMBER, jnp.finfo(jnp.float32).tiny)
         numbers = array.astype(jnp.float32) / scale

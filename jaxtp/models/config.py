@@ -15,7 +15,6 @@ from functools import lru_cache, partial
 from itertools import chain, count, groupby, islice
 from typing import Annotated, Any
 
-import jax
 from flax import nnx
 from jax.sharding import AbstractMesh
 from pydantic import AfterValidator, Field
@@ -76,7 +75,7 @@ from jaxtp.layers.norm import NormKind
 from jaxtp.layers.overlap import Overlap
 from jaxtp.layers.parameter import DType, Precision, logical_shape, spec_of
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import AXES, CP, STORAGE, abstract_mesh, axes_of, parts
+from jaxtp.mesh import AXES, CP, STORAGE, abstract_mesh, as_only, axes_of, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, base_kernels, padded_dims
 from jaxtp.models.block_rules import block_problems, storage_problems
 
@@ -584,9 +583,10 @@ def _matmul_problems(config: ModelConfig) -> Iterator[Problem]:
 def _branches(config: ModelConfig, sizes: tuple[int, ...] = ()) -> Mapping[str, Branch]:
     by_kind: dict[BlockConfig, dict[str, Branch]] = {}
     # Not on the mesh in context, which may differ and not divide the sizes.
-    none = AbstractMesh((), ())
-    mesh = abstract_mesh(dict(zip(AXES, sizes, strict=True))) if sizes else none
-    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
+    mesh = AbstractMesh((), ())
+    if sizes:
+        mesh = abstract_mesh(dict(zip(AXES, sizes, strict=True)))
+    with as_only(mesh):
         for block in config.block_kinds():
             by_kind[block] = nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0)))
     branches: dict[str, Branch] = {}

@@ -10,9 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
-from jax.sharding import AbstractMesh
 
 from jaxtp.config.affects import settings_of
 from jaxtp.config.hints import by_dotted_path
@@ -24,7 +22,7 @@ from jaxtp.config.python_object import (
     user_code,
 )
 from jaxtp.config.schema import ConfigError, to_plain, validate
-from jaxtp.mesh import abstract_mesh, mesh_shape
+from jaxtp.mesh import abstract_mesh, as_only, mesh_shape
 from jaxtp.models.config import ModelConfig, OriginConfig
 from jaxtp.models.decoder import Decoder
 
@@ -154,10 +152,8 @@ def recorded(config: ModelConfig) -> dict[str, object]:
 
 
 def _abstract(build: Builder) -> nnx.Module:
-    # On one device, which every model fits. A context mesh cannot change its size directly.
-    no_mesh = AbstractMesh((), ())
-    one_device = abstract_mesh(mesh_shape())
-    with jax.sharding.use_abstract_mesh(no_mesh), jax.sharding.use_abstract_mesh(one_device):
+    # On one device, which every model fits.
+    with as_only(abstract_mesh(mesh_shape())):
         return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 

@@ -181,7 +181,7 @@ def test_a_worker_encodes_the_same(special_tokens):
     there = IsolatedTokenizer(CONTENT, "x", special_tokens=special_tokens)
     for expected, found in zip(here.encode_batch(rows), there.encode_batch(rows), strict=True):
         assert_array_equal(found, expected, strict=True)
-    assert (there.prefix, there.encode_batch([])) == (here.prefix, [])
+    assert (there.info.prefix, there.encode_batch([])) == (here.info.prefix, [])
 
 
 TOO_MUCH = {

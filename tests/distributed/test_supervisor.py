@@ -14,6 +14,7 @@ from runs import SMALL, records, wait_until
 from tables import assert_errors, read_table
 
 from jaxtp.config.entry import FILES
+from jaxtp.config.schema import ConfigError
 from jaxtp.distributed import supervisor
 from jaxtp.distributed.devices import build_mesh
 from jaxtp.distributed.environment import LaunchError
@@ -206,7 +207,7 @@ def test_two_launches_cannot_share_a_log_folder(tmp_path):
     (tmp_path / "logs").mkdir()
     with (tmp_path / "logs/.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(LaunchError, match="logs: another jaxtp launch writes there"):
+        with pytest.raises(ConfigError, match="logs: another jaxtp launch writes there"):
             supervise(group(tmp_path, 1, ""))
 
 

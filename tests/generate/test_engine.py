@@ -287,9 +287,8 @@ def test_a_text_ends_before_a_stop_text():
 @pytest.mark.wide
 def test_the_prefix_of_a_tokenizer_comes_before_text_and_its_end_token_ends_one():
     tokenizer = ByteTokenizer()
-    tokenizer.prefix = tuple(b"te")
     ids = likeliest("tensor")
-    tokenizer.info = TokenizerInfo(BYTES, None, 256, ids[5])
+    tokenizer.info = TokenizerInfo(BYTES, None, 256, ids[5], tuple(b"te"))
     results = SMALL.generator(None, tokenizer).generate(["nsor", list(b"tensor")], SETTINGS)
     assert [(each.ids, each.finish) for each in results] == [(ids[: ids.index(ids[5])], "end")] * 2
 

@@ -10,6 +10,7 @@ import jax
 import pytest
 from flax import nnx
 from runs import TEXT, records
+from small_tokenizers import begins_texts
 from support import decoder, use_mesh
 from variants import small_model
 
@@ -17,6 +18,7 @@ import jaxtp
 from jaxtp.config.entry import NumericsError
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.generate.loading import open_tokenizer
 from jaxtp.generate.request import GenerationError
 
 MODEL = small_model(vocab_size=256)
@@ -88,6 +90,27 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
     run.model = None
     with pytest.raises(GenerationError, match="the model is a NoneType"):
         sample(run, SimpleNamespace(index=1))
+
+
+@pytest.mark.wide
+def test_a_text_starts_with_the_first_token_of_a_given_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(begins_texts())
+    tokenizer = open_tokenizer(tmp_path)
+    lines = []
+    with use_mesh() as mesh:
+        model = decoder(small_model(vocab_size=tokenizer.info.vocab_size))()
+        run = SimpleNamespace(
+            model=model,
+            mesh=mesh,
+            config=SimpleNamespace(run=SimpleNamespace(dir=tmp_path)),
+            paused=lambda what: nullcontext(),
+            line=lines.append,
+        )
+        sample = jaxtp.generate.sample_text("ab", settings=SETTINGS, tokenizer=tmp_path)
+        sample(run, SimpleNamespace(index=100))
+        (result,) = jaxtp.generate.Generator(model, tokenizer).generate(["ab"], SETTINGS)
+    assert tokenizer.info.prefix
+    assert lines == [f"step 100: {json.dumps('ab' + result.text, ensure_ascii=False)}"]
 
 
 @pytest.mark.wide

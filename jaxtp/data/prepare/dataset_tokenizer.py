@@ -43,8 +43,8 @@ def named_tokenizer(config: PrepareConfig) -> Tokenizer:
         raise TokenizerError(
             f"{file}: which token ends a document? Name it by --eos TOKEN, or give --no-eos"
         )
-    if config.bos == "auto":
-        tokenizer.info = replace(tokenizer.info, prefix=tokenizer.prefix)
+    if config.bos == "none":
+        tokenizer.info = replace(tokenizer.info, prefix=())
     return tokenizer
 
 

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxtp.layers.kernels.select import KERNELS, KernelChoice
 from jaxtp.layers.rope import RopeScaling, rotated_dims
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.block_rules import rope_problems
@@ -102,6 +103,13 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     )
 
 
+def small_attention(choice: KernelChoice) -> KernelChoice:
+    """Returns a choice of kernels, `auto` for a kernel of GPUs."""
+    if choice == "auto" or KERNELS[choice].platforms is None:
+        return choice
+    return "auto"
+
+
 def shrink_block(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
     """Returns the settings of a small block, split and padded like this one on a mesh."""
     heads = _shrink_latents(block, small) if block.kv_rank else _shrink_heads(block, small)
@@ -110,10 +118,7 @@ def shrink_block(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
         **heads,
         "rope_theta": block.rope_theta and _SMALL_THETA,
         "sliding_window": block.sliding_window and small.positions(block.sliding_window),
-        # These kernels need a GPU.
-        "attention": "auto"
-        if block.attention in ("cudnn", "fused", "tokamax")
-        else block.attention,
+        "attention": small_attention(block.attention),
         "delta_key_dim": small.size(delta_key_dim, min(delta_key_dim, _SMALL_DELTA_KEY)),
         # Unlike the width of keys, so that the check notices if both are mixed up
         "delta_value_dim": min(block.delta_value_dim, _SMALL_DELTA_VALUE),

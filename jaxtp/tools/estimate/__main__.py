@@ -30,7 +30,7 @@ from jaxtp.config.schema import (
     replace_nested,
     to_short_yaml,
 )
-from jaxtp.mesh import MeshError, Sizes, mesh_shape, resolve_sizes
+from jaxtp.mesh import TP, MeshError, Sizes, mesh_shape, resolve_sizes
 from jaxtp.tools.estimate.compiler import (
     DoesNotFitError,
     TargetError,
@@ -39,6 +39,7 @@ from jaxtp.tools.estimate.compiler import (
 )
 from jaxtp.tools.estimate.foreign import rank_meshes
 from jaxtp.tools.estimate.remedies import faster, remedies
+from jaxtp.tools.estimate.roofline import leaves_domain
 from jaxtp.tools.estimate.search import (
     Model,
     Setting,
@@ -49,7 +50,6 @@ from jaxtp.tools.estimate.search import (
     parse_meshes,
     runnable,
     search,
-    spans_hosts,
     target,
 )
 from jaxtp.tools.estimate.summary import (
@@ -192,7 +192,7 @@ def _search(
 ) -> tuple[Setting, Record]:
     # Prints the ranking; returns the best setting, and numbers for --json.
     meshes: Sequence[Sizes] = parse_meshes(options.meshes, options.hardware, where.devices)
-    meshes = meshes or meshes_to_try(config, where.devices, where.hardware.domain)
+    meshes = meshes or meshes_to_try(config, where.devices, where.hardware)
     results = search(config, where, model, meshes, as_configured=options.as_configured)
     table = ranking(results, columns_of(sys.stdout), has_colour(sys.stdout))
     print(table, end="\n\n", flush=True)
@@ -221,7 +221,7 @@ def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, l
         )
     where = _target(options)
     hardware = where.hardware
-    per_process = min(where.devices, hardware.domain)
+    per_process = where.hosts["devices_per_host"]
     place = DeviceInfo(
         where.devices, per_process, True, hardware.name, where.room, hardware.architecture
     )
@@ -274,7 +274,7 @@ def as_configuration(best: Setting, options: EstimateConfig) -> str:
     """
     where = best.target
     config = best.config
-    if spans_hosts(best.sizes, where.hardware.domain):
+    if leaves_domain(where.hardware, best.sizes, (TP,)):
         config = replace_nested(config, {"mesh.tp_across_hosts": True})
     default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
     variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "

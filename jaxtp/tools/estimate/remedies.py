@@ -143,7 +143,7 @@ def _together(run: Run) -> Iterator[Run]:
 def _less_data(run: Run) -> Iterator[Run]:
     # A batch with one sequence on each device needs no sum of gradients in a wider dtype, and a
     # mesh that does not divide the run's batch may divide it.
-    meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
+    meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware)
     for size in sorted(set(map(batch_parts, meshes)), reverse=True):
         if size < run.config.data.global_batch_size:
             yield _with(run, {"data.global_batch_size": size})
@@ -198,7 +198,7 @@ def _devices(run: Run) -> Iterator[Run]:
 def _fits(run: Run) -> Alternative | None:
     # A full search is slow, so first try only the settings that use the least memory. Search all
     # settings only if one of those fits with margin.
-    meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware.domain)
+    meshes = meshes_to_try(run.config, run.where.devices, run.where.hardware)
     configs, _ = runnable(run.config, meshes)
     lean_configs = itertools.chain.from_iterable(map(leanest, configs))
     if not any(estimate(config, run.where, run.model).has_margin for config in lean_configs):

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtp.analysis.hardware import MAX_DEVICES, Hardware
+from jaxtp.analysis.hardware import MAX_DEVICES, Hardware, devices_per_host
 from jaxtp.analysis.step_costs import StepCosts
 from jaxtp.config.command_line import parse_mesh
 from jaxtp.config.hints import divisors
@@ -84,8 +84,8 @@ class Target:
     @property
     def hosts(self) -> dict[str, int]:
         """Hosts, and devices that fast links join on each."""
-        devices_per_host = math.gcd(self.devices, self.hardware.domain)
-        return {"hosts": self.devices // devices_per_host, "devices_per_host": devices_per_host}
+        on_each = devices_per_host(self.hardware, self.devices)
+        return {"hosts": self.devices // on_each, "devices_per_host": on_each}
 
 
 def target(
@@ -341,27 +341,19 @@ def parse_meshes(texts: Sequence[str], hardware: str, devices: int) -> list[dict
     return meshes
 
 
-def meshes_to_try(
-    config: TrainConfig, devices: int, domain: int | None = None
-) -> list[dict[str, int]]:
+def meshes_to_try(config: TrainConfig, devices: int, hardware: Hardware) -> list[dict[str, int]]:
     """Returns meshes with at least `MIN_PART` tokens per sequence part, or the run's cp.
 
-    Unless the run allows it, no tp group spans several domains of fast links (`domain` devices
-    each).
+    Unless the run allows it, no tp group spans several domains of fast links.
     """
     longest = max(1, config.data.sequence_length // MIN_PART)
     meshes = []
     for sizes in fitting_meshes(devices):
         has_usual_cp = sizes[CP] <= longest or sizes[CP] == config.mesh.cp
-        is_across_hosts = domain is not None and spans_hosts(sizes, domain)
+        is_across_hosts = leaves_domain(hardware, sizes, (TP,))
         if has_usual_cp and (config.mesh.tp_across_hosts or not is_across_hosts):
             meshes.append(sizes)
     return meshes
-
-
-def spans_hosts(sizes: Sizes, domain: int) -> bool:
-    """Returns whether a tp group spans several domains."""
-    return math.prod(sizes.values()) > domain and domain % sizes[TP] != 0
 
 
 def runnable(

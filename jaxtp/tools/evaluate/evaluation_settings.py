@@ -17,7 +17,12 @@ from jaxtp.config.schema import (
     UserPath,
 )
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
-from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, SourceConfig
+from jaxtp.generate.loading import (
+    InferenceMeshConfig,
+    ModelSource,
+    SourceConfig,
+    problems_of_generation,
+)
 from jaxtp.generate.request import limits_of
 from jaxtp.mesh import CP
 
@@ -122,11 +127,7 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
         for name in changed:
             if name in ("data", "text", "stride"):
                 yield f"--{name} is for text, and tasks have their own; run the command twice"
-        if (cp := config.mesh.cp) != 1:
-            yield (
-                f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; "
-                f"give its devices to tp: --mesh.tp {cp}"
-            )
+        yield from problems_of_generation(config.mesh)
     elif not (config.data or config.text):
         yield "give documents by --data DIR or --text FILE, or tasks by --tasks NAME"
     for name in changed:

@@ -33,9 +33,9 @@ from lm_eval.utils import (
 )
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from jaxtp.config.entry import Interrupt, UserError
+from jaxtp.config.entry import Interrupt
 from jaxtp.config.hints import closest
-from jaxtp.config.schema import nearest_file, validate
+from jaxtp.config.schema import ConfigError, nearest_file, validate
 from jaxtp.data.chat_template import ChatTemplate
 from jaxtp.data.rows import empty_row
 from jaxtp.generate.engine import Generator
@@ -54,10 +54,6 @@ Pair = tuple[tuple[str, str] | None, list[int], list[int]]
 Answer = tuple[float, bool]
 """Log-likelihood of a continuation, and whether every token of it is the argmax."""
 Kwargs = Mapping[str, object]
-
-
-class HarnessError(UserError):
-    """A task does not exist, or the model cannot run it."""
 
 
 class _Instance(Protocol):
@@ -153,7 +149,7 @@ class JaxtpLM(TemplateLM):
                 settings, stops = _generation_settings(requests[indices[0]].args[1], eos)
                 room = self.max_length - settings.max_tokens
                 if room < 1:
-                    raise HarnessError(
+                    raise ConfigError(
                         f"a task generates {settings.max_tokens:,} tokens, and the model reads "
                         f"{self.max_length:,} with the context; give a larger --sequence-length if "
                         "the model's context allows it"
@@ -244,9 +240,9 @@ class JaxtpLM(TemplateLM):
 
     def _check(self, context: Sequence[int], continuation: Sequence[int]) -> None:
         if not (context and continuation):
-            raise HarnessError("a task has a context or a continuation without tokens")
+            raise ConfigError("a task has a context or a continuation without tokens")
         if len(continuation) > self.max_length:
-            raise HarnessError(
+            raise ConfigError(
                 f"a continuation has {len(continuation):,} tokens, and the model reads "
                 f"{self.max_length:,}; give a larger --sequence-length if the model's context "
                 "allows it"
@@ -271,7 +267,7 @@ def _generation_settings(kwargs: Kwargs, eos: str | None) -> tuple[Settings, lis
     do_sample = values.pop("do_sample", False)
     unknown = values.keys() - _SAMPLING
     if unknown:
-        raise HarnessError(
+        raise ConfigError(
             f"a task generates with {', '.join(sorted(unknown))}; known are "
             f"{', '.join(sorted(_SAMPLING))}, do_sample, until and max_gen_toks"
         )
@@ -296,13 +292,13 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     """Finds and loads tasks of the harness and of folders; downloads only data that a task names.
 
     Raises:
-      HarnessError: a task or folder does not exist or cannot be loaded.
+      ConfigError: a task or folder does not exist or cannot be loaded.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     for folder in folders:
         if not folder.is_dir():
-            raise HarnessError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
+            raise ConfigError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
     paths = list(map(str, folders))
     in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
     tasks = _Tasks(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
@@ -312,14 +308,12 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
             hint = "`lm_eval ls tasks` lists the tasks of the harness"
             if close:
                 hint = f"did you mean {close}?"
-            raise HarnessError(f"--tasks {name}: no such task; {hint}")
+            raise ConfigError(f"--tasks {name}: no such task; {hint}")
     try:
         tasks.load(list(names))
     except Exception as error:  # from YAML, datasets, or a task's code
         message = str(error).strip().partition("\n")[0][:300]
-        raise HarnessError(
-            f"--tasks {' '.join(names)}: {type(error).__name__}: {message}"
-        ) from None
+        raise ConfigError(f"--tasks {' '.join(names)}: {type(error).__name__}: {message}") from None
     return tasks
 
 
@@ -332,7 +326,7 @@ def run(
       the table of the harness's command, and the results for JSON.
 
     Raises:
-      HarnessError: the model cannot run a task.
+      ConfigError: the model cannot run a task.
     """
     with Interrupt(signal.SIGINT) as interrupt:  # waits for the batch
         results = simple_evaluate(

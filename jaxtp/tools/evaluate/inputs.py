@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtp.config.entry import UserError
-from jaxtp.config.schema import nearest_file
+from jaxtp.config.schema import ConfigError, nearest_file
 from jaxtp.data.manifest import MANIFEST, TRAIN, VALIDATION
 from jaxtp.data.prepare.batches import batches
 from jaxtp.data.prepare.prepare_config import PrepareConfig
@@ -19,10 +18,6 @@ from jaxtp.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtp.generate.loading import ModelSource
 from jaxtp.generate.request import Ids
 from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
-
-
-class InputError(UserError):
-    """Documents are missing, unreadable, or for another model."""
 
 
 @dataclass(frozen=True)
@@ -60,28 +55,28 @@ def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[
 
 def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: ModelSource) -> Input:
     if folder.is_file():
-        raise InputError(
+        raise ConfigError(
             f"--data {folder} is a file: read it by --text {folder}, or make a dataset by "
             "jaxtp prepare"
         )
     if not folder.exists():
-        raise InputError(f"--data {folder}: no such folder{nearest_file(folder)}")
+        raise ConfigError(f"--data {folder}: no such folder{nearest_file(folder)}")
     dataset = open_dataset(folder)
     require_tokenizer(dataset, config.tokenizer or path, model)
     splits = {name: split for name, split in dataset.splits.items() if split.num_documents}
     if not splits:
-        raise InputError(f"--data {folder}: a dataset without documents")
+        raise ConfigError(f"--data {folder}: a dataset without documents")
     name: str = config.split
     if name == "auto":
         name = VALIDATION if VALIDATION in splits else TRAIN
     if name not in splits:
-        raise InputError(
+        raise ConfigError(
             f"--data {folder} has no documents in its {name} split; it has some in "
             f"{', '.join(splits)}"
         )
     split = splits[name]
     if split.has_pairs:
-        raise InputError(
+        raise ConfigError(
             f"--data {folder} has pairs of answers, which only a loss of jaxtp train evaluates"
         )
     count = min(split.num_documents, config.limit or split.num_documents)
@@ -101,12 +96,12 @@ def _documents_of_split(
 
 
 def require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> None:
-    """Raises `InputError` if a dataset was not made with the model's; `tokenizer` is its path."""
+    """Raises `ConfigError` if a dataset was not made with the model's; `tokenizer` is its path."""
     expected = model.tokenizer.info
     actual = dataset.tokenizer
     if expected.sha256 != actual.sha256:
         flag = "without --tokenizer" if expected.sha256 is None else f"with --tokenizer {tokenizer}"
-        raise InputError(
+        raise ConfigError(
             f"{dataset.folder} was made with tokenizer {actual.name[:12]}, and {model.name} has "
             f"{expected.name[:12]}, whose ids mean other tokens; prepare the documents again {flag}"
         )
@@ -114,7 +109,7 @@ def require_tokenizer(dataset: Dataset, tokenizer: Path, model: ModelSource) -> 
 
 def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[Input]:
     if (Path(name) / MANIFEST).is_file():
-        raise InputError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
+        raise ConfigError(f"--text {name} is a dataset of jaxtp prepare: read it by --data {name}")
     prepare = PrepareConfig(inputs=(name,), field=config.field)
     fields = replace(prepare.fields, only_texts=True)
     inputs = []
@@ -124,7 +119,7 @@ def _open_files(name: str, config: EvaluateConfig, model: ModelSource) -> list[I
             documents = partial(_documents_of_texts, read, source.path, model)
             inputs.append(Input(source.path, count, documents))
     if not inputs:
-        raise InputError(f"--text {name}: all documents are empty")
+        raise ConfigError(f"--text {name}: all documents are empty")
     return inputs
 
 
@@ -155,11 +150,11 @@ def _documents_of_texts(
 
 
 def check_ids(tokens: Ids, model: ModelSource, place: str) -> None:
-    """Raises `InputError` if a token is not in the model's vocabulary."""
+    """Raises `ConfigError` if a token is not in the model's vocabulary."""
     size = model.config.vocab_size
     largest = tokens.max(initial=0)
     if largest >= size:
-        raise InputError(
+        raise ConfigError(
             f"{place}: the token {largest} is beyond the {size:,} of {model.name}: its tokenizer "
             "has more tokens than the model"
         )

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
 from jaxtp.config.entry import NumericsError
+from jaxtp.config.schema import ConfigError
 from jaxtp.data.packing import pack
 from jaxtp.data.rows import SEGMENTS, Row, empty_row
 from jaxtp.generate.decode_model import model_mesh
@@ -32,7 +33,7 @@ from jaxtp.generate.request import Ids
 from jaxtp.layers.loss import IGNORE, vocab_parallel_statistics
 from jaxtp.mesh import CP, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
-from jaxtp.tools.evaluate.inputs import Input, InputError
+from jaxtp.tools.evaluate.inputs import Input
 
 MAX_EXPONENT = 700.0  # `math.exp` overflows above 709
 POOL_TOKENS = 2**20
@@ -243,7 +244,7 @@ def measure(
       progress: called after each batch.
 
     Raises:
-      InputError: no token is predicted.
+      ConfigError: no token is predicted.
       NumericsError: a loss is not finite.
     """
     measured = Measured()
@@ -253,7 +254,7 @@ def measure(
         measured.add_scores(batch, scores)
         progress(measured)
     if not measured.tokens:
-        raise InputError("no token to predict: no document has more than one")
+        raise ConfigError("no token to predict: no document has more than one")
     return measured
 
 

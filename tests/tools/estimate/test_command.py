@@ -12,6 +12,7 @@ from hf_reference import FOLDER
 from support import assert_refused, swept
 from tables import read_json, read_table
 
+from jaxtp.analysis.hardware import find
 from jaxtp.analysis.schedule import Scheduled
 from jaxtp.config.schema import from_yaml
 from jaxtp.mesh import AXES, mesh_shape
@@ -84,7 +85,7 @@ def near_meshes(config):
     another one.
     """
     own = config.mesh.sizes
-    for mesh in meshes_to_try(config, math.prod(own.values()), 8):
+    for mesh in meshes_to_try(config, math.prod(own.values()), find("h100")):
         if math.prod(max(own[axis] / mesh[axis], mesh[axis] / own[axis]) for axis in AXES) <= 4:
             yield ",".join(f"{axis}={size}" for axis, size in mesh.items())
 

@@ -61,7 +61,7 @@ def facts(config=CONFIG):
 
 
 def found(config=CONFIG, meshes=None, room=PLENTY, devices=8, hardware=H100, **options):
-    meshes = meshes or meshes_to_try(config, devices)
+    meshes = meshes or meshes_to_try(config, devices, hardware)
     return search(config, Target(hardware, devices, room), facts(config), meshes, **options)
 
 
@@ -252,7 +252,7 @@ def test_changes_are_searched_together():
 @pytest.mark.wide
 def test_more_memory_for_jax_is_told_where_it_helps():
     where = target(replace(H100, memory=4.2e9, reserved=0.0), 8, 0.5)
-    result = search(CONFIG, where, facts(), meshes_to_try(CONFIG, 8))
+    result = search(CONFIG, where, facts(), meshes_to_try(CONFIG, 8, H100))
     (more,) = (other for other in faster(result) if "MEM_FRACTION" in other.change)
     assert more.setting.target.room == 0.9 * 4.2e9
     assert more.setting.time.expected * NEAR < result.settings[0].time.expected
@@ -284,7 +284,7 @@ def test_groups_along_tp_stay_among_fast_links_unless_the_run_lets_them_out():
         (anywhere, 16, {1, 2, 4, 8, 16}),
         (CONFIG, 6, {1, 2, 3, 6}),  # one host has all of them
     ]:
-        assert {mesh["tp"] for mesh in meshes_to_try(config, devices, H100.domain)} == sizes
+        assert {mesh["tp"] for mesh in meshes_to_try(config, devices, H100)} == sizes
 
 
 @pytest.mark.wide
@@ -293,7 +293,7 @@ def test_where_no_single_change_would_do_all_go_together():
     lora = replace_nested(FUSED, {"model.lora.rank": 16})
     small = with_room(1.01 * room_for(lora, devices=256))
     anywhere = replace_nested(IN_FLOAT32, {"mesh.tp_across_hosts": True})
-    tight = search(anywhere, target(small, 256, 0.75), facts(), meshes_to_try(anywhere, 256))
+    tight = search(anywhere, target(small, 256, 0.75), facts(), meshes_to_try(anywhere, 256, small))
     remedy = next(other for other in remedies(tight) if "--model.lora.rank 16" in other.change)
     assert remedy.change.startswith(
         "--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON"
@@ -390,7 +390,8 @@ LONG = {"data.sequence_length": 2**20, "data.global_batch_size": 1}
 def test_sequences_are_divided_into_parts_that_are_long_enough():
     """A short one is whole, unless it is configured otherwise."""
     for changes, sizes in (({}, {1}), ({"mesh.cp": 4}, {1, 4}), (LONG, {1, 2, 4, 8, 16, 32, 64})):
-        assert {mesh["cp"] for mesh in meshes_to_try(replace_nested(CONFIG, changes), 64)} == sizes
+        meshes = meshes_to_try(replace_nested(CONFIG, changes), 64, H100)
+        assert {mesh["cp"] for mesh in meshes} == sizes
 
 
 def test_a_million_tokens_take_cp_where_there_is_one_sequence():

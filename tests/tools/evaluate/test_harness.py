@@ -23,7 +23,7 @@ from lm_eval.api.instance import Instance
 from jaxtp.config.entry import Interrupt, UserError
 from jaxtp.generate.loading import SourceConfig, open_source
 from jaxtp.tools.evaluate.__main__ import main
-from jaxtp.tools.evaluate.harness import HarnessError, JaxtpLM
+from jaxtp.tools.evaluate.harness import ConfigError, JaxtpLM
 from jaxtp.tools.evaluate.measure import Scorer
 
 QUESTIONS = read_table(__file__)
@@ -162,7 +162,7 @@ def test_texts_end_at_their_stop_texts(model, logprobs):
         found[0].partition(stop)[0]
     ]
     for wrong, message in (({"num_beams": 4}, "num_beams"), ({"max_gen_toks": 10**6}, "reads")):
-        with pytest.raises(HarnessError, match=message):
+        with pytest.raises(ConfigError, match=message):
             generate(wrong, "a")
 
 

@@ -12,7 +12,7 @@ from support import swept, use_mesh
 
 import jaxtp
 from jaxtp.config.entry import InterruptError, NumericsError
-from jaxtp.tools.evaluate.inputs import Document, InputError
+from jaxtp.tools.evaluate.inputs import ConfigError, Document
 from jaxtp.tools.evaluate.measure import Measured, Scorer, measure
 
 ONE = (1, 1, 1, 1)
@@ -105,7 +105,7 @@ def test_overlapping_windows_have_the_loss_of_each_window():
 
 
 def test_documents_without_a_token_to_predict_are_refused():
-    with pytest.raises(InputError, match="no document has more than one"):
+    with pytest.raises(ConfigError, match="no document has more than one"):
         measured(scorer("qwen3", ONE), [Rows(np.zeros((3, 1), np.int32))], 8)
 
 
