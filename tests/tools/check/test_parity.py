@@ -128,16 +128,6 @@ def test_bfloat16_is_within_its_tolerance():
     assert parity.compare(many, one).within(parity.TOLERANCES["bfloat16"])
 
 
-@pytest.mark.wide
-def test_accumulation_equals_the_whole_batch():
-    accumulated, at_once = (
-        on_one_device(replace_nested(CONFIGS["accumulation"], {"train.accumulation": count}))[1]
-        for count in (2, 1)
-    )
-    errors = parity.compare(at_once, accumulated)
-    assert errors.within(parity.TOLERANCES["float32"]), errors
-
-
 def test_errors_are_those_of_the_worst_arrays():
     ones = np.ones(4)
     expected = parity.Numbers(ones, ones, {"w": ones, "v": ones}, {"w": ones})
