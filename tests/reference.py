@@ -24,9 +24,8 @@ def rotate(x, frequencies):
     return jnp.concatenate([rotated.real, rotated.imag, x[..., 2 * half :]], axis=-1)
 
 
-def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, change=None):
-    """Weights `w` are q, k, v, o and optionally bq, bk, bv, bo. Causal; a position sees the last
-    `window` positions.
+def attention(x, w, num_heads, num_kv_heads, head_dim, theta, change=None):
+    """Weights `w` are q, k, v, o and optionally bq, bk, bv, bo. Causal.
 
     `change(q, k, v)` replaces RoPE. Without v, values are keys; `gate` multiplies results by its
     sigmoid; `sinks` are a column of scores more, the values of which are 0.
@@ -43,8 +42,7 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None, chang
         v,
     )
     q, k, v = (change or by_rope)(q, k, v)
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    seen = (distance >= 0) & (distance < (window or length))
+    seen = jnp.arange(length)[:, None] >= jnp.arange(length)
     outputs = []
     for head in range(num_heads):
         shared = head // (num_heads // num_kv_heads)
@@ -100,33 +98,19 @@ def named(weights, names, prefix=""):
     }
 
 
-def decoder_logits(weights, config, ids, layers=None):
-    """Returns the logits of the whole model, from a dict of its weights.
-
-    `layers` has for each layer its stack, its index in the stack, its window and its RoPE theta.
-    """
+def decoder_logits(weights, config, ids):
+    """Returns the logits of a plain model, from a dict of its weights."""
     norm = lambda x, scale: rms_norm(x, scale, config.norm_eps)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim, config.rope_theta)
     x = jnp.asarray(weights["embedding.embedding"])[ids]
-    x = norm(x, 1) if config.embedding_norm else x
-    for stack, place, window, theta in layers or [
-        ("blocks", i, None, config.rope_theta) for i in range(config.num_layers)
-    ]:
+    for layer in range(config.num_layers):
         w = {
-            name.removeprefix(f"{stack}."): a[place]
+            name.removeprefix("blocks."): a[layer]
             for name, a in weights.items()
-            if name.startswith(f"{stack}.")
+            if name.startswith("blocks.")
         }
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim, theta, window)
         normed = norm(x, w["attention_norm.scale"])
-        attended = config.residual_scale * attention(
-            normed, named(w, ATTENTION, "attention."), *heads
-        )
-        read = x if config.norm_placement.startswith("parallel") else x + attended
-        normed = normed if config.norm_placement == "parallel" else norm(read, w["mlp_norm.scale"])
-        x = x + attended + config.residual_scale * swiglu(normed, named(w, MLP, "mlp."))
-        x = x * w.get("layer_scale", 1)
-    logits = (
-        norm(x, weights["norm.scale"])
-        @ weights.get("head.kernel", weights["embedding.embedding"]).T
-    )
-    return config.logit_scale * (logits + weights.get("head.bias", 0))
+        x = x + attention(normed, named(w, ATTENTION, "attention."), *heads)
+        x = x + swiglu(norm(x, w["mlp_norm.scale"]), named(w, MLP, "mlp."))
+    table = weights.get("head.kernel", weights["embedding.embedding"])
+    return norm(x, weights["norm.scale"]) @ table.T

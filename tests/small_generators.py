@@ -13,8 +13,8 @@ import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 
 
-def greedy_ids(logits, prompt, count, length, num_ids=256):
-    """Returns the likeliest of the first `num_ids` tokens after a prompt, each from reading
+def greedy_ids(logits, prompt, count, length):
+    """Returns the likeliest of the first 256 tokens after a prompt, each from reading
     everything again.
 
     Args:
@@ -24,7 +24,7 @@ def greedy_ids(logits, prompt, count, length, num_ids=256):
     for _ in range(count):
         padded = np.zeros(length, np.int32)
         padded[: len(ids)] = ids
-        last = np.asarray(logits(padded))[len(ids) - 1, :num_ids]
+        last = np.asarray(logits(padded))[len(ids) - 1, :256]
         ids.append(int(np.argmax(last)))
     return tuple(ids[-count:])
 

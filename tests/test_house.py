@@ -6,8 +6,6 @@ import re
 import tokenize
 from pathlib import Path
 
-import pytest
-
 PACKAGE = Path(__file__).parent.parent / "jaxtp"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
@@ -52,6 +50,12 @@ def trees():
     return {path: ast.parse(path.read_text()) for path in SOURCES}
 
 
+@functools.cache
+def nodes(path):
+    """All nodes of a file: each rule reads them, and a walk takes as long as a parse."""
+    return list(ast.walk(trees()[path]))
+
+
 def relative(path):
     return path.relative_to(PACKAGE).as_posix()
 
@@ -60,8 +64,8 @@ def room(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imports(tree):
-    for node in ast.walk(tree):
+def imports(path):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom) and node.module:
             package, _, module = node.module.partition(".")
             if package == "jaxtp":
@@ -70,15 +74,15 @@ def imports(tree):
                 )
 
 
-def calls(tree):
-    return [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+def calls(path):
+    return [node for node in nodes(path) if isinstance(node, ast.Call)]
 
 
 def faults_of_imports(path):
     here = room(path)
     if here in NAMESPACES:
         return
-    for other in set(imports(trees()[path])) & LEVEL.keys():
+    for other in set(imports(path)) & LEVEL.keys():
         if other != here and LEVEL[other] >= LEVEL[here]:
             yield f"imports {other}, but imports point down"
     if here in ("layers", "mesh", "collectives"):
@@ -88,15 +92,9 @@ def faults_of_imports(path):
 
 
 def faults_of_names(path):
-    tree = trees()[path]
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    called = {function.attr for function in calls(tree) if isinstance(function, ast.Attribute)}
-    keywords = {
-        keyword.arg
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for keyword in node.keywords
-    }
+    attributes = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)}
+    called = {call.func.attr for call in calls(path) if isinstance(call.func, ast.Attribute)}
+    keywords = {keyword.arg for call in calls(path) for keyword in call.keywords}
     if room(path) != "collectives" and called & COLLECTIVES:
         yield f"{called & COLLECTIVES}: only jaxtp.collectives names a collective"
     if "check_vma" in keywords:
@@ -116,7 +114,7 @@ def faults_of_docstrings(path):
 
 def faults_of_assignments(path):
     """`a, b = x, y` is two statements on one line, unless it swaps."""
-    for node in ast.walk(trees()[path]):
+    for node in nodes(path):
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)):
             continue
         values = sorted(map(ast.unparse, node.value.elts))
@@ -134,21 +132,23 @@ def expressions_of(statement):
 
 def faults_of_statements(path):
     """A statement has at most one comprehension and one `a if b else c`: more need names."""
-    for statement in ast.walk(trees()[path]):
+    for statement in nodes(path):
         if not isinstance(statement, ast.stmt):
             continue
-        nodes = list(expressions_of(statement))
-        comprehensions = [node for node in nodes if isinstance(node, COMPREHENSIONS)]
+        inside = list(expressions_of(statement))
+        comprehensions = [node for node in inside if isinstance(node, COMPREHENSIONS)]
         if len(comprehensions) > 1 or any(len(node.generators) > 1 for node in comprehensions):
             yield f"line {statement.lineno}: give one of the comprehensions a name, or write a loop"
-        if sum(isinstance(node, ast.IfExp) for node in nodes) > 1:
+        if sum(isinstance(node, ast.IfExp) for node in inside) > 1:
             yield f"line {statement.lineno}: more than one conditional expression; use `if`"
 
 
+@functools.cache
 def functions_in(path):
-    return [node for node in ast.walk(trees()[path]) if isinstance(node, FUNCTIONS)]
+    return [node for node in nodes(path) if isinstance(node, FUNCTIONS)]
 
 
+@functools.cache
 def local_names(function):
     names = {node.arg for node in ast.walk(function.args) if isinstance(node, ast.arg)}
     for node in ast.walk(function):
@@ -172,21 +172,20 @@ def faults_of_variables(path):
             yield f"line {function.lineno}: {function.name} has a variable `{name}`: what is it?"
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        faults_of_imports,
-        faults_of_names,
-        faults_of_docstrings,
-        faults_of_assignments,
-        faults_of_statements,
-        faults_of_functions,
-        faults_of_variables,
-    ],
-)
-def test_every_file_follows_the_rules(rule):
-    faults = {relative(path): list(rule(path)) for path in SOURCES}
-    assert {path: found for path, found in faults.items() if found} == {}
+RULES = [
+    faults_of_imports,
+    faults_of_names,
+    faults_of_docstrings,
+    faults_of_assignments,
+    faults_of_statements,
+    faults_of_functions,
+    faults_of_variables,
+]
+
+
+def test_every_file_follows_the_rules():
+    faults = {(rule.__name__, relative(path)): [*rule(path)] for rule in RULES for path in SOURCES}
+    assert {place: found for place, found in faults.items() if found} == {}
 
 
 DECIDES = {
@@ -263,9 +262,9 @@ def imported(nodes):
 def arrows():
     """The rooms that each room imports, also inside functions."""
     found = {}
-    for path, tree in trees().items():
+    for path in SOURCES:
         if path.parent != PACKAGE or path.stem not in NAMESPACES:
-            others = {room(other) for other in imported(ast.walk(tree))}
+            others = {room(other) for other in imported(nodes(path))}
             others -= {room(path), *NAMESPACES}
             found.setdefault(room(path), set()).update(others)
     return found
@@ -286,12 +285,10 @@ def tokens_of_code(path):
     Tokens measure the size of the package, because a budget of lines rewards statements that are
     joined.
     """
-    imports = [
-        node for node in ast.walk(trees()[path]) if isinstance(node, ast.Import | ast.ImportFrom)
-    ]
     lines_of_imports = set()
-    for node in imports:
-        lines_of_imports.update(range(node.lineno, node.end_lineno + 1))
+    for node in nodes(path):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            lines_of_imports.update(range(node.lineno, node.end_lineno + 1))
     counted = {tokenize.NAME, tokenize.OP, tokenize.NUMBER}
     count = 0
     # that surround a token: Python 3.12 and newer also yield the tokens inside of an f-string

@@ -98,8 +98,6 @@ def test_processes_whose_keys_differ_use_no_cache(started, monkeypatch):
     _, _, said = started()
     assert "\ncache   off: on CPUs" in said
     assert not Path("run/programs").exists()
-    _, _, said = started("different")
-    assert "\ncache   off: process 1 does not find what process 0 wrote in run/programs" in said
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "own")
     _, read, said = started("different")
     assert "\ncache   off: process 1 does not find what process 0 wrote in own" in said

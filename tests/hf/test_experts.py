@@ -266,10 +266,7 @@ def test_mxfp4_numbers(tmp_path, monkeypatch):
         )
 
 
-MESHES_OF_MXFP4 = TABLES["meshes of MXFP4"]
-
-
-@swept("mesh", MESHES_OF_MXFP4, MESHES_OF_MXFP4[0])
+@swept("mesh", TABLES["meshes of MXFP4"])
 def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     model = load_on(FOLDER / "gpt_oss_mxfp4", **mesh)
     hf.save(model, tmp_path / "out", dtype="bfloat16")
@@ -286,7 +283,7 @@ def test_mxfp4_is_written_as_bfloat16(mesh, tmp_path):
     assert_same(values(again), values(model))
 
 
-@swept("mesh", [{}, {"tp": 2}], {"tp": 2})
+@swept("mesh", [{}, {"tp": 2}], {})
 def test_a_base_in_mxfp4_is_the_model_of_the_file(mesh):
     folder = FOLDER / "gpt_oss_mxfp4"
     mesh = mesh_of(mesh_shape(**mesh))
@@ -309,13 +306,14 @@ def test_a_base_in_mxfp4_is_the_model_of_the_file(mesh):
     assert len(kernels) == 6, "gate, up and down of both kinds of layers"
     for kernel in kernels:
         stored = MXFP4(arrays4.pop(f"{kernel}.bits"), arrays4.pop(f"{kernel}.scale"))
-        assert_array_equal(stored.astype("float32"), arrays.pop(kernel))
+        assert_array_equal(in_float32(stored), arrays.pop(kernel))
         assert stored.bits.nbytes + stored.scale.nbytes == 17 / 32 * math.prod(stored.shape)
         assert stored.bits.sharding.is_fully_replicated == (mesh.size == 1)
     assert arrays4.keys() == arrays.keys()
 
 
 IDS = np.arange(32).reshape(4, 8)
+in_float32 = jax.jit(lambda stored: stored.astype("float32"))
 
 
 def adapters_of(config):

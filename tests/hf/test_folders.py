@@ -261,7 +261,7 @@ def small_config(family):
     return model_config(small_attributes(family), "it")
 
 
-@swept("family", SMALL, "stablelm")
+@swept("family", SMALL)
 def test_rows_are_read_on_a_mesh_as_they_were_written(family, tmp_path):
     model = random_model(small_config(family))
     hf.save(model, tmp_path / "out", family=family)

@@ -70,7 +70,7 @@ def by_formula(x, table, bias, labels, head, z_loss):
     return np.sum(losses, where=valid), grad @ table, by_table, grad.sum((0, 1))
 
 
-@swept("seed", range(12), 0)
+@swept("seed", range(8), 0)
 def test_the_loss_and_its_gradients_equal_their_formulas(seed):
     random = default_rng(seed)
     dp, fsdp, cp, tp = [(2, 2, 1, 2), (1, 1, 2, 4), (1, 2, 2, 2), (1, 1, 1, 8)][seed % 4]

@@ -41,20 +41,13 @@ SETTINGS = read_table(__file__)
 MODELS = {
     kind: variants(PLAIN, SETTINGS[kind]) for kind in ("dense", "experts", "ulysses", "gather")
 }
-OVER_CP = [(2, 1, 4, 2), (1, 2, 2, 4), (1, 1, 4, 1)]
-MESHES = {
-    "dense": [(2, 2, 1, 4), (1, 1, 1, 8), (2, 2, 1, 2)],
-    # Whole experts on each device where tp is 2, and a part of each where it is 4.
-    "experts": [(2, 2, 1, 2), (1, 2, 1, 4), (1, 1, 2, 4), (2, 1, 2, 2), (1, 4, 2, 2), (2, 2, 4, 1)],
-    "ulysses": OVER_CP,
-    "gather": OVER_CP,
-}
-EVERY_POLICY = ["biases and tied", "biased", "halo of several chunks"]
+MESHES = SETTINGS["meshes"]
+EVERY_POLICY = ["biases and tied"]
 DEFAULT = ["gather, few kv heads"]
 
 
 def rotated():
-    """Returns kinds, models, meshes and policies: of each model one mesh and policy, of three all
+    """Returns kinds, models, meshes and policies: of each model one mesh and policy, of one all
     policies."""
     cases = []
     for kind, models in MODELS.items():

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 from safetensors.numpy import load_file
 from support import decoder, random_weights, swept, use_mesh, without_mesh
+from tables import read_table
 from variants import variant
 
 import jaxtp
-from jaxtp import ModelConfig, make_mesh
+from jaxtp import make_mesh
 from jaxtp.analysis.step_costs import describe_padding, step_costs
 from jaxtp.checkpoint.logical import from_logical, named_variables, to_logical
 from jaxtp.config.schema import ConfigError
@@ -30,30 +31,14 @@ from jaxtp.mesh import mesh_shape
 from jaxtp.models.block import BlockConfig, padded_dims
 from jaxtp.tools.check.subject import random_tokens
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.parts import step_settings
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 from jaxtp.train.validation import check
 
-RUN = TrainConfig(
-    model=ModelConfig(
-        vocab_size=31,
-        d_model=16,
-        num_layers=2,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=8,
-        d_ff=100,
-        loss_chunk=5,
-    ),
-    data=DataConfig(sequence_length=8, global_batch_size=8),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, weight_decay=0.1),
-    train=LoopConfig(steps=10),
-)
-BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
-MANY = {"num_heads": 28, "num_kv_heads": 4, "d_ff": 300}
-FEW = {"num_heads": 7, "num_kv_heads": 1, "d_ff": 77}
+TABLE = read_table(__file__)
+RUN = variant(TrainConfig(), TABLE["run"])
 
 
 def test_an_activation_maps_zero_to_zero():
@@ -64,10 +49,9 @@ def test_an_activation_maps_zero_to_zero():
     assert found == dict.fromkeys(ACTIVATIONS, 0)
 
 
-@swept("optimizer", ["lion", "adafactor", "muon"])
+@swept("optimizer", ["adafactor", "muon"])
 def test_padding_stays_zero_and_moves_between_meshes(optimizer):
-    model = {**BIASES, "qk_norm": "projection", "attention_gate": True, "attention_sinks": True}
-    run = variant(RUN, {"model": model, "optimizer": {"name": optimizer}})
+    run = variant(RUN, {"model": TABLE["everything"], "optimizer": {"name": optimizer}})
     rule = optimizers.build(run.optimizer, 10)
     plan = plan_state(run.model, rule, make_mesh(tp=8))
     step = make_train_step(step_settings(run), plan)
@@ -131,7 +115,7 @@ def test_what_is_padded_is_cut_off_again(factors, tp, first):
 
 @swept("tp", [2, 5])
 def test_files_have_no_padding(tmp_path, tp):
-    config = variant(RUN.model, {"num_layers": 1, "vocab_size": 7, **BIASES})
+    config = variant(RUN.model, TABLE["small"])
     build = decoder(config)
     jaxtp.hf.save(nnx.merge(*without_mesh(build, random_weights(build))), tmp_path / "whole")
     with use_mesh(tp=tp):
@@ -143,7 +127,7 @@ def test_files_have_no_padding(tmp_path, tp):
 
 
 def test_what_padding_costs_is_said_and_counted():
-    config = variant(RUN.model, MANY)
+    config = variant(RUN.model, TABLE["many"])
     assert describe_padding(config, mesh_shape(tp=4)) is None
     text = describe_padding(config, mesh_shape(tp=8))
     assert describe_padding(config, mesh_shape(cp=4, tp=8)) == text
@@ -152,7 +136,7 @@ def test_what_padding_costs_is_said_and_counted():
     # As where a run prints its summary.
     with use_mesh(tp=2):
         assert describe_padding(replace(config, loss_chunk=6), mesh_shape(tp=8)) == text
-    much = describe_padding(variant(RUN.model, FEW), mesh_shape(tp=5))
+    much = describe_padding(variant(RUN.model, TABLE["few"]), mesh_shape(tp=5))
     assert much.endswith("much padding; tp 1 needs none")
     shape = {"batch_size": 8, "sequence_length": 8}
     padded, plain = (step_costs(config, mesh_shape(tp=tp), **shape) for tp in (8, 1))

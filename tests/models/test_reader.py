@@ -123,10 +123,9 @@ LATENTS = variant(SHARED, MODELS["latents"]["model"])
     ("config", "sizes", "heads"),
     [
         (SHARED, (1, 1, 8), 8),  # two kv heads over eight devices are held four times each
-        (SHARED, (2, 2, 2), 2),
         (LATENTS, (2, 1, 2), 2),  # each device of tp has all latents
     ],
-    ids=["tp", "all axes", "latents"],
+    ids=["tp", "latents"],
 )
 def test_the_cache_is_split_over_rows_and_kv_heads(config, sizes, heads):
     mesh = mesh_by_size(*sizes)

@@ -14,7 +14,7 @@ from made_once import made_once
 from numpy.testing import assert_allclose
 from quick_run import quick_flags, start_together
 from runs import TEXT, contents, finish, mesh, records, wait_for_step, wait_until
-from support import assert_refused, journeys
+from support import assert_refused
 from tables import read_json, read_table
 
 import jaxtp.__main__
@@ -237,16 +237,14 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, command
     assert (tmp_path / "run/checkpoints" / step).exists()
 
 
-ACROSS = {"ulysses": mesh(1, 1, 2, cp=2), "gather": mesh(1, 1, 1, cp=4)}
-
-
-@pytest.mark.parametrize("context", journeys(list(ACROSS), "ulysses"))
-def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path, command, start, context):
+@pytest.mark.journey
+def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path, command, start):
     """With one process, then two that split the sequence, then one: as a run that was never
     stopped.
     """
     assert main([*command, "--train.steps=2"]) == 0
-    both = [*command, "--train.steps=6", *ACROSS[context], f"--mesh.context={context}"]
+    both = [*command, "--train.steps=6", *mesh(1, 1, 2, cp=2)]
+    both += ["--mesh.context=ulysses"]
     first, second = map(finish, start_together(start, both, 2, devices=2))
     assert "step 6/6" in first
     assert "step 6/6" not in second

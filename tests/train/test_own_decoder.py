@@ -126,8 +126,12 @@ def test_a_flax_layer_in_a_decoder_drops_others_in_each_step():
     model = new_decoder(CONFIG)
     model.norm = nnx.Sequential(model.norm, nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     batch = dict.fromkeys(("inputs", "labels"), jnp.ones((B, T), int))
-    terms = lambda seed: loss_and_grads(model, batch, StepSettings(), jax.random.key(seed))[0]
-    assert terms(0).loss != terms(1).loss
+
+    @nnx.jit
+    def loss(model, key):
+        return loss_and_grads(model, batch, StepSettings(), key)[0].loss
+
+    assert loss(model, jax.random.key(0)) != loss(model, jax.random.key(1))
 
 
 class FlaxGate(PositionwiseBranch):
@@ -165,11 +169,6 @@ OWN = {
 @functools.cache
 def on_one_device(name):
     return gradients(*OWN[name], {})
-
-
-def test_all_parameters_of_the_example_are_used():
-    for name, array in on_one_device("example").items():
-        assert np.any(array), name
 
 
 ZIGZAG = {"cp": 2, "tp": 4}  # cp does not divide the one query head of a device

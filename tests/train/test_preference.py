@@ -27,6 +27,7 @@ from support import (
     swept,
     use_mesh,
 )
+from tables import read_table
 from variants import small_model
 
 from jaxtp import Decoder, LoraConfig, hf, without_adapters
@@ -63,16 +64,6 @@ VARIANTS = {
     "sft_weight": DPO(sft_weight=0.7),
 }
 """As in `scripts/make_preference_references.py`."""
-CASES = [
-    ("sigmoid", {"cp": 2, "tp": 2}, True),
-    ("sigmoid", {}, False),
-    ("label_smoothing", {"cp": 2, "tp": 2}, False),
-    ("length_normalized", {"fsdp": 2, "tp": 2}, True),
-    ("hinge", {"dp": 2, "tp": 2}, False),
-    ("ipo", {"fsdp": 4}, True),
-    ("sft_weight", {"tp": 4}, False),
-]
-"""Variants, each with a mesh, and whether rows are packed."""
 
 
 @cache
@@ -129,7 +120,7 @@ def means(loss, model, columns):
     }
 
 
-@swept("case", CASES)
+@swept("case", read_table(__file__))
 def test_loss_metrics_and_gradients_are_those_of_trl(case):
     name, sizes, packed = case
     known = reference()

@@ -144,7 +144,7 @@ def add_wrong_bits(grads, bits):
     return grads
 
 
-MESHES = [(2, 1, 1), (2, 2, 2), (1, 4, 1), (2, 1, 2, 2)]
+MESHES = [(2, 1, 1), (1, 4, 1), (2, 1, 2, 2)]
 
 
 @pytest.fixture(scope="module", params=sweep(MESHES, MESHES[0]), ids=str)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from runs import run_program
-from support import sweep_of, swept
 from tables import read_table
 
 from jaxtp import ModelConfig, Precision
@@ -36,6 +35,7 @@ def missing():
 
 
 pytestmark = [
+    pytest.mark.wide,
     pytest.mark.skipif(bool(missing()), reason=missing()),
     pytest.mark.timeout(960),
 ]
@@ -135,10 +135,11 @@ def test_the_attention_of_cudnn_is_compiled_as_the_fused_one():
     assert cudnn.peak_bytes < 0.5 * xla.peak_bytes
 
 
-@swept("remat", ["full", "none"], "full")
-def test_what_rings_move_is_hidden_behind_products(remat):
-    """Forward and backward; embedding, head and loss have no rings."""
-    compiled = compiled_for_h100(replace_nested(RINGS, {"model.remat": remat}))
+def test_what_rings_move_is_hidden_behind_products():
+    """Forward, backward and in what full remat computes again; embedding, head and loss have no
+    rings.
+    """
+    compiled = compiled_for_h100(replace_nested(RINGS, {"model.remat": "full"}))
     over_tp = [moved for moved in compiled.collectives if moved.axes == ("tp",)]
     sent = {m.kind: m.bytes_sent for m in over_tp}
     hidden = sum(m.hidden_bytes / m.bytes * m.bytes_sent for m in over_tp)
@@ -246,16 +247,12 @@ for step, one, shapes in programs:
 """  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    ("dtype", "width"),
-    sweep_of([["bfloat16", "float32"], [128, 256]], ("bfloat16", 128), ("float32", 128)),
-)
+@pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 128), ("float32", 256)])
 def test_the_states_of_gated_deltanet_spill_no_registers(dtype, width):
     (compiled,) = answers(DELTA, (False, dtype, width))
     assert compiled["kernels"] == ["states", "gradient"]
 
 
-@pytest.mark.wide
 def test_gated_deltanet_is_compiled_without_loops():
     """The backward pass does not compute the states again, and takes no more memory than with
     loops.
