@@ -23,7 +23,6 @@ AUDITED = {
     "plain experts",
     "padded, parallel",
     "padded, gated delta",
-    "latent",
 }
 REFERENCES = {}
 
