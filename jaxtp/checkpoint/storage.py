@@ -223,6 +223,27 @@ def is_of_run(info: Mapping[str, Any]) -> bool:
     return set(map(type, values)) == {dict} and isinstance(info.get("next_sample"), int)
 
 
+STARTS = "starts"
+"""Key in a checkpoint's info: step and sample, `[[0, 0], ...]`, after which batches have a new
+size."""
+
+
+def starts_of(info: Mapping[str, Any], step: int, size: int) -> list[list[int]]:
+    """Returns the positions where batches got a new size, for a run that continues with `size`.
+
+    Args:
+      info: of the checkpoint at `step`; empty for a new run. The checkpoint of an older version has
+        no positions, so what was before it is unknown if the size changed there.
+    """
+    if not info:
+        return [[0, 0]]
+    before = info["config"]["data"]["global_batch_size"]
+    position = [step, info["next_sample"]]
+    starts: list[list[int]] = [[0, 0]] if position == [step, step * before] else [position]
+    starts = info.get(STARTS, starts)
+    return starts if size == before else [*starts, position]
+
+
 def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
     """Finds a checkpoint and reads its info, with the same result or `CheckpointError`
     everywhere."""

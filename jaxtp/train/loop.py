@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.logical import finite_arrays
+from jaxtp.checkpoint.storage import STARTS
 from jaxtp.config.entry import STANDARD_OUTPUT, UserError, in_thread
 from jaxtp.config.python_object import user_code_error, users_lines
 from jaxtp.config.reading import truncate
@@ -386,6 +387,7 @@ class TrainingLoop:
         info = run_folder.checkpoint_info(
             to_plain(run.config), run.data.description, run.position.sample, mesh_sizes(self.mesh)
         )
+        info[STARTS] = run.starts
         streams = run.position.gathered().streams
         if streams is not None:
             info[run_folder.STREAMS] = streams

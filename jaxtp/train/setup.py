@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Traced, Wrapped
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.storage import Info
+from jaxtp.checkpoint.storage import Info, starts_of
 from jaxtp.config import entry
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
@@ -145,6 +145,8 @@ class Run(RunPlan):
     step: int
     # Position of the next batch
     position: Position
+    # Steps and samples after which the batches had another size (`starts_of`)
+    starts: list[list[int]]
     # Identity of the frozen model under adapters, if there are any
     base: dict[str, str] | None
     # The last verified step, if the checkpoint records one
@@ -256,6 +258,7 @@ def make_run(
         leaves=jax.tree.leaves(initial.state),
         step=step,
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
+        starts=starts_of(info, step, config.data.global_batch_size),
         base=initial.base,
         verified=info.get(VERIFIED),
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
