@@ -376,6 +376,20 @@ def newest_checkpoint(run: Path) -> Path:
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
 
+def kept_checkpoint(run: Path, step: int) -> Path:
+    """Returns the checkpoint of a step; raises `CheckpointError` if it is not kept."""
+    kept = {int(folder.name): folder for folder in finished_checkpoints(run / "checkpoints")}
+    if step in kept:
+        return kept[step]
+    if not kept:
+        raise CheckpointError(f"run.resume_at={step}: {run} has no finished checkpoint")
+    nearest = min(kept, key=lambda other: abs(other - step))
+    raise CheckpointError(
+        f"run.resume_at={step}: {run} keeps the checkpoints {', '.join(map(str, kept))}; the "
+        f"nearest is --run.resume-at {nearest}"
+    )
+
+
 def newest_with_info(run: Path) -> tuple[Path, Info] | None:
     """Returns the newest checkpoint with undamaged info, or None."""
     for folder in reversed(finished_checkpoints(run)):

@@ -78,6 +78,10 @@ class RunConfig(Settings):
     seed: Annotated[CountOrZero, Affects(numbers=True, fixed=True)] = 0
     """Seed of the initial weights and of the order of the data."""
 
+    resume_at: Annotated[Count | None, NOTHING] = None
+    """Step of an older checkpoint in run.dir, from a copy of which the run continues in a new
+    folder: run.dir with -at-STEP."""
+
     init_from: UserPath | None = None
     """Folder of another run of the same model, whose newest weights the new run starts from."""
 
@@ -303,6 +307,17 @@ class LoopConfig(Settings):
     max_skipped: Annotated[Count, NOTHING] = 10
     """Maximum number of skipped steps in a row before the run ends. Steps without labels, or whose
     loss has the weight 0, are always skipped, and are counted separately."""
+
+    spike: Annotated[Literal["keep", "skip"], NUMBERS] = "keep"
+    """Whether a step whose loss or gradient norm is a spike keeps its update or skips it, with
+    non_finite=skip."""
+
+    spike_deviations: Annotated[Positive, NUMBERS] = 6.0
+    """Standard deviations above the mean of the window, from which on a number is a spike."""
+
+    spike_window: Annotated[int, Field(ge=2, le=10_000), NUMBERS] = 100
+    """Number of steps that a step is compared with: the last ones with an update, without the step
+    just before. No step is skipped before there are as many."""
 
     allow_oversize: Annotated[bool, NOTHING] = False
     """Train even if a step needs more memory than a device has. The estimate is partly a model, and

@@ -27,6 +27,7 @@ from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.distributed.programs import ProgramCounts, SharedPrograms
 from jaxtp.guards.hook import VERIFIED
+from jaxtp.guards.nonfinite import SPIKES
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
@@ -151,6 +152,8 @@ class Run(RunPlan):
     base: dict[str, str] | None
     # The last verified step, if the checkpoint records one
     verified: int | None
+    # The window of `Spikes`
+    spikes: list[list[float]]
     # Mean loss since the last record, which may precede the checkpoint
     mean_loss: MeanLoss
 
@@ -204,6 +207,10 @@ def make_run(
         report.line(line)
     report.rows(summary(run_plan, decided.before))
 
+    if decided.older is not None:
+        report.line(f"copying {decided.older}, from which the run continues in {config.run.dir}")
+        with raise_everywhere():
+            run_folder.copy_checkpoint(decided.older, config.run.dir)
     keeping = config.checkpoint
     checkpoints = exit_stack.enter_context(
         Checkpoints(
@@ -261,6 +268,7 @@ def make_run(
         starts=starts_of(info, step, config.data.global_batch_size),
         base=initial.base,
         verified=info.get(VERIFIED),
+        spikes=info.get(SPIKES, []),
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
 

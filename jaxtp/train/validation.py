@@ -210,6 +210,12 @@ def general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
         ("data.packing=documents", config.data.packed, ["data.long_documents"]),
         ("optimizer.schedule=wsd", is_wsd, ["optimizer.decay_fraction"]),
         ("profile.start", config.profile.start, ["profile.steps"]),
+        ("train.non_finite=skip", config.train.non_finite == "skip", ["train.spike"]),
+        (
+            "train.spike=skip",
+            config.train.spike == "skip",
+            ["train.spike_deviations", "train.spike_window"],
+        ),
         ("wandb in metrics.trackers", has_project, ["metrics.project"]),
     )
     yield from map(Problem, without_effect(config, switches))
