@@ -58,13 +58,13 @@ Folder = Annotated[UserPath, AfterValidator(_not_here)]
 def _not_aim(name: object) -> object:
     if name == "aim":
         raise ValueError(
-            "is no longer a tracker; tensorboard and wandb are, and a callback can write to any "
-            "other (--train.callbacks FILE.py:NAME)"
+            "is no longer a tracker; tensorboard, wandb and mlflow are, and a callback can write "
+            "to any other (--train.callbacks FILE.py:NAME)"
         )
     return name
 
 
-TrackerName = Annotated[Literal["tensorboard", "wandb"], BeforeValidator(_not_aim)]
+TrackerName = Annotated[Literal["tensorboard", "wandb", "mlflow"], BeforeValidator(_not_aim)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -362,11 +362,12 @@ class MetricsConfig(Settings):
 
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Trackers that get the metrics: tensorboard writes event files into the run's folder; wandb
-    needs jaxtp's extra of this name. The flag takes several (--metrics.trackers tensorboard wandb);
-    an empty list in a YAML file turns all off. A callback may be another tracker."""
+    and mlflow need jaxtp's extra of this name. The flag takes several (--metrics.trackers
+    tensorboard wandb); an empty list in a YAML file turns all off. A callback may be another
+    tracker."""
 
     project: str = "jaxtp"
-    """W&B project of the run."""
+    """W&B project, or MLflow experiment, of the run."""
 
     norm_groups: tuple[str, ...] = ()
     """Patterns of parameter paths, such as "blocks.mlp.*": the norms of the matching gradients and

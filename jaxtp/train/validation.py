@@ -204,7 +204,7 @@ def general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
             f"data.path={config.data.path} and data.mixture exclude each other: leave one of "
             "them out"
         )
-    has_project = "wandb" in config.metrics.trackers
+    has_project = not {"wandb", "mlflow"}.isdisjoint(config.metrics.trackers)
     is_wsd = config.optimizer.schedule == "wsd"
     switches = (
         ("data.packing=documents", config.data.packed, ["data.long_documents"]),
@@ -216,7 +216,7 @@ def general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
             config.train.spike == "skip",
             ["train.spike_deviations", "train.spike_window"],
         ),
-        ("wandb in metrics.trackers", has_project, ["metrics.project"]),
+        ("wandb or mlflow in metrics.trackers", has_project, ["metrics.project"]),
     )
     yield from map(Problem, without_effect(config, switches))
     if config.profile.start > config.train.steps:
