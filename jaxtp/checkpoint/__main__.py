@@ -1,4 +1,4 @@
-"""`jaxtp checkpoint`: inspects, verifies and compares checkpoints."""
+"""`jaxtp checkpoint`: inspects, verifies and compares checkpoints, and finds documents of steps."""
 
 if __name__ == "__main__":
     from jaxtp.config.entry import start
@@ -19,7 +19,7 @@ from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import OptionalFile, UserPath
+from jaxtp.config.schema import Count, OptionalFile, UserPath
 from jaxtp.distributed.environment import accept_absent_gpus
 from jaxtp.mesh import describe_mesh, mesh_shape
 
@@ -48,6 +48,18 @@ class Diff:
     """Folder of a run (its newest checkpoint), or of one checkpoint."""
     b: Folder
     """Folder of a run or checkpoint to compare with."""
+    json: OptionalFile = None
+    """JSON file to write the result to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowsOf:
+    """Flags of `jaxtp checkpoint rows`."""
+
+    run: Annotated[UserPath, POSITIONAL, Argument("RUN")]
+    """Folder of a run."""
+    step: Count
+    """The step, from 1; also one that is not saved, or yet to come."""
     json: OptionalFile = None
     """JSON file to write the result to."""
 
@@ -153,15 +165,44 @@ def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> 
     return f"{float(np.linalg.norm(difference)) / norm:.3e}"
 
 
+def rows(args: RowsOf) -> int:
+    """Prints the documents in the batch of a step."""
+    from jaxtp.checkpoint.provenance import rows_of_step
+
+    record = rows_of_step(args.run, args.step)
+    first = record["first_sample"]
+    last = first + len(record["rows"]) - 1
+    print(f"step {args.step} of {args.run}: samples {first:,} to {last:,} of the run")
+    print(f"{'row':>6}  {'tokens':<17}  document")
+    for index, pieces in enumerate(record["rows"]):
+        for piece in pieces:
+            line = "" if piece["line"] is None else f", line {piece['line']}"
+            tokens = f"{piece['start']}:{piece['stop']}"
+            print(f"{index:>6}  {tokens:<17}  {piece['file']}{line}")
+    write_json("--json", args.json, {"run": str(args.run), **record})
+    return 0
+
+
 _INSPECT = "Shows a checkpoint's step, mesh, versions, configuration, and each array."
 _VERIFY = "Compares each array with its checksum; exit code 1 if one differs."
 _DIFF = "Shows how much each array differs in relative L2 norm; exit code 1 if any does."
+_ROWS = """Shows the documents in the batch of a step, by row: file, line and tokens.
+
+Tokens are a range within the document; the last label is the token after it. The line is a row in
+Parquet and lists, and 1 in a text.
+"""
 COMMANDS: dict[str, Command[Any]] = {
     "inspect": Command(program=f"{PROGRAM} inspect", schema=Inspect, description=_INSPECT),
     "verify": Command(program=f"{PROGRAM} verify", schema=Inspect, description=_VERIFY),
     "diff": Command(program=f"{PROGRAM} diff", schema=Diff, description=_DIFF),
+    "rows": Command(program=f"{PROGRAM} rows", schema=RowsOf, description=_ROWS),
 }
-_FUNCTIONS: dict[str, Callable[[Any], int]] = {"inspect": inspect, "verify": verify, "diff": diff}
+_FUNCTIONS: dict[str, Callable[[Any], int]] = {
+    "inspect": inspect,
+    "verify": verify,
+    "diff": diff,
+    "rows": rows,
+}
 
 
 def main(argv: Sequence[str]) -> int:

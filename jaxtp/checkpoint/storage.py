@@ -223,6 +223,27 @@ def is_of_run(info: Mapping[str, Any]) -> bool:
     return set(map(type, values)) == {dict} and isinstance(info.get("next_sample"), int)
 
 
+STARTS = "starts"
+"""Key in a checkpoint's info: step and sample, `[[0, 0], ...]`, after which batches have a new
+size."""
+
+
+def starts_of(info: Mapping[str, Any], step: int, size: int) -> list[list[int]]:
+    """Returns the positions where batches got a new size, for a run that continues with `size`.
+
+    Args:
+      info: of the checkpoint at `step`; empty for a new run. The checkpoint of an older version has
+        no positions, so what was before it is unknown if the size changed there.
+    """
+    if not info:
+        return [[0, 0]]
+    before = info["config"]["data"]["global_batch_size"]
+    position = [step, info["next_sample"]]
+    starts: list[list[int]] = [[0, 0]] if position == [step, step * before] else [position]
+    starts = info.get(STARTS, starts)
+    return starts if size == before else [*starts, position]
+
+
 def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
     """Finds a checkpoint and reads its info, with the same result or `CheckpointError`
     everywhere."""
@@ -353,6 +374,20 @@ def newest_checkpoint(run: Path) -> Path:
     if checkpoints:
         return checkpoints[-1]
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
+
+
+def kept_checkpoint(run: Path, step: int) -> Path:
+    """Returns the checkpoint of a step; raises `CheckpointError` if it is not kept."""
+    kept = {int(folder.name): folder for folder in finished_checkpoints(run / "checkpoints")}
+    if step in kept:
+        return kept[step]
+    if not kept:
+        raise CheckpointError(f"run.resume_at={step}: {run} has no finished checkpoint")
+    nearest = min(kept, key=lambda other: abs(other - step))
+    raise CheckpointError(
+        f"run.resume_at={step}: {run} keeps the checkpoints {', '.join(map(str, kept))}; the "
+        f"nearest is --run.resume-at {nearest}"
+    )
 
 
 def newest_with_info(run: Path) -> tuple[Path, Info] | None:

@@ -38,6 +38,11 @@ class Documents(ABC):
     def location(self, index: int) -> str:
         """Returns the place of a document, such as `data/x/train-00003.tokens, document 17`."""
 
+    def origin(self, index: int) -> tuple[str, int | None]:
+        """Returns the file of a document, and the number of its line or row there, from 1; or its
+        location and None."""
+        return self.location(index), None
+
     @abstractmethod
     def _array(self, shard: int, suffix: str) -> Tokens:
         """Returns a shard's tokens, its offsets (the first token of each document), or its
@@ -99,6 +104,11 @@ class Documents(ABC):
         offsets = self._array(shard, DOCUMENTS)
         row = np.searchsorted(offsets, position - self._first_token[shard], side="right") - 1
         return self._first_document[shard] + int(row)
+
+    def first_token(self, index: int) -> int:
+        """Returns the position of a document's first token among all tokens."""
+        shard, row = self._locate(index)
+        return self._first_token[shard] + int(self._array(shard, DOCUMENTS)[row])
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self.num_documents:

@@ -23,9 +23,15 @@ SPLITS = (TRAIN, VALIDATION)
 
 TOKENS = "tokens"
 DOCUMENTS = "documents"
-PROMPTS = "prompts"  # Suffixes of a shard's files
+PROMPTS = "prompts"
+ORIGINS = "origins"  # Suffixes of a shard's files
 OFFSET = np.dtype("<u8")
 PROMPT = np.dtype("<u4")
+ORIGIN = np.dtype("<u8")
+MAX_ITEMS = 2**36
+"""An origin is the index of an input times `MAX_ITEMS`, plus the number of a line in it."""
+INPUTS = "inputs.jsonl"
+MAX_INPUTS = 2**30  # Maximum bytes of the list of inputs
 
 BYTES: Final = "bytes"
 HUGGING_FACE: Final = "huggingface"  # Kinds of tokenizers
@@ -71,6 +77,15 @@ class TokenizerInfo:
         """The smallest dtype that holds every id; files have this dtype."""
         dtype: np.dtype[np.unsignedinteger] = np.min_scalar_type(max(self.vocab_size - 1, 0))
         return dtype.newbyteorder("<")
+
+
+@dataclass(frozen=True)
+class Input:
+    """A line of `inputs.jsonl`."""
+
+    path: str
+    bytes: int
+    modified: int
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,7 @@ class Manifest:
             if name not in SPLITS:
                 raise DatasetError(f"unknown split {name!r}")
             for shard in split.shards:
-                if shard.sha256.keys() != suffixes:
+                if shard.sha256.keys() - {ORIGINS} != suffixes:
                     raise DatasetError(f"a shard has the files {', '.join(shard.sha256) or 'none'}")
                 if self.pairs and shard.documents % 2:
                     raise DatasetError(f"a shard of pairs has {shard.documents} documents")
@@ -156,6 +171,7 @@ def file_sizes(documents: int, tokens: int, dtype: np.dtype[np.unsignedinteger])
         TOKENS: tokens * dtype.itemsize,
         DOCUMENTS: (documents + 1) * OFFSET.itemsize,
         PROMPTS: documents * PROMPT.itemsize,
+        ORIGINS: documents * ORIGIN.itemsize,
     }
 
 
@@ -191,6 +207,12 @@ def read_manifest(folder: Path) -> Manifest:
         return manifest
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from None
+
+
+def read_inputs(folder: Path) -> list[Input]:
+    """Reads `inputs.jsonl`; raises `OSError` or `DatasetError`."""
+    lines = read_bytes(folder / INPUTS, MAX_INPUTS).splitlines()
+    return parse(list[Input], b"[%b]" % b",".join(lines))
 
 
 def _missing(folder: Path) -> str:

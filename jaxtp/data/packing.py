@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jaxtp.config.entry import UserError, paused_collection
 from jaxtp.data.documents import Documents
 from jaxtp.data.manifest import DatasetError
-from jaxtp.data.rows import PAIRS, SEGMENTS, Row, Rows, check_vocabulary, empty_row
+from jaxtp.data.rows import PAIRS, SEGMENTS, Piece, Row, Rows, check_vocabulary, empty_row
 from jaxtp.distributed.devices import host_memory
 
 _BYTES_OF_PIECE = 45  # Memory to plan a document, or a part of one
@@ -63,6 +63,13 @@ class Packed(Rows):
 
     def __len__(self) -> int:
         return len(self._rows) - 1
+
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """See `Rows.pieces`."""
+        first, last = self._rows[index : index + 2].tolist()
+        for document, start in self._pieces[first:last].tolist():
+            used = len(self._documents.document(document, start, start + self._length))
+            yield Piece(document, start, start + used)
 
     def _row(self, index: int) -> Row:
         first, last = self._rows[index : index + 2].tolist()

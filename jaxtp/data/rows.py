@@ -1,8 +1,8 @@
 """Rows of a batch: one sequence each."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import SupportsIndex, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 import grain
 import numpy as np
@@ -24,6 +24,17 @@ for the row's pairs i = 1, 2, ..., i in the chosen and -i in the rejected docume
 prompts; 0 for padding. Scores (`scores.py`) add columns `[T, ...]`, some of float32."""
 
 Samples: TypeAlias = "grain.MapDataset[Row]"  # Rows by index, which Grain reads ahead
+
+
+class Piece(NamedTuple):
+    """Tokens `[start:stop]` of a document, which are inputs of a row.
+
+    The label of the last one is the token at `stop`, if there is one.
+    """
+
+    document: int
+    start: int
+    stop: int
 
 
 class TokenError(UserError):
@@ -65,6 +76,10 @@ class Rows(Sequence[Row]):
         return row
 
     @abstractmethod
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """Yields the parts of documents in a row, in their order."""
+
+    @abstractmethod
     def _row(self, index: int) -> Row: ...
 
 
@@ -87,6 +102,18 @@ class Concatenated(Rows):
 
     def __len__(self) -> int:
         return self._num_rows
+
+    def pieces(self, index: int) -> Iterator[Piece]:
+        """See `Rows.pieces`."""
+        documents = self._documents
+        at = index * self._length
+        end = min(at + self._length, documents.num_tokens)
+        while at < end:
+            document = documents.document_at(at)
+            first = documents.first_token(document)
+            stop = min(end, first + len(documents.document(document)))
+            yield Piece(document, at - first, stop - first)
+            at = stop
 
     def _row(self, index: int) -> Row:
         start = index * self._length

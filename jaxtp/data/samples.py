@@ -8,10 +8,12 @@ lengths, so only an upgrade that changes the order stops a run. The names and ve
 hashes are for messages.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 import grain
@@ -85,6 +87,22 @@ class Data:
         self.validation_rows = [rows_of(documents, name) for documents, _ in distinct]
         self._validation_weights = [weight for _, weight in distinct]
         self.train = shuffled(self.train_rows, self.weights, seed)
+        self._seed = seed
+
+    def origin(self, sample: int) -> tuple[int, int]:
+        """Returns the source of a training sample, and its row there."""
+        ends, numbers = self._numbers
+        number = int(numbers[sample])  # type: ignore[call-overload]
+        source = bisect_right(ends, number) - 1
+        return source, number - ends[source]
+
+    @cached_property
+    def _numbers(self) -> tuple[list[int], Samples]:
+        # The samples as numbers of rows, and the first number of each source. The order depends
+        # only on how many rows there are.
+        ends = [*accumulate(map(len, self.train_rows), initial=0)]
+        rows = [range(*bounds) for bounds in pairwise(ends)]
+        return ends, shuffled(rows, self.weights, self._seed)  # type: ignore[arg-type]
 
     def epochs(self, samples: int) -> list[float]:
         """Returns how many epochs of each source are in `samples` samples."""

@@ -14,7 +14,9 @@ Version 1 of the format is a folder:
     shards.
   - `train-00000.prompts`, only for instruction data: little-endian uint32 `[n]`, the number of
     prompt tokens at the start of each document.
-- `inputs.jsonl`: path, bytes and modification time of each input; only `jaxtp prepare` reads it.
+  - `train-00000.origins`, absent from older datasets: little-endian uint64 `[n]`. Entry // 2^36 is
+    the index of the document's input, and entry % 2^36 the number of its line or row, from 1.
+- `inputs.jsonl`: path, bytes and modification time of each input.
 
 Version 2 is preference data, with `"pairs": true` in its manifest. Document 2i is the chosen and
 document 2i + 1 the rejected answer to a prompt. Each of them starts with the prompt, and both are
@@ -23,6 +25,7 @@ in one shard.
 
 import hashlib
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,14 +39,20 @@ from jaxtp.config.reading import inside, open_regular, truncate
 from jaxtp.data.documents import Documents, Tokens
 from jaxtp.data.manifest import (
     DOCUMENTS,
+    INPUTS,
+    MAX_ITEMS,
+    ORIGIN,
+    ORIGINS,
     PROMPT,
     PROMPTS,
     TOKENIZER,
     TOKENS,
     DatasetError,
+    Input,
     Manifest,
     TokenizerInfo,
     file_sizes,
+    read_inputs,
     read_manifest,
     shard_file,
 )
@@ -62,6 +71,7 @@ class Split(Documents):
         shards = manifest.splits[name].shards
         self._folder = folder
         self._name = name
+        self._named = manifest.arguments.get("inputs")
         self._shards = shards
         documents = [shard.documents for shard in shards]
         tokens = [shard.tokens for shard in shards]
@@ -77,10 +87,10 @@ class Split(Documents):
 
     @cached_property
     def identity(self) -> str:
-        """The sha256 of the shards' checksums."""
+        """The sha256 of the shards' checksums, without origins, which training does not read."""
         sums = hashlib.sha256()
         for shard in self._shards:
-            for suffix in sorted(shard.sha256):
+            for suffix in sorted(shard.sha256.keys() - {ORIGINS}):
                 sums.update(shard.sha256[suffix].encode())
         return sums.hexdigest()
 
@@ -128,6 +138,31 @@ class Split(Documents):
         shard, row = self._locate(index)
         return f"{shard_file(self._folder, self._name, shard, TOKENS)}, document {row}"
 
+    def origin(self, index: int) -> tuple[str, int | None]:
+        """Overrides `Documents.origin`; raises `DatasetError` if the dataset has no origins."""
+        shard, row = self._locate(index)
+        if ORIGINS not in self._shards[shard].sha256:
+            inputs = "INPUT"
+            if isinstance(self._named, list):
+                inputs = shlex.join(map(str, self._named))
+            raise DatasetError(
+                f"{self._folder} was prepared by an older version, which kept no lines of "
+                "documents; the command that made it adds them, and changes no token, with "
+                f"--overwrite: jaxtp prepare {truncate(inputs, 300)} --out {self._folder} "
+                "--overwrite, and its other flags"
+            )
+        source, line = divmod(int(self._array(shard, ORIGINS)[row]), MAX_ITEMS)
+        if source >= len(self._inputs):
+            raise DatasetError(f"{self._folder / INPUTS}: damaged: it has no input {source}")
+        return self._inputs[source].path, line
+
+    @cached_property
+    def _inputs(self) -> list[Input]:
+        try:
+            return read_inputs(self._folder)
+        except OSError as error:
+            raise DatasetError(f"{self._folder / INPUTS}: {error.strerror}") from None
+
     def _array(self, shard: int, suffix: str) -> Tokens:
         array = self._maps.get((shard, suffix))
         if array is None:
@@ -136,7 +171,12 @@ class Split(Documents):
                 # Reads offsets as signed integers, because NumPy promotes uint64 and an index to
                 # float64.
                 dtypes: dict[str, np.dtype[np.integer]]
-                dtypes = {TOKENS: self._dtype, DOCUMENTS: np.dtype("<i8"), PROMPTS: PROMPT}
+                dtypes = {
+                    TOKENS: self._dtype,
+                    DOCUMENTS: np.dtype("<i8"),
+                    PROMPTS: PROMPT,
+                    ORIGINS: ORIGIN,
+                }
                 array = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
             except (OSError, ValueError) as error:
                 # ValueError: the file is empty, or its size is not a multiple of the dtype's.

@@ -1,15 +1,18 @@
-"""Steps whose numbers are not finite, or that have no weight: the run ends, or leaves them out."""
+"""Steps whose numbers are not finite or spikes, or that have no weight: the run ends, or leaves
+them out."""
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from jaxtp.checkpoint.checksum import NonFiniteError, Sums, describe_not_finite
 from jaxtp.checkpoint.logical import finite_arrays, named_arrays
@@ -79,14 +82,16 @@ class NonFinitePolicy(Hook):
 
     def _skip(self, loop: Loop, step: FinishedStep) -> None:
         loss = step.metrics["loss"]
-        text = f"step {step.index}: loss {loss:g}, gradient norm {step.metrics['grad_norm']:g}"
+        norm = step.metrics["grad_norm"]
+        text = f"step {step.index}: loss {loss:g}, gradient norm {norm:g}"
         # A state that is not finite makes every step fail. The next step has been dispatched, so
         # this is its result.
         if step.skipped == 1:
             self._checkpoints.require_sound(Sums(finite_arrays(loop.state)), self._mesh, text)
         allowed = self._max_skipped if self._may_skip else 0
         if step.skipped > allowed:
-            raise self._gradient_error(loop, step, text)
+            problem = "a spike" if math.isfinite(loss + norm) else "not finite"
+            raise self._gradient_error(loop, step, f"{text}: {problem}")
         loop.line(f"{text}; the update is skipped, {step.skipped} in a row of at most {allowed}")
 
     def _gradient_error(self, loop: Loop, step: FinishedStep, text: str) -> NonFiniteError:
@@ -101,7 +106,7 @@ class NonFinitePolicy(Hook):
         except (UserError, OSError) as error:
             saved = f"could not be saved for inspection ({error})"
         return NonFiniteError(
-            f"{text}: not finite. The update was not applied; the weights and the batch "
+            f"{text}. The update was not applied; the weights and the batch "
             f"{saved}. {self._resume_hint()}. Look for the cause (a learning rate too high, "
             f"a bad sample), or {remedy}"
         )
@@ -139,6 +144,61 @@ class NonFinitePolicy(Hook):
         if not saved:
             return "The same command starts again: there is no checkpoint yet"
         return f"The same command resumes from the checkpoint at step {saved[-1]}"
+
+
+SPIKES = "spikes"  # Key of the window in a checkpoint's info
+
+
+class Spikes(Hook):
+    """Finds limits of the loss and the gradient norm, above which a step skips its update.
+
+    The limits of a step depend on the steps before the last one, also if the last one is finished:
+    while it is in flight its numbers are unknown, and a resumed run has to have the same limits.
+
+    Args:
+      deviations: number of standard deviations from the mean to a limit.
+      size: number of steps in the window.
+      window: step, loss and gradient norm of the last steps with an update, from a checkpoint.
+      remedy: the end of the line on a spike.
+    """
+
+    def __init__(
+        self, deviations: float, size: int, window: Iterable[list[float]], remedy: str = ""
+    ):
+        self._deviations = deviations
+        self._size = size
+        self._window = list(window)
+        self._remedy = remedy
+
+    def limits(self, step: int) -> NDArray[np.float32]:
+        """Returns the limits of a step, `[2]`; infinity until the window is full."""
+        before = [numbers for index, *numbers in self._window if index < step - 1][-self._size :]
+        if len(before) < self._size:
+            return np.full(2, np.inf, np.float32)
+        window = np.array(before)
+        limits = window.mean(0) + self._deviations * window.std(0)
+        return limits.astype(np.float32)
+
+    def after_step(self, loop: Loop, step: FinishedStep) -> None:
+        """Adds a step to the window, or reports a spike."""
+        loss = step.metrics["loss"]
+        norm = step.metrics["grad_norm"]
+        if not math.isfinite(loss + norm):
+            return
+        if not step.skipped:
+            # The limits of the next step leave one of these out.
+            self._window = [*self._window[-self._size :], [step.index, loss, norm]]
+            return
+        max_loss, max_norm = self.limits(step.index).tolist()
+        loop.line(
+            f"step {step.index}: a spike of train.spike_deviations={self._deviations:g}: loss "
+            f"{loss:g} (limit {max_loss:g}), gradient norm {norm:g} (limit {max_norm:g})"
+            f"{self._remedy and f'; {self._remedy} --step {step.index}'}"
+        )
+
+    def at_save(self, info: dict[str, Any]) -> None:
+        """Saves the window."""
+        info[SPIKES] = self._window
 
 
 @contextmanager

@@ -58,13 +58,13 @@ Folder = Annotated[UserPath, AfterValidator(_not_here)]
 def _not_aim(name: object) -> object:
     if name == "aim":
         raise ValueError(
-            "is no longer a tracker; tensorboard and wandb are, and a callback can write to any "
-            "other (--train.callbacks FILE.py:NAME)"
+            "is no longer a tracker; tensorboard, wandb and mlflow are, and a callback can write "
+            "to any other (--train.callbacks FILE.py:NAME)"
         )
     return name
 
 
-TrackerName = Annotated[Literal["tensorboard", "wandb"], BeforeValidator(_not_aim)]
+TrackerName = Annotated[Literal["tensorboard", "wandb", "mlflow"], BeforeValidator(_not_aim)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,10 @@ class RunConfig(Settings):
 
     seed: Annotated[CountOrZero, Affects(numbers=True, fixed=True)] = 0
     """Seed of the initial weights and of the order of the data."""
+
+    resume_at: Annotated[Count | None, NOTHING] = None
+    """Step of an older checkpoint in run.dir, from a copy of which the run continues in a new
+    folder: run.dir with -at-STEP."""
 
     init_from: UserPath | None = None
     """Folder of another run of the same model, whose newest weights the new run starts from."""
@@ -304,6 +308,17 @@ class LoopConfig(Settings):
     """Maximum number of skipped steps in a row before the run ends. Steps without labels, or whose
     loss has the weight 0, are always skipped, and are counted separately."""
 
+    spike: Annotated[Literal["keep", "skip"], NUMBERS] = "keep"
+    """Whether a step whose loss or gradient norm is a spike keeps its update or skips it, with
+    non_finite=skip."""
+
+    spike_deviations: Annotated[Positive, NUMBERS] = 6.0
+    """Standard deviations above the mean of the window, from which on a number is a spike."""
+
+    spike_window: Annotated[int, Field(ge=2, le=10_000), NUMBERS] = 100
+    """Number of steps that a step is compared with: the last ones with an update, without the step
+    just before. No step is skipped before there are as many."""
+
     allow_oversize: Annotated[bool, NOTHING] = False
     """Train even if a step needs more memory than a device has. The estimate is partly a model, and
     can be wrong."""
@@ -347,11 +362,12 @@ class MetricsConfig(Settings):
 
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
     """Trackers that get the metrics: tensorboard writes event files into the run's folder; wandb
-    needs jaxtp's extra of this name. The flag takes several (--metrics.trackers tensorboard wandb);
-    an empty list in a YAML file turns all off. A callback may be another tracker."""
+    and mlflow need jaxtp's extra of this name. The flag takes several (--metrics.trackers
+    tensorboard wandb); an empty list in a YAML file turns all off. A callback may be another
+    tracker."""
 
     project: str = "jaxtp"
-    """W&B project of the run."""
+    """W&B project, or MLflow experiment, of the run."""
 
     norm_groups: tuple[str, ...] = ()
     """Patterns of parameter paths, such as "blocks.mlp.*": the norms of the matching gradients and

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.checkpoint.storage import Info, is_of_run, newest_with_info
+from jaxtp.checkpoint.storage import (
+    Info,
+    is_of_run,
+    kept_checkpoint,
+    newest_with_info,
+    read_info,
+)
 from jaxtp.config.console import size_text
 from jaxtp.config.hints import dotted
 from jaxtp.config.schema import (
@@ -123,6 +129,8 @@ class Decided:
     before: Progress
     # Reasons for defaults
     notes: list[str] = field(default_factory=list)
+    # A checkpoint of another folder, which the run copies and resumes (`run.resume_at`)
+    older: Path | None = None
 
 
 @dataclass
@@ -165,13 +173,22 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     """
     resumed = None
     before = Progress()
+    older = None
+    run = config.run.dir
+    step = config.run.resume_at
+    if step is not None:
+        folder = run.with_name(f"{run.name}-at-{step}")
+        config = replace_nested(config, {RUN_DIR: folder, "run.resume_at": None})
     newest = newest_with_info(config.run.dir / CHECKPOINTS)
+    if newest is None and step is not None:
+        older = kept_checkpoint(run, step)
+        newest = older, read_info(older)
     if newest is not None:
         folder, info = newest
         before = Progress(int(folder.name), info.get("next_sample", 0))
         resumed = info if is_of_run(info) else None
     config, init = resolve(config, explicit, resumed)
-    return Decided(config, init, resumed, before)
+    return Decided(config, init, resumed, before, older=older)
 
 
 def read_settings(settings: Mapping[str, object], task: Task) -> tuple[TrainConfig, set[str]]:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import Sums
 from jaxtp.checkpoint.logical import finite_arrays
+from jaxtp.checkpoint.storage import STARTS
 from jaxtp.config.entry import STANDARD_OUTPUT, UserError, in_thread
 from jaxtp.config.python_object import user_code_error, users_lines
 from jaxtp.config.reading import truncate
@@ -24,7 +25,7 @@ from jaxtp.data.columns import BatchError, EndOfDataError
 from jaxtp.data.loader import Batch, split
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere, working_on
 from jaxtp.guards.hook import FinishedStep, Hook, NextStep
-from jaxtp.guards.nonfinite import NonFinitePolicy
+from jaxtp.guards.nonfinite import NonFinitePolicy, Spikes
 from jaxtp.guards.stopping import Stopping, Watchdog
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import run_folder
@@ -82,6 +83,17 @@ class TrainingLoop:
         return Evaluation(self)
 
     @cached_property
+    def spikes(self) -> Spikes | None:
+        """The limits of the steps, if spikes are skipped."""
+        loop = self.run.config.train
+        if loop.spike != "skip":
+            return None
+        remedy = ""
+        if self.run.data.tokens is not None:
+            remedy = f"its documents: jaxtp checkpoint rows {self.run.config.run.dir}"
+        return Spikes(loop.spike_deviations, loop.spike_window, self.run.spikes, remedy)
+
+    @cached_property
     def hooks(self) -> list[Hook]:
         """The hooks in the order of their calls.
 
@@ -108,6 +120,8 @@ class TrainingLoop:
             trained = trained_parameters(run.blueprint)
             every = config.train.verify_every
             yield Verifier(self.mesh, trained, every, run.checkpoints, run.verified)
+        if self.spikes is not None:
+            yield self.spikes
         yield NonFinitePolicy(
             config.run.dir / run_folder.NON_FINITE,
             may_skip=config.train.non_finite == "skip",
@@ -139,7 +153,7 @@ class TrainingLoop:
             self._enter(f"step {run.step + 1}")
             with run.timing.waiting_for_data():
                 batch, position = self._next_batch(batches)
-            flags = self.stopping.flags()
+            flags = self._flags()
             step = NextStep(run.step + 1, batch, partial(self._compute, train_step, batch, flags))
             for hook in self.hooks:
                 hook.before_step(self, step)
@@ -193,7 +207,7 @@ class TrainingLoop:
             started = time.perf_counter()
             batch = split(run.data.train.shapes, self.mesh)
             try:
-                lowered = run.train_step.lower(run.leaves, batch, **self.stopping.flags())
+                lowered = run.train_step.lower(run.leaves, batch, **self._flags())
                 if run.programs is not None:
                     run.programs.accept(lowered, self.line)
                 options = compiler_options(
@@ -213,6 +227,13 @@ class TrainingLoop:
             seconds = time.perf_counter() - started
         self.line(f"compiled the training step in {seconds:.1f} s")
         return compiled
+
+    def _flags(self) -> dict[str, Any]:
+        # Further arguments of the next step
+        flags: dict[str, Any] = dict(self.stopping.flags())
+        if self.spikes is not None:
+            flags["limits"] = self.spikes.limits(self.run.step + 1)
+        return flags
 
     def finish_step(self) -> None:
         """Waits for the step in flight, if any, and tells the hooks its numbers."""
@@ -386,6 +407,7 @@ class TrainingLoop:
         info = run_folder.checkpoint_info(
             to_plain(run.config), run.data.description, run.position.sample, mesh_sizes(self.mesh)
         )
+        info[STARTS] = run.starts
         streams = run.position.gathered().streams
         if streams is not None:
             info[run_folder.STREAMS] = streams

@@ -207,7 +207,7 @@ class _WeightsAndBiases:
             self._run = wandb.init(
                 project=settings["metrics"]["project"],
                 name=run.name,
-                id=run_id(run / _TRACKER_IDS),
+                id=run_id(run / _TRACKER_IDS, "wandb", lambda: uuid.uuid4().hex[:12]),
                 resume="allow",
                 dir=run,
                 config=settings,
@@ -226,6 +226,44 @@ class _WeightsAndBiases:
         self._run.log({"step": step, **values})
 
 
+class _MLflow:
+    # An MLflow run, which resumes with this run, at `MLFLOW_TRACKING_URI`.
+
+    def __init__(self, run: Path, settings: Mapping[str, Any], logs_from: int):
+        mlflow = importlib.import_module("mlflow")
+        self._metric = mlflow.entities.Metric
+        project = settings["metrics"]["project"]
+
+        def create() -> str:
+            experiment = client.get_experiment_by_name(project)
+            number = experiment.experiment_id if experiment else client.create_experiment(project)
+            created: str = client.create_run(number, run_name=run.name).info.run_id
+            return created
+
+        try:
+            self._client = client = mlflow.MlflowClient()
+            self._run = run_id(run / _TRACKER_IDS, "mlflow", create)
+            client.update_run(self._run, "RUNNING")
+            client.log_dict(self._run, dict(settings), "config.json")
+        except mlflow.MlflowException as error:
+            raise ConfigError(
+                f"metrics.trackers: mlflow cannot start ({error}); name a server by "
+                "MLFLOW_TRACKING_URI=http://HOST:PORT"
+            ) from None
+
+    def write(self, step: int, values: Record) -> None:
+        milliseconds = int(1000 * time.time())
+        # MLflow refuses other characters, such as those of patterns.
+        metrics = [
+            self._metric(re.sub(r"[^\w\-./ ]", "_", name), value, milliseconds, step)
+            for name, value in values.items()
+        ]
+        self._client.log_batch(self._run, metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)
+
+
 class Tracker(Protocol):
     """A tracker on process 0.
 
@@ -241,6 +279,7 @@ class Tracker(Protocol):
 TRACKERS: dict[str, Callable[[Path, Mapping[str, Any], int], Tracker]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WeightsAndBiases,
+    "mlflow": _MLflow,
 }
 """Trackers by name: a `TrackerName`, a package, and an extra of jaxtp. The arguments are the folder
 and all settings of the run, as plain values, and the first step that is logged."""
@@ -333,15 +372,16 @@ class Trackers:
                 )
 
 
-def run_id(path: Path) -> str:
-    """Returns the id of a W&B run that the file stores; stores a new one if it has none yet."""
-    try:
-        stored: str = json.loads(read_bytes(path, MAX_JSON))["wandb"]
+def run_id(path: Path, tracker: str, create: Callable[[], str]) -> str:
+    """Returns the id of a tracker's run that the file stores; creates one if it has none yet."""
+    ids: dict[str, str] = {}
     # There is no file yet, or a kill cut it short.
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
-        stored = uuid.uuid4().hex[:12]
-        write_atomically(path, json.dumps({"wandb": stored}).encode())
-    return stored
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        ids = dict(json.loads(read_bytes(path, MAX_JSON)))
+    if tracker not in ids:
+        ids[tracker] = create()
+        write_atomically(path, json.dumps(ids).encode())
+    return ids[tracker]
 
 
 def _lines(path: Path) -> list[str]:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -116,6 +117,26 @@ def locked(folder: Path) -> Iterator[None]:
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
         yield
+
+
+def copy_checkpoint(older: Path, run: Path) -> None:
+    """Copies a checkpoint to another run that has none, with the run's config.json and tokenizer.
+
+    A kill leaves no part of a checkpoint.
+    """
+    from jaxtp.hf.runs import copy_hf_files, hf_files_of
+
+    if jax.process_index() != 0:
+        return
+    copy = run / f"{older.name}.copy"
+    with writing(copy):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(older, copy)
+        (run / CHECKPOINTS).mkdir(exist_ok=True)
+        copy.rename(run / CHECKPOINTS / older.name)
+    files = hf_files_of(older)
+    if files is not None:
+        copy_hf_files(files, run)
 
 
 def write_config(folder: Path, text: str) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Traced, Wrapped
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.storage import Info
+from jaxtp.checkpoint.storage import Info, starts_of
 from jaxtp.config import entry
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
@@ -27,6 +27,7 @@ from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
 from jaxtp.distributed.programs import ProgramCounts, SharedPrograms
 from jaxtp.guards.hook import VERIFIED
+from jaxtp.guards.nonfinite import SPIKES
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
@@ -145,10 +146,14 @@ class Run(RunPlan):
     step: int
     # Position of the next batch
     position: Position
+    # Steps and samples after which the batches had another size (`starts_of`)
+    starts: list[list[int]]
     # Identity of the frozen model under adapters, if there are any
     base: dict[str, str] | None
     # The last verified step, if the checkpoint records one
     verified: int | None
+    # The window of `Spikes`
+    spikes: list[list[float]]
     # Mean loss since the last record, which may precede the checkpoint
     mean_loss: MeanLoss
 
@@ -202,6 +207,10 @@ def make_run(
         report.line(line)
     report.rows(summary(run_plan, decided.before))
 
+    if decided.older is not None:
+        report.line(f"copying {decided.older}, from which the run continues in {config.run.dir}")
+        with raise_everywhere():
+            run_folder.copy_checkpoint(decided.older, config.run.dir)
     keeping = config.checkpoint
     checkpoints = exit_stack.enter_context(
         Checkpoints(
@@ -256,8 +265,10 @@ def make_run(
         leaves=jax.tree.leaves(initial.state),
         step=step,
         position=Position(step, info.get("next_sample", 0), info.get(run_folder.STREAMS)),
+        starts=starts_of(info, step, config.data.global_batch_size),
         base=initial.base,
         verified=info.get(VERIFIED),
+        spikes=info.get(SPIKES, []),
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
 

@@ -139,9 +139,10 @@ def make_train_step(
 ) -> Wrapped:
     """Returns the jitted training step `state, batch -> state, StepOutput`; donates the state.
 
-    The keyword arguments are `stop`, the flags of all devices (`guards/stopping.py`), and
-    `experts`, which replace the routers' choices. They are not columns of the batch, where a user's
-    columns may have the same names.
+    The keyword arguments are `stop`, the flags of all devices (`guards/stopping.py`), `experts`,
+    which replace the routers' choices, and `limits` `[2]`, above which a loss and a gradient norm
+    count as not finite. They are not columns of the batch, where a user's columns may have the same
+    names.
 
     The scalars are `loss`, the mean over the batch's `loss_tokens` valid tokens; `grad_norm`, the
     global L2 norm before clipping; `learning_rate`, if known; `param_norm` after the update;
@@ -164,7 +165,12 @@ def make_train_step(
     )
 
     def step(
-        state: Any, batch: Batch, *, stop: Array | None = None, experts: Experts = None
+        state: Any,
+        batch: Batch,
+        *,
+        stop: Array | None = None,
+        experts: Experts = None,
+        limits: Array | None = None,
     ) -> tuple[Any, StepOutput]:
         if on_leaves:
             state = blueprint.unflatten(state)
@@ -186,6 +192,8 @@ def make_train_step(
         objective.after_update(model, terms)
 
         finite = jnp.isfinite(loss) & jnp.isfinite(metrics["grad_norm"])
+        if limits is not None:
+            finite &= (loss <= limits[0]) & (metrics["grad_norm"] <= limits[1])
         new, skipped = _skip_if_useless(
             nnx.state(train_state, STORED),
             state,

@@ -204,13 +204,19 @@ def general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
             f"data.path={config.data.path} and data.mixture exclude each other: leave one of "
             "them out"
         )
-    has_project = "wandb" in config.metrics.trackers
+    has_project = not {"wandb", "mlflow"}.isdisjoint(config.metrics.trackers)
     is_wsd = config.optimizer.schedule == "wsd"
     switches = (
         ("data.packing=documents", config.data.packed, ["data.long_documents"]),
         ("optimizer.schedule=wsd", is_wsd, ["optimizer.decay_fraction"]),
         ("profile.start", config.profile.start, ["profile.steps"]),
-        ("wandb in metrics.trackers", has_project, ["metrics.project"]),
+        ("train.non_finite=skip", config.train.non_finite == "skip", ["train.spike"]),
+        (
+            "train.spike=skip",
+            config.train.spike == "skip",
+            ["train.spike_deviations", "train.spike_window"],
+        ),
+        ("wandb or mlflow in metrics.trackers", has_project, ["metrics.project"]),
     )
     yield from map(Problem, without_effect(config, switches))
     if config.profile.start > config.train.steps:

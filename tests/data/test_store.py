@@ -241,6 +241,7 @@ def sparse(copy, manifest, documents, tokens):
         "tokens": tokens,
         "documents": 8 * (documents + 1),
         "prompts": 4 * documents,
+        "origins": 8 * documents,
     }.items():
         path = copy / f"train-00000.{suffix}"
         path.write_bytes(b"")

@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxtp
 from jaxtp.analysis.step_costs import active_parameters, described
 from jaxtp.config import console
-from jaxtp.config.schema import from_yaml, to_plain
+from jaxtp.config.schema import ConfigError, from_yaml, to_plain
 from jaxtp.guards.hook import NextStep
 from jaxtp.guards.profiler import Profiler
 from jaxtp.guards.stragglers import memory_record
@@ -228,7 +228,31 @@ def test_files_that_a_crash_left_half_written_are_read_as_far_as_they_go(tmp_pat
     trackers.write_bytes(b'{"wandb": "a')
     trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
-    assert run_id(trackers) == run_id(trackers)
+    assert run_id(trackers, "wandb", lambda: "a") == "a"
+    assert run_id(trackers, "mlflow", lambda: "c") == "c"
+    assert run_id(trackers, "wandb", lambda: "d") == "a"
+
+
+def test_mlflow_has_the_metrics_of_a_run_that_resumes(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = tmp_path / "run"
+    run.mkdir()
+    for resumed_at, losses in ((0, {1: 3.0, 2: 2.5}), (1, {2: 2.0})):
+        trackers = trackers_of(run, "mlflow", resumed_at=resumed_at)
+        trackers.write({"step": 2, "grad_norm/blocks.*": 1.0, "mfu": math.nan})
+        write_losses(trackers, losses)
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'jaxtp'")
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
+    assert found.data.metrics == {"loss": 2.0, "grad_norm/blocks._": 1.0}
+    history = client.get_metric_history(found.info.run_id, "loss")
+    assert [(metric.step, metric.value) for metric in history] == [(1, 3.0), (2, 2.5), (2, 2.0)]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
+    with pytest.raises(ConfigError, match=r"mlflow cannot start .* MLFLOW_TRACKING_URI=http"):
+        trackers_of(run, "mlflow")
 
 
 def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, capsys):

@@ -56,6 +56,22 @@ def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
     assert {step: half * 2 for step, half in halves.items()} == pytest.approx(records(tmp_path))
 
 
+def test_a_run_goes_back_to_an_older_checkpoint_in_a_new_folder(tmp_path):
+    settings = {"checkpoint.every": 2, "checkpoint.keep": 9, "train.log_every": 1}
+    train(tmp_path / "a", steps=5, settings=settings)
+    error = raised_by(
+        lambda: train(tmp_path / "a", steps=5, settings=settings | {"run.resume_at": 3}),
+        kind=UserError,
+    )
+    assert "keeps the checkpoints 2, 4, 5; the nearest is --run.resume-at 2" in error
+    # The second of these resumes in the new folder.
+    for steps in (4, 5):
+        train(tmp_path / "a", steps=steps, settings=settings | {"run.resume_at": 2})
+    whole = records(tmp_path / "a")
+    assert records(tmp_path / "a-at-2") == {step: whole[step] for step in (3, 4, 5)}
+    assert checkpoints_in(tmp_path / "a") == checkpoints_in(tmp_path / "a-at-2") == [2, 4, 5]
+
+
 def test_validation_turns_dropout_off_and_a_batch_of_one_row_is_trained(tmp_path):
     row = {"x": np.ones((1, 16)), "y": np.zeros(1, int)}
     step_losses = []

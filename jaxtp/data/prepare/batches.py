@@ -37,6 +37,7 @@ class Entry(NamedTuple):
     turns: tuple[Turn, ...]
     digest: bytes  # sha256 of prompts and texts
     sizes: tuple[int, ...]  # Bytes of each turn, prompt and text, as UTF-8
+    origin: Position  # index of the source, and number of the line or row
 
 
 @dataclass
@@ -71,7 +72,8 @@ def batches(
             if event.problem is None:
                 batch.left_out += event.documents.left_out
                 if event.documents.turns:
-                    batch.entries.append(_entry(event.documents.turns))
+                    origin = Position(index, event.item)
+                    batch.entries.append(_entry(event.documents.turns, origin))
                     size += sum(batch.entries[-1].sizes)
             elif on_error == "stop" and not event.problem.is_harmless:
                 yield batch
@@ -92,7 +94,7 @@ def batches(
     yield batch
 
 
-def _entry(turns: tuple[Turn, ...]) -> Entry:
+def _entry(turns: tuple[Turn, ...], origin: Position) -> Entry:
     """Returns an entry; also hashes prompt lengths, so that a prompt differs from a text."""
     digest = hashlib.sha256()
     sizes = []
@@ -104,7 +106,7 @@ def _entry(turns: tuple[Turn, ...]) -> Entry:
             digest.update(len(prompt).to_bytes(8, "little") + prompt)
         digest.update(text)
         sizes.append(len(prompt) + len(text))
-    return Entry(turns, digest.digest(), tuple(sizes))
+    return Entry(turns, digest.digest(), tuple(sizes), origin)
 
 
 def fraction(digest: bytes) -> float:

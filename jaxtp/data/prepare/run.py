@@ -104,7 +104,7 @@ class _Preparation:
         self._encoder = DocumentEncoder(job)
         self._writers: dict[str, SplitWriter] = {}
         for name in SPLITS:
-            writer = SplitWriter(job, name, state.splits[name])
+            writer = SplitWriter(job, name, state)
             self._writers[name] = stack.enter_context(closing(writer))
         files_by_split = map(SplitWriter.files, self._writers.values())
         drop_unknown(job.out, set().union(*files_by_split))
@@ -217,7 +217,7 @@ class _Preparation:
             self._state.skip(EMPTY_DOCUMENT)
             return
         writer = self._writers[split_of(entry.digest, self._threshold)]
-        self._num_tokens += writer.append(parts, num_prompt, size)
+        self._num_tokens += writer.append(parts, num_prompt, size, entry.origin)
         self._num_documents += 1
 
     def _save(self) -> None:

@@ -34,8 +34,12 @@ from jaxtp.config.schema import expand
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import (
     DOCUMENTS,
+    INPUTS,
     MANIFEST,
+    MAX_ITEMS,
     OFFSET,
+    ORIGIN,
+    ORIGINS,
     PROMPT,
     PROMPTS,
     SPLITS,
@@ -43,11 +47,13 @@ from jaxtp.data.manifest import (
     TOKENS,
     Count,
     DatasetError,
+    Input,
     Manifest,
     Shard,
     TokenizerInfo,
     file_sizes,
     parse,
+    read_inputs,
     read_manifest,
     shard_file,
 )
@@ -59,13 +65,12 @@ from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
 
 JOURNAL = "journal.json"
-INPUTS = "inputs.jsonl"
 HASHES = "seen.sha256"  # File of the hashes of all documents so far, with --dedup
 
 _MAX_LINES = 10
-_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
+_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS}|{ORIGINS})")
 _BUFFER = 2**20
-_MAX_JOURNAL = 2**30  # Maximum bytes of the journal, and of the list of inputs
+_MAX_JOURNAL = 2**30  # Maximum bytes of the journal
 
 
 def damaged_error(path: Path, how: str) -> PrepareError:
@@ -108,6 +113,7 @@ class State:
     """The result of `batches.threshold`; None for a dataset that an older version started: its
     threshold is `held_out`."""
     day: str | None = None  # the day that the chat template writes
+    has_origins: bool = False  # false if an older version started the dataset
     position: Position = Position(0, 0)
     seen: Annotated[int, Field(ge=0)] = 0  # number of valid hashes in the file `HASHES`
     # Number of items that were left out, by reason
@@ -126,15 +132,6 @@ class State:
         write_atomically(out / JOURNAL, json.dumps(asdict(self)).encode())
 
 
-@dataclass(frozen=True)
-class _Input:
-    """A line of `inputs.jsonl`."""
-
-    path: str
-    bytes: int
-    modified: int
-
-
 def begin(job: Job) -> State | None:
     """Returns the state to resume from; None if the dataset is finished."""
     out = job.out
@@ -145,7 +142,8 @@ def begin(job: Job) -> State | None:
     exists = (out / MANIFEST).exists() or (out / JOURNAL).exists()
     if exists and config.overwrite:
         _require_inputs_elsewhere(out, config)
-        State(settings).save(out)  # the journal marks a half-cleared folder as jaxtp's
+        # The journal marks a half-cleared folder as jaxtp's.
+        State(settings, has_origins=True).save(out)
         for name in (MANIFEST, TOKENIZER, TEMPLATE, TOKENIZER_CONFIG, INPUTS, HASHES):
             (out / name).unlink(missing_ok=True)
         drop_unknown(out, set())
@@ -170,7 +168,7 @@ def begin(job: Job) -> State | None:
         elif changed:
             state = None
     if state is None:
-        state = State(settings)
+        state = State(settings, has_origins=True)
         state.save(out)
     lines = [json.dumps(asdict(record)) + "\n" for record in _inputs(job)]
     write_atomically(out / INPUTS, "".join(lines).encode())
@@ -236,7 +234,7 @@ def _changed(
     return schema.differences(_by_path(then), _by_path(now)) or ["the order of the inputs"]
 
 
-def _by_path(inputs: Iterable[_Input]) -> dict[str, str]:
+def _by_path(inputs: Iterable[Input]) -> dict[str, str]:
     return {
         record.path: f"{record.bytes:,} bytes, modified at {record.modified:,} ns"
         for record in inputs
@@ -252,19 +250,17 @@ def _refuse(out: Path, subject: str, changed: list[str]) -> None:
         )
 
 
-def _inputs(job: Job) -> list[_Input]:
-    return [_Input(source.path, source.size, source.modified) for source in job.sources]
+def _inputs(job: Job) -> list[Input]:
+    return [Input(source.path, source.size, source.modified) for source in job.sources]
 
 
-def _inputs_before(out: Path) -> list[_Input]:
-    path = out / INPUTS
+def _inputs_before(out: Path) -> list[Input]:
     try:
-        lines = read_bytes(path, _MAX_JOURNAL).splitlines()
-        return parse(list[_Input], b"[%b]" % b",".join(lines))
+        return read_inputs(out)
     except FileNotFoundError:
         return []
     except (OSError, DatasetError) as error:
-        raise damaged_error(path, str(error)) from None
+        raise damaged_error(out / INPUTS, str(error)) from None
 
 
 def truncate_file(path: Path, size: int) -> None:
@@ -276,17 +272,19 @@ def truncate_file(path: Path, size: int) -> None:
 
 
 class SplitWriter:
-    """Appends documents to a split, after truncating its files to `progress`."""
+    """Appends documents to a split, after truncating its files to the progress in `state`."""
 
-    def __init__(self, job: Job, split: str, progress: Progress):
+    def __init__(self, job: Job, split: str, state: State):
         self._folder = job.out
         self._split = split
         self._dtype = job.tokenizer.info.dtype
         self._config = job.config
-        self._suffixes: tuple[str, ...] = (TOKENS, DOCUMENTS)
+        self._suffixes = [TOKENS, DOCUMENTS]
         if job.config.has_prompts:
-            self._suffixes = (TOKENS, DOCUMENTS, PROMPTS)
-        self.progress = progress
+            self._suffixes.append(PROMPTS)
+        if state.has_origins:
+            self._suffixes.append(ORIGINS)
+        self.progress = progress = state.splits[split]
         self._files: dict[str, IO[bytes]] = {}
         for index, shard in enumerate(progress.shards):
             sizes = file_sizes(shard.documents, shard.tokens, self._dtype)
@@ -299,7 +297,9 @@ class SplitWriter:
             for suffix in self._suffixes:
                 truncate_file(self._open_path(suffix), sizes[suffix])
 
-    def append(self, parts: Iterable[Tokens], prompt: int, text_bytes: int) -> int:
+    def append(
+        self, parts: Iterable[Tokens], prompt: int, text_bytes: int, origin: Position
+    ) -> int:
         """Writes a document, which must not be empty; returns its number of tokens.
 
         Without prompts in the dataset, `prompt` is ignored.
@@ -321,6 +321,9 @@ class SplitWriter:
         self._files[DOCUMENTS].write(progress.tokens.to_bytes(OFFSET.itemsize, "little"))
         if PROMPTS in self._suffixes:
             self._files[PROMPTS].write(prompt.to_bytes(PROMPT.itemsize, "little"))
+        if ORIGINS in self._suffixes:
+            number = origin.source * MAX_ITEMS + origin.item
+            self._files[ORIGINS].write(number.to_bytes(ORIGIN.itemsize, "little"))
         if progress.tokens >= self._config.shard_tokens:
             is_half = self._config.preference and progress.documents % 2
             if not is_half:  # a pair is in one shard
