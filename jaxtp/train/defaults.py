@@ -166,6 +166,10 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     resumed = None
     before = Progress()
     newest = newest_with_info(config.run.dir / CHECKPOINTS)
+    if config.run.mirror is not None:
+        from jaxtp.checkpoint.mirror import newer_info
+
+        newest = newer_info(config.run.mirror, newest)
     if newest is not None:
         folder, info = newest
         before = Progress(int(folder.name), info.get("next_sample", 0))
