@@ -230,8 +230,8 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 341_590,
-    "files": 284,
+    "tokens of code": 342_300,
+    "files": 285,
     "rooms": 15,
     "arrows between rooms": 81,
     "files that training imports": 103,

@@ -65,13 +65,14 @@ def expand(path: Path) -> Path:
     """Expands ~ in a path; refuses unknown users, null bytes, and URLs of object stores."""
     if "\0" in str(path):
         raise ConfigError("should be a path, but contains a null byte")
-    # Orbax could write checkpoints to gs:// or s3://, but the rest of a run needs a file system: it
-    # locks its folder, appends to files, renames them into place, and moves damaged files aside.
+    # A run needs a file system: it locks its folder, appends to files, renames them into place, and
+    # moves damaged files aside.
     if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
         raise ConfigError(
             f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that "
             "all hosts mount, on a file system that locks, appends and renames (NFS, Lustre); "
-            "inputs may also be in a mounted bucket (gcsfuse, Mountpoint for S3)"
+            "inputs may also be in a mounted bucket (gcsfuse, Mountpoint for S3). --run.mirror URL "
+            "keeps a copy of a run in a bucket"
         )
     try:
         return path.expanduser()

@@ -3,6 +3,7 @@
 The defaults are `configs/tiny.yaml`. `validation.py` checks it.
 """
 
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -55,6 +56,15 @@ def _not_here(path: Path) -> Path:
 Folder = Annotated[UserPath, AfterValidator(_not_here)]
 
 
+def _of_store(url: str) -> str:
+    if not re.fullmatch(r"(s3|gs)://[\w.-]+(/.*)?|file:///.+", url):
+        raise ValueError("should be s3://BUCKET/PATH, gs://BUCKET/PATH or file:///FOLDER")
+    return url
+
+
+StoreUrl = Annotated[str, AfterValidator(_of_store)]
+
+
 def _not_aim(name: object) -> object:
     if name == "aim":
         raise ValueError(
@@ -74,6 +84,10 @@ class RunConfig(Settings):
     dir: Annotated[Folder, NOTHING, SHORT_HELP] = Path("runs/tiny")
     """Folder of the run, which resumes if the folder is given again. It has config.yaml,
     metrics.jsonl and checkpoints/."""
+
+    mirror: Annotated[StoreUrl | None, NOTHING] = None
+    """Address (s3://BUCKET/PATH or gs://BUCKET/PATH) that gets a copy of each checkpoint, in the
+    background. A start fetches the newest one if the folder has none that is as new."""
 
     seed: Annotated[CountOrZero, Affects(numbers=True, fixed=True)] = 0
     """Seed of the initial weights and of the order of the data."""

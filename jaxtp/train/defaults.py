@@ -183,6 +183,15 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     if newest is None and step is not None:
         older = kept_checkpoint(run, step)
         newest = older, read_info(older)
+    if config.run.mirror is not None:
+        from jaxtp.checkpoint.mirror import newer_info
+
+        newest = newer_info(config.run.mirror, newest)
+        if older is not None and newest is not None and newest[0] != older:
+            raise ConfigError(
+                f"run.mirror={config.run.mirror} has a checkpoint at step {newest[0].name}, which "
+                f"is newer than run.resume_at={step}; name an empty place for {config.run.dir}"
+            )
     if newest is not None:
         folder, info = newest
         before = Progress(int(folder.name), info.get("next_sample", 0))

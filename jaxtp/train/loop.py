@@ -243,6 +243,8 @@ class TrainingLoop:
         self._in_flight = None
         metrics = fetch(output)
         self.run.checkpoints.confirm()
+        if self.run.mirror is not None:
+            self.run.mirror.check()
         self.run.timing.tick()
         finished = FinishedStep(
             step.index,

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,9 @@ from jaxtp.train.state import Blueprint, parameter_count, plan_state, trained_pa
 from jaxtp.train.step import StepSettings, make_eval_step, make_train_step, trace_step
 from jaxtp.train.task import Shapes, Task
 from jaxtp.train.validation import batch_problems, check_decoder, refuse, violations_on
+
+if TYPE_CHECKING:
+    from jaxtp.checkpoint.mirror import Mirror
 
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
 _NOTHING_LOST = "interrupted before the first step; nothing is lost, and the same command {}"
@@ -133,6 +136,8 @@ class Run(RunPlan):
     train_step: Wrapped
     eval_step: Wrapped
     checkpoints: Checkpoints
+    # The copy at a URL, if there is one
+    mirror: "Mirror | None"
     report: Report
     interrupt: Interrupt
     timing: Timing
@@ -211,15 +216,7 @@ def make_run(
         report.line(f"copying {decided.older}, from which the run continues in {config.run.dir}")
         with raise_everywhere():
             run_folder.copy_checkpoint(decided.older, config.run.dir)
-    keeping = config.checkpoint
-    checkpoints = exit_stack.enter_context(
-        Checkpoints(
-            config.run.dir / run_folder.CHECKPOINTS,
-            keep=keeping.keep,
-            keep_every=keeping.keep_every,
-            keep_best=keeping.keep_best,
-        )
-    )
+    checkpoints, mirror = _open_checkpoints(run_plan, exit_stack, report)
     restored = None
     if checkpoints.steps():
         from jaxtp.train.resume import restore
@@ -257,6 +254,7 @@ def make_run(
         ),
         eval_step=make_eval_step(settings, blueprint),
         checkpoints=checkpoints,
+        mirror=mirror,
         report=report,
         interrupt=interrupt,
         timing=timing,
@@ -271,6 +269,22 @@ def make_run(
         spikes=info.get(SPIKES, []),
         mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
     )
+
+
+def _open_checkpoints(
+    plan: RunPlan, exit_stack: ExitStack, report: Report
+) -> tuple[Checkpoints, "Mirror | None"]:
+    folder = plan.config.run.dir / run_folder.CHECKPOINTS
+    settings = vars(plan.config.checkpoint)
+    options = {name: settings[name] for name in ("keep", "keep_every", "keep_best")}
+    mirror = None
+    if plan.config.run.mirror is not None:
+        from jaxtp.checkpoint.mirror import Mirror
+
+        # Closed after the checkpoints, of which it uploads the last one
+        mirror = Mirror(plan.config.run.mirror, folder, report.line, **options)
+        exit_stack.enter_context(mirror)
+    return exit_stack.enter_context(Checkpoints(folder, **options)), mirror
 
 
 def plan_run(decided: Decided, task: Task = Task()) -> RunPlan:
@@ -331,7 +345,10 @@ def plan_step(config: TrainConfig) -> Plan:
       ValueError: a user's mistake, as in `make_run`.
     """
     decided = as_configured(
-        replace_nested(config, {"train.callbacks": (), "data.validation_batches": None})
+        replace_nested(
+            config,
+            {"run.mirror": None, "train.callbacks": (), "data.validation_batches": None},
+        )
     )
     config, parts = load_parts(decided.config)
     shapes = _example_shapes(config, parts)

@@ -1,0 +1,138 @@
+"""The objects at a URL: a bucket of S3 or Google Cloud Storage, or a folder (`file:///...`).
+
+The library is obstore. It takes credentials, regions and endpoints from the environment; for S3
+boto3 finds the credentials, so that profiles and single sign-on work too.
+"""
+
+import hashlib
+import importlib
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime, timedelta
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from jaxtp.checkpoint.io_errors import PAUSES, CheckpointError
+from jaxtp.config.entry import FILES
+from jaxtp.config.files import sync_file
+from jaxtp.config.reading import MAX_JSON
+from jaxtp.config.schema import ConfigError
+
+T = TypeVar("T")
+_PART = 2**24
+"""Bytes of a request that reads, and at least of one that writes."""
+_MAX_PARTS = 5000  # of an object; S3 has at most 10,000
+# A request ends after 30 s. obstore repeats it for 20 s, but not if the answer was cut short.
+_RETRIES = {"retry_timeout": timedelta(seconds=20)}
+
+
+class StoreError(CheckpointError):
+    """The objects at a URL cannot be read or written: rights, credentials, or a missing bucket."""
+
+
+class UnreachableError(StoreError):
+    """A store does not answer, or answers with an error of its own; a retry may succeed."""
+
+    exit_code = FILES
+
+
+class ObjectStore:
+    """Objects by key. Every method raises `StoreError`, and `read` FileNotFoundError as well."""
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        scheme = url.partition(":")[0]
+        options: dict[str, Any] = {"mkdir": True}
+        if scheme != "file":
+            # An endpoint of the environment may be a server in the own network.
+            client = {"allow_http": True, "timeout": "30s", "connect_timeout": "10s"}
+            options = {"client_options": client, "retry_config": _RETRIES}
+        try:
+            self._library = importlib.import_module("obstore")
+            self._errors = importlib.import_module("obstore.exceptions")
+            stores = importlib.import_module("obstore.store")
+            if scheme == "s3":
+                credentials = importlib.import_module("obstore.auth.boto3")
+                options["credential_provider"] = self._do(credentials.Boto3CredentialProvider)
+            self._store = self._do(lambda: stores.from_url(self.url, **options))
+        except ImportError as error:
+            extra = "gcs" if scheme == "gs" else "s3"
+            raise ConfigError(
+                f"{url} needs {error.name}, which is not installed; pip install 'jaxtp[{extra}]'"
+            ) from None
+
+    def _do(self, action: Callable[[], T], *expected: type[Exception]) -> T:
+        """Calls `action`, again after errors that may pass; lets `expected` errors through."""
+        pauses = iter(PAUSES)
+        while True:
+            try:
+                return action()
+            except expected:
+                raise
+            # boto3 raises errors of its own, and a ValueError where there are no credentials.
+            except Exception as error:
+                cause = " ".join(str(error).partition("Debug source")[0].split())[:300]
+                problem = f"{self.url} cannot be used ({cause})"
+                is_refused = re.search(r"status code: (301|40[0134])", str(error)) is not None
+                if is_refused or not isinstance(error, self._errors.BaseError):
+                    advice = "see its address, rights and credentials"
+                    raise StoreError(f"{problem}; {advice}") from error
+                pause = next(pauses, None)
+                if pause is None:
+                    raise UnreachableError(problem) from error
+            time.sleep(pause)
+
+    def create(self, key: str, content: bytes) -> bool:
+        """Writes an object, unless the key exists; returns whether it has this content."""
+        exists = self._errors.AlreadyExistsError
+        try:
+            self._do(lambda: self._library.put(self._store, key, content, mode="create"), exists)
+        except exists:
+            # The answer to an earlier request may have been lost.
+            return self.read(key) == content
+        return True
+
+    def put(self, key: str, value: bytes | Path) -> None:
+        """Writes an object."""
+        size = len(value) if isinstance(value, bytes) else value.stat().st_size
+        options = {"chunk_size": max(_PART, size // _MAX_PARTS), "max_concurrency": 2}
+        self._do(lambda: self._library.put(self._store, key, value, **options))
+
+    def read(self, key: str) -> bytes:
+        """Reads the first `MAX_JSON` bytes of an object."""
+        get = partial(self._library.get_range, self._store, key, start=0, end=MAX_JSON)
+        return bytes(self._do(get, FileNotFoundError))
+
+    def download(self, key: str, path: Path, size: int) -> str:
+        """Writes the first `size` bytes of an object to a new file; returns their sha256."""
+        digest = hashlib.sha256()
+        get = partial(self._library.get_range, self._store, key)
+        with path.open("xb") as file:
+            for start in range(0, size, _PART):
+                part = self._do(partial(get, start=start, end=min(start + _PART, size)))
+                digest.update(part)
+                file.write(part)
+            sync_file(file)
+        return digest.hexdigest()
+
+    def modified(self, key: str) -> datetime | None:
+        """Returns when an object was written, by the store's clock; None if it does not exist."""
+        with suppress(FileNotFoundError):
+            head = self._do(partial(self._library.head, self._store, key), FileNotFoundError)
+            written: datetime = head["last_modified"]
+            return written
+        return None
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Returns the sizes of all objects below a folder, by key."""
+        pages = self._do(lambda: list(self._library.list(self._store, prefix=folder)))
+        return {item["path"]: item["size"] for item in chain(*pages)}
+
+    def delete(self, key: str) -> None:
+        """Deletes an object, which may be missing."""
+        with suppress(FileNotFoundError):
+            self._do(partial(self._library.delete, self._store, key), FileNotFoundError)

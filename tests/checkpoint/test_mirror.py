@@ -1,0 +1,182 @@
+"""The copy of a run at a URL: in a folder, and in moto's S3 behind a proxy that makes faults."""
+
+import os
+import sys
+
+import pytest
+from mirror_failures import CREDENTIALS, FaultyProxy, no_fault, one_in_three_is_500, s3_server
+from quick_run import quick_flags
+from runs import TEXT, contents, records, wait_until
+
+from jaxtp.checkpoint import mirror
+from jaxtp.checkpoint.io_errors import CheckpointError
+from jaxtp.checkpoint.mirror import Mirror, TakenOverError
+from jaxtp.config.entry import FILES, MISTAKE
+from jaxtp.config.schema import ConfigError
+from jaxtp.train.__main__ import main
+
+pytestmark = pytest.mark.journey
+obstore = pytest.importorskip("obstore", reason="pip install 'jaxtp[s3]' 'moto[server]'")
+
+
+@pytest.fixture(scope="module")
+def server():
+    pytest.importorskip("boto3", reason="pip install 'jaxtp[s3]'")
+    with s3_server() as port:
+        yield FaultyProxy(port)
+
+
+@pytest.fixture
+def bucket(server, monkeypatch, tmp_path):
+    server.fault = no_fault
+    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": server.url}.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://run/{tmp_path.name}"
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request, tmp_path):
+    is_file = request.param == "file"
+    return f"file://{tmp_path}/url" if is_file else request.getfixturevalue("bucket")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(mirror, "SILENT_SECONDS", 4.0)
+    monkeypatch.setattr(mirror, "BEAT_SECONDS", 0.3)
+
+
+@pytest.fixture
+def quick_command(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    return quick_flags(tmp_path / "run", text)
+
+
+def mirrored(url, run, **settings):
+    run.mkdir(exist_ok=True)
+    kept = {"keep": 2, "keep_every": 0, "keep_best": False}
+    return Mirror(url, run / "checkpoints", print, **kept | settings)
+
+
+def save(run, step):
+    """Makes a folder that looks like a finished checkpoint."""
+    unfinished = run / "unfinished"
+    (unfinished / "state").mkdir(parents=True)
+    for name in ("state/data", "state/commit_success.txt", "commit_success.txt"):
+        (unfinished / name).write_bytes(os.urandom(2000))
+    (run / "metrics.jsonl").write_text(f"{step}\n")
+    (run / "checkpoints").mkdir(exist_ok=True)
+    unfinished.rename(run / "checkpoints" / str(step))
+
+
+def upload(url, run, *steps, **settings):
+    for step in steps:
+        with mirrored(url, run, **settings):
+            save(run, step)
+
+
+def objects(url):
+    return mirror.ObjectStore(url).sizes("")
+
+
+def test_a_start_on_an_empty_folder_has_the_newest_checkpoint(url, tmp_path):
+    upload(url, tmp_path / "a", 2, 3, 4, 5, keep_every=2, keep=1)
+    commits = [key for key in objects(url) if key.startswith("commits")]
+    assert sorted(commits) == [f"commits/{step}.json" for step in (2, 4, 5)]
+    with mirrored(url, tmp_path / "b"):
+        pass
+    found = contents(tmp_path / "b")
+    expected = contents(tmp_path / "a")
+    fetched = {name for name in expected if "checkpoints/" not in name or "/5/" in name}
+    assert found == {name: expected[name] for name in fetched}
+    save(tmp_path / "c", 9)
+    with pytest.raises(ConfigError, match="has another run"):
+        mirrored(url, tmp_path / "c").__enter__()
+
+
+def test_one_start_owns_the_url(url, tmp_path, monkeypatch):
+    with (
+        mirrored(url, tmp_path / "a"),
+        pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on .*alive"),
+    ):
+        mirrored(url, tmp_path / "b").__enter__()
+    monkeypatch.setattr(mirror, "BEAT_SECONDS", 600.0)
+    silent = mirrored(url, tmp_path / "a").__enter__()
+    with mirrored(url, tmp_path / "b"):
+        save(tmp_path / "a", 3)
+        with pytest.raises(TakenOverError, match="has taken over"):
+            silent.__exit__(None, None, None)
+    assert not [key for key in objects(url) if key.startswith(("commits", "checkpoints"))]
+
+
+@pytest.mark.parametrize("damage", [b"", b"x" * 2000, None])
+def test_a_damaged_copy_is_not_used(url, tmp_path, damage, capsys):
+    upload(url, tmp_path / "a", 1, 2)
+    store = mirror.ObjectStore(url)
+    for step in (2, 1):
+        key = f"checkpoints/{step}/state/data"
+        store.delete(key)
+        if damage is not None:
+            store.put(key, damage)
+        run = tmp_path / f"without{step}"
+        if step == 1:
+            with pytest.raises(CheckpointError, match="every checkpoint"):
+                mirrored(url, run).__enter__()
+            break
+        with mirrored(url, run):
+            assert [path.name for path in (run / "checkpoints").glob("[0-9]*")] == ["1"]
+        assert f"{key} is damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_an_upload_that_ends_in_the_middle_is_not_a_checkpoint(bucket, server, tmp_path, count):
+    upload(bucket, tmp_path / "a", 1)
+    puts = []
+
+    def fault(method, path, number):
+        puts.extend([path] if method == "PUT" and "/beats/" not in path else [])
+        return 403 if len(puts) > count else None
+
+    running = mirrored(bucket, tmp_path / "a").__enter__()
+    puts.clear()
+    server.fault = fault
+    save(tmp_path / "a", 2)
+    wait_until(lambda: len(puts) > count)
+    running.__exit__(None, KeyboardInterrupt(), None)
+    server.fault = no_fault
+    with mirrored(bucket, tmp_path / "b"):
+        assert (tmp_path / "b/checkpoints/1").is_dir()
+        assert not [key for key in objects(bucket) if "/2" in key]
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("ignore", "ignores conditional"), (403, "rights"), (None, "jaxtp.s3")]
+)
+def test_a_store_that_cannot_be_used_is_refused_before_the_work(
+    bucket, server, quick_command, capsys, monkeypatch, fault, cause
+):
+    server.fault = lambda *_: fault
+    if fault is None:
+        monkeypatch.setitem(sys.modules, "boto3", None)
+        monkeypatch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
+    assert main([*quick_command, f"--run.mirror={bucket}"]) == MISTAKE
+    error = capsys.readouterr().err
+    assert bucket in error
+    assert cause in error.replace("[", ".")
+
+
+def test_a_run_goes_on_elsewhere_and_says_where_the_url_is_behind(
+    bucket, server, quick_command, tmp_path, capsys, monkeypatch
+):
+    flags = [*quick_command, "--checkpoint.every=2", f"--run.mirror={bucket}"]
+    assert main([*quick_command, "--train.steps=6", f"--run.dir={tmp_path}/whole"]) == 0
+    server.fault = one_in_three_is_500
+    assert main([*flags, "--train.steps=3"]) == 0
+    elsewhere = [*flags, "--train.steps=6", f"--run.dir={tmp_path}/elsewhere"]
+    assert main(elsewhere) == 0
+    assert records(tmp_path / "elsewhere") == records(tmp_path / "whole")
+    monkeypatch.setattr(mirror, "END_SECONDS", 1.0)
+    server.fault = lambda method, path, number: 403 if "checkpoints/7" in path else None
+    assert main([*elsewhere, "--train.steps=7"]) == FILES
+    assert f"{bucket} has step 6" in capsys.readouterr().err
