@@ -1,5 +1,5 @@
-"""Reference of Gated DeltaNet without the package's code: token by token. It equals
-transformers' in float64.
+"""Reference of Gated DeltaNet and Kimi Delta Attention without the package's code: token by
+token. It equals transformers' in float64.
 """
 
 import jax
@@ -10,18 +10,26 @@ from latents import effective
 
 
 def gated_delta(x, segments, w, config, eps, scale=0):
-    """Returns the layer's output; `w` are its weights by name, `scale` is the factor of
-    adapters.
+    """Returns the layer's output, of Kimi Delta Attention with a `delta_gate_rank`; `w` are its
+    weights by name, `scale` is the factor of adapters.
     """
     group = config.delta_value_heads // config.delta_key_heads
+    by_channel = config.delta_gate_rank > 0
 
-    def projected(i):
-        kernel = w[f"in_proj.kernels.{i}"]
-        adapter = f"in_proj.loras.{i}"
+    def projected(i, x=x, name="in_proj"):
+        kernel = w[f"{name}.kernels.{i}"]
+        adapter = f"{name}.loras.{i}"
         return x @ (kernel + scale * w[f"{adapter}.a"] @ w[f"{adapter}.b"] if scale else kernel)
 
     q, k, v = (convolved(projected(i), segments, w[f"{name}_conv"]) for i, name in enumerate("qkv"))
-    gate, write, decay = (projected(i) for i in (3, 4, 5))
+    if by_channel:
+        write = projected(3)
+        decay, gate = (
+            projected(0, x @ effective(w, f"{name}_down", scale), f"{name}_up")
+            for name in ("decay", "gate")
+        )
+    else:
+        gate, write, decay = (projected(i) for i in (3, 4, 5))
     q, k = (each.reshape(*each.shape[:2], -1, config.delta_key_dim) for each in (q, k))
     q, k = (each / jnp.sqrt((each**2).sum(-1, keepdims=True) + 1e-6) for each in (q, k))
     q, k = (
@@ -29,13 +37,20 @@ def gated_delta(x, segments, w, config, eps, scale=0):
         for each in (q, k)
     )
     values = (*v.shape[:2], -1, config.delta_value_dim)
-    kept = jnp.exp(-jnp.exp(w["decay_log"]) * jnp.log1p(jnp.exp(decay + w["dt_bias"])))
+    steps = jnp.log1p(jnp.exp(decay + w["dt_bias"]))
+    rates = jnp.exp(w["decay_log"])
+    if by_channel:
+        rates = rates[:, None]
+        steps = steps.reshape(*steps.shape[:2], len(rates), -1)
+    kept = jnp.exp(-rates * steps)
     begins = np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     y, _ = read(
         q / config.delta_key_dim**0.5, k, v.reshape(values), kept, 1 / (1 + jnp.exp(-write)), begins
     )
-    y = reference.rms_norm(y, w["norm_scale"], eps) * silu(gate.reshape(values))
-    return y.reshape(gate.shape) @ effective(w, "out", scale)
+    gate = gate.reshape(values)
+    gate = 1 / (1 + jnp.exp(-gate)) if by_channel else silu(gate)
+    y = reference.rms_norm(y, w["norm_scale"], eps) * gate
+    return y.reshape(*x.shape[:2], -1) @ effective(w, "out", scale)
 
 
 def long_memory(weights):
@@ -61,13 +76,14 @@ def convolved(x, segments, taps):
 def read(q, k, v, kept, strength, begins, state=None):
     """Returns what each token reads, and the last state.
 
-    q and k `[B, T, H, K]`, v `[B, T, H, V]`, kept and strength `[B, T, H]`, begins `[B, T]`, state
-    `[B, H, K, V]`.
+    q and k `[B, T, H, K]`, v `[B, T, H, V]`, kept `[B, T, H]` or `[B, T, H, K]`,
+    strength `[B, T, H]`, begins `[B, T]`, state `[B, H, K, V]`.
     """
 
     def step(state, token):
         q, k, v, kept, strength, begins = token
-        state = jnp.where(begins[:, None, None, None], 0, state) * kept[..., None, None]
+        kept = kept.reshape(*kept.shape[:2], -1, 1)
+        state = jnp.where(begins[:, None, None, None], 0, state) * kept
         wrong = v - jnp.einsum("bhk,bhkv->bhv", k, state)
         state = state + strength[..., None, None] * k[..., None] * wrong[:, :, None]
         return state, jnp.einsum("bhk,bhkv->bhv", q, state)

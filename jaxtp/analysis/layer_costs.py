@@ -14,7 +14,7 @@ maximum over the devices that split its token or input features.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, singledispatch
 from itertools import chain
@@ -50,7 +50,7 @@ from jaxtp.layers.experts import EXPERTS, ExpertsBesideMLP, MixtureOfExperts, Pl
 from jaxtp.layers.experts.placement import StackedDims
 from jaxtp.layers.kernels.grouped import is_dense, pick_method
 from jaxtp.layers.kernels.select import Kernel, num_scores, pick_kernel
-from jaxtp.layers.latent_attention import LATENT, LatentAttention
+from jaxtp.layers.latent_attention import LATENT, DownProjection, LatentAttention
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Lora, StoredKernel
 from jaxtp.layers.mlp import MLP, XIELU, MLPConfig
@@ -646,33 +646,40 @@ def _attention_costs(layer: CausalSelfAttention, work: Workload, *, read: bool) 
 
 @branch_costs.register
 def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: bool) -> Costs:
-    config = layer.config
-    compute = compute_itemsize(layer)
-    split = work.is_split(layer.sequence_parallel)
-    # The down projections read a device's own tokens.
-    own = replace(work, length=work.length // work.tp) if split else work
-    recomputed = work.reprojects
-    inputs = [(layer.latent_down, layer.latent_norm)]
-    if config.query_rank:
-        inputs.append((layer.query_down, layer.query_norm))
-    weight = partial(weight_of, module=LATENT, precision=layer.precision, summed=split)
-    for down, norm in inputs:
-        features, rank = down.kernel.shape
-        yield from kernel_weights(down.kernel, LATENT, layer.precision, summed=split)
-        count = work.num_evals(recomputed)
-        yield Product.of("latent", (own.tokens, features, rank), compute, count)
-        for lora in down.loras:
-            yield from lora_costs(lora, own, (features, rank), weight, recomputed=recomputed)
-        yield from norm_costs(norm, work)
-    token = (config.kv_rank + config.rope_head_dim + config.query_rank) * compute
-    again = work.regathers
-    yield from enter(LATENT, work, work.tokens * token, split=split, again=again)
-    saved = {"none": 2 * work.tokens, "save_gathered": work.tokens, "save_dots": own.tokens}
-    yield Bytes("saved", saved.get(work.remat, 0) * token)
+    inputs = [layer.latent_down]
+    yield from norm_costs(layer.latent_norm, work)
+    if layer.config.query_rank:
+        inputs.append(layer.query_down)
+        yield from norm_costs(layer.query_norm, work)
+    yield from latents_costs(inputs, work)
     yield from column_costs(layer.query_up, work, "queries")
     yield from column_costs(layer.latent_up, work, "keys, values")
     yield from heads_costs(layer, work)
     yield from row_costs(layer.out, work, "attention out", read=read)
+
+
+def latents_costs(inputs: Sequence[DownProjection], work: Workload) -> Costs:
+    """Yields the costs of down projections, whose latents enter the tp group together."""
+    precision = inputs[0].precision
+    compute = itemsize(precision.compute)
+    split = work.is_split(inputs[0].sequence_parallel)
+    # The down projections read a device's own tokens.
+    own = replace(work, length=work.length // work.tp) if split else work
+    recomputed = work.reprojects
+    weight = partial(weight_of, module=LATENT, precision=precision, summed=split)
+    token = 0
+    for down in inputs:
+        features, rank = down.kernel.shape
+        token += rank * compute
+        yield from kernel_weights(down.kernel, LATENT, precision, summed=split)
+        count = work.num_evals(recomputed)
+        yield Product.of("latent", (own.tokens, features, rank), compute, count)
+        for lora in down.loras:
+            yield from lora_costs(lora, own, (features, rank), weight, recomputed=recomputed)
+    again = work.regathers
+    yield from enter(LATENT, work, work.tokens * token, split=split, again=again)
+    saved = {"none": 2 * work.tokens, "save_gathered": work.tokens, "save_dots": own.tokens}
+    yield Bytes("saved", saved.get(work.remat, 0) * token)
 
 
 def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:

@@ -46,6 +46,7 @@ from jaxtp.analysis.layer_costs import (
     enter,
     has_formulas,
     itemsize,
+    latents_costs,
     leave,
     norm_costs,
     row_costs,
@@ -57,7 +58,13 @@ from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.embedding import EMBEDDING
-from jaxtp.layers.gated_delta import DELTA, INSIDE, GatedDeltaConfig, GatedDeltaNet
+from jaxtp.layers.gated_delta import (
+    DELTA,
+    INSIDE,
+    GatedDeltaConfig,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+)
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import (
@@ -486,11 +493,16 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
     heads = config.delta_heads
     queries, keys = heads.on_device(work.tp)
     yield from column_costs(layer.in_proj, work, "delta in")
+    if isinstance(layer, KimiDeltaAttention):
+        yield from latents_costs((layer.decay_down, layer.gate_down), work)
+        yield from column_costs(layer.decay_up, work, "decays")
+        yield from column_costs(layer.gate_up, work, "gates")
     for name in INSIDE:
         yield weight_of(getattr(layer, name), DELTA, layer.precision)
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
     inside = _inside_delta(
+        type(layer),
         one_head,
         layer.precision,
         work.sizes[CP],
@@ -507,26 +519,29 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
 
 @lru_cache(maxsize=256)
 def _inside_delta(
-    config: GatedDeltaConfig, precision: Precision, cp: int, **shape: Any
+    kind: type[GatedDeltaNet],
+    config: GatedDeltaConfig,
+    precision: Precision,
+    cp: int,
+    **shape: Any,
 ) -> tuple[Bytes | CollectiveCost | Product, ...]:
     # Between the projections, without weights: only their gradients are all-reduced.
     work = Workload(sizes=mesh_shape(cp=cp), rows=1, **shape)
     with _abstract(mesh_shape()):
         layer = nnx.eval_shape(
-            lambda: GatedDeltaNet(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0))
+            lambda: kind(1, config, LayerContext(precision=precision), rngs=nnx.Rngs(0))
         )
     graph, weights = nnx.split(layer)
 
     def forward(projected: Any, weights: nnx.State) -> Array:
         layer = nnx.merge(graph, weights)
-        for projection in ("in_proj", "out"):
+        for projection in ("project", "out"):
             setattr(layer, projection, lambda x: x)
         return layer(projected, Sequences(zigzag=work.zigzag))
 
-    projected = tuple(
-        jax.ShapeDtypeStruct((1, work.length, features.size), precision.compute)
-        for features in layer.in_proj.features
-    )
+    tokens = jax.ShapeDtypeStruct((1, work.length, 1), precision.compute)
+    with _abstract(mesh_shape()):
+        projected = nnx.eval_shape(lambda layer, x: layer.project(x), layer, tokens)
     costs = list(_program_costs(forward, (projected, weights), work))
     # A token reads the state by its key, writes it, and reads it by its query.
     state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim

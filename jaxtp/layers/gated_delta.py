@@ -1,6 +1,7 @@
 """Gated DeltaNet (arXiv 2412.06464): linear attention with a matrix state.
 
-Qwen3-Next and Qwen3.5 have it.
+Qwen3-Next and Qwen3.5 have it. Kimi Linear has Kimi Delta Attention (arXiv 2510.26692), with a
+decay for each key channel, and with latents from which decays and gates are computed.
 
 Queries, keys and values pass a causal depthwise convolution. Each value head has a state `[K, V]`:
 a token decays it, and writes the difference of its value and the value that the state has for its
@@ -11,8 +12,11 @@ column and the row layer communicate over tp.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +41,11 @@ from jaxtp.layers.convolution import (
 )
 from jaxtp.layers.kernels.delta_rule import Scan, Tokens, delta_rule, delta_step
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
+from jaxtp.layers.latent_attention import DownProjection, enter_latents
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig, rms_normalise
-from jaxtp.layers.parameter import Weights, own_params_and_specs, parameter
+from jaxtp.layers.parameter import PaddedDim, Weights, own_params_and_specs, parameter
 from jaxtp.mesh import CP, TP, current_device
 
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
@@ -48,6 +53,10 @@ DELTA = "gated_delta"  # name in profiles of the layer without its projections
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
 # Outputs of `in_proj`
 DELTA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
+KIMI_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "b_proj")
+"""Outputs of `in_proj` of Kimi Delta Attention."""
+_STEPS = (1e-3, 0.1)
+"""Bounds of the initial values of softplus(dt_bias) in Kimi Delta Attention."""
 INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
 
 
@@ -67,6 +76,10 @@ class GatedDeltaConfig(Settings):
 
     delta_value_dim: CountOrZero = 0
     """Gated DeltaNet: width of a value head."""
+
+    delta_gate_rank: CountOrZero = 0
+    """Width of the latents from which the gate, and a decay for each key channel, are computed:
+    Kimi Delta Attention. 0 is Gated DeltaNet, with one decay for each head."""
 
     delta_conv: Count = 4
     """Gated DeltaNet: tokens that the causal convolution of queries, keys and values reads, with
@@ -91,6 +104,9 @@ class GatedDeltaNet(Branch):
     """
 
     over_cp = True
+    min_rate = 0.01
+    """Smallest initial value of exp(decay_log); the largest is 16."""
+    gate_activation: ClassVar[Callable[[Array], Array]] = staticmethod(jax.nn.silu)
 
     def __init__(
         self,
@@ -115,29 +131,45 @@ class GatedDeltaNet(Branch):
         keys = heads.keys
         values = heads.numbers(width)
         numbers = heads.numbers()
-        features = (keys, keys, values, values, numbers, numbers)
-        self.in_proj = ColumnParallelLinear(
-            d_model, features, context, targets=DELTA_TARGETS, rngs=rngs
-        )
+        self._add_projections(d_model, context, rngs)
 
         taps_of = partial(convolution_taps, config.delta_conv, dtype=dtype, rngs=rngs)
         self.q_conv = taps_of(keys)
         self.k_conv = taps_of(keys)
         self.v_conv = taps_of(values)
         shape = (config.delta_value_heads,)
-        rates = jax.random.uniform(rngs.params(), shape, dtype, 0.01, 16)
-        per_head = partial(parameter, spec=P(TP), padding=((-1, numbers),))
-        self.decay_log = per_head("decay_log", jnp.log(rates))
-        self.dt_bias = per_head("dt_bias", jnp.ones_like(rates))
+        rates = jax.random.uniform(rngs.params(), shape, dtype, self.min_rate, 16)
+        padding = ((-1, numbers),)
+        self.decay_log = parameter("decay_log", jnp.log(rates), P(TP), padding=padding)
+        bias, bias_dim = self._initial_dt_bias(rngs)
+        self.dt_bias = parameter("dt_bias", bias, P(TP), padding=((-1, bias_dim),))
         self.norm_scale = parameter("scale", jnp.ones(width, dtype), P())
         self.norm_eps = norm.norm_eps
         self.out = RowParallelLinear(values, d_model, context, target="o_proj", rngs=rngs)
+
+    def _add_projections(self, d_model: int, context: LayerContext, rngs: nnx.Rngs) -> None:
+        heads = self.config.delta_heads
+        values = heads.numbers(self.config.delta_value_dim)
+        numbers = heads.numbers()
+        features = (heads.keys, heads.keys, values, values, numbers, numbers)
+        self.in_proj = ColumnParallelLinear(
+            d_model, features, context, targets=DELTA_TARGETS, rngs=rngs
+        )
+
+    def _initial_dt_bias(self, rngs: nnx.Rngs) -> tuple[Array, PaddedDim]:
+        del rngs
+        bias = jnp.ones(self.config.delta_value_heads, self.precision.param)
+        return bias, self.config.delta_heads.numbers()
+
+    def project(self, x_BTD: Array) -> tuple[Array, ...]:
+        """Returns queries, keys, values, gates, write strengths and decays, `[B, T, F]` each."""
+        return self.in_proj(x_BTD)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Reads each document from its first token on."""
         # Only routers read chosen experts.
         sequences = replace(sequences, experts=None)
-        projected = self.in_proj(x_BTD)
+        projected = self.project(x_BTD)
         weights, specs = own_params_and_specs(self)
         in_specs = (specs, token_spec(TP), batch_spec(None))
         read = device_view(self._read, DELTA, in_specs, token_spec(TP))
@@ -183,7 +215,7 @@ class GatedDeltaNet(Branch):
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
         """Returns the logarithm of each head's decay, and its write strength.
 
-        They are `[b, T, heads]` in float32.
+        They are `[b, T, heads]` in float32; a decay for each key channel `[b, T, heads, K]`.
         """
         load = replace(self.precision, compute="float32").load
         log_rate = load(weights["decay_log"], None)
@@ -201,7 +233,7 @@ class GatedDeltaNet(Branch):
         def run(y: Array, gate: Array, scale: Array) -> Array:
             y = rms_normalise(y, self.norm_eps) * scale
             y = y.reshape(gate.shape).astype(jnp.float32)
-            y *= jax.nn.silu(gate.astype(jnp.float32))
+            y *= self.gate_activation(gate.astype(jnp.float32))
             return y.astype(gate.dtype)
 
         # Loaded outside, so that no gradient of a frozen scale is summed over devices
@@ -226,7 +258,7 @@ class GatedDeltaNet(Branch):
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Continues each row's state; packed tokens are of one row in each sequence."""
-        projected = self.in_proj(x_BTD)
+        projected = self.project(x_BTD)
         weights, specs = own_params_and_specs(self)
         in_specs = (specs, token_spec(TP), LAYER_SPEC, batch_spec(None))
         read = device_view(self._read_on, DELTA, in_specs, (token_spec(TP), LAYER_SPEC))
@@ -249,11 +281,11 @@ class GatedDeltaNet(Branch):
         # Dropped tokens, which come last, leave the states as they are.
         is_kept = new.is_kept()
         log_decay, write = self.strengths(weights, write, decay)
-        log_decay = jnp.where(is_kept[..., None], log_decay, 0)
+        log_decay = jnp.where(_expanded(is_kept, log_decay), log_decay, 0)
         write = jnp.where(is_kept[..., None], write, 0)
         begins = new.positions == 0
         if gate.shape[1] == 1:
-            log_decay = jnp.where(begins[..., None], -jnp.inf, log_decay)
+            log_decay = jnp.where(_expanded(begins, log_decay), -jnp.inf, log_decay)
             y, state = delta_step(
                 q[:, 0],
                 k[:, 0],
@@ -271,6 +303,70 @@ class GatedDeltaNet(Branch):
         window = last_tokens(tokens, num_kept, self.config.delta_conv)
         cache = (new.replace(states, state), new.replace(windows, window[:, None]))
         return self.gated(weights, y, gate), cache
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """Kimi Delta Attention, `delta_value_heads / tp` states per device.
+
+    It has as many key heads as value heads. Kernels `in_proj.kernels`: queries, keys `[D, H*K]`,
+    values `[D, H*V]` and write strength `[D, H]`; `decay_down` and `gate_down`
+    `[D, delta_gate_rank]`, `decay_up` `[delta_gate_rank, H*K]`, `gate_up`
+    `[delta_gate_rank, H*V]`. Biases of decays `dt_bias` `[H*K]`. All else is as in `GatedDeltaNet`.
+    """
+
+    min_rate = 1.0
+    gate_activation = staticmethod(jax.nn.sigmoid)
+
+    def _add_projections(self, d_model: int, context: LayerContext, rngs: nnx.Rngs) -> None:
+        config = self.config
+        heads = config.delta_heads
+        rank = config.delta_gate_rank
+        values = heads.numbers(config.delta_value_dim)
+        features = (heads.keys, heads.keys, values, heads.numbers())
+        self.sequence_parallel = context.sequence_parallel
+        self.in_proj = ColumnParallelLinear(
+            d_model, features, context, targets=KIMI_TARGETS, rngs=rngs
+        )
+        self.decay_down = DownProjection(d_model, rank, context, target="f_a_proj", rngs=rngs)
+        self.gate_down = DownProjection(d_model, rank, context, target="g_a_proj", rngs=rngs)
+        # Latents enter the tp group together.
+        inside = replace(context, caller_communicates=True)
+        channels = (heads.numbers(config.delta_key_dim),)
+        self.decay_up = ColumnParallelLinear(
+            rank, channels, inside, targets=("f_b_proj",), rngs=rngs
+        )
+        self.gate_up = ColumnParallelLinear(
+            rank, (values,), inside, targets=("g_b_proj",), rngs=rngs
+        )
+
+    def _initial_dt_bias(self, rngs: nnx.Rngs) -> tuple[Array, PaddedDim]:
+        dim = self.config.delta_heads.numbers(self.config.delta_key_dim)
+        draw = partial(jax.random.uniform, rngs.params(), (dim.size,), self.precision.param)
+        steps = jnp.exp(draw(*map(math.log, _STEPS)))
+        # The inverse of softplus
+        return steps + jnp.log(-jnp.expm1(-steps)), dim
+
+    def project(self, x_BTD: Array) -> tuple[Array, ...]:
+        """See `GatedDeltaNet`."""
+        q, k, v, write = self.in_proj(x_BTD)
+        latents = (self.decay_down(x_BTD), self.gate_down(x_BTD))
+        decay_latent, gate_latent = enter_latents(latents, self.sequence_parallel)
+        (decay,) = self.decay_up(decay_latent)
+        (gate,) = self.gate_up(gate_latent)
+        return q, k, v, gate, write, decay
+
+    def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
+        """See `GatedDeltaNet`."""
+        load = replace(self.precision, compute="float32").load
+        rate = -jnp.exp(load(weights["decay_log"], None))[:, None]  # [heads, 1]
+        steps = jax.nn.softplus(decay.astype(jnp.float32) + load(weights["dt_bias"], None))
+        log_decay = rate * steps.reshape(*steps.shape[:2], rate.shape[0], -1)
+        return log_decay, jax.nn.sigmoid(write.astype(jnp.float32))
+
+
+def _expanded(mask: Array, x: Array) -> Array:
+    """Returns a mask `[B, T]` that broadcasts to `[B, T, ...]`."""
+    return jnp.expand_dims(mask, tuple(range(2, x.ndim)))
 
 
 def _convolved_heads(

@@ -17,6 +17,7 @@ projections are then equal on all devices, or of each device's own tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -51,7 +52,7 @@ from jaxtp.layers.lora import Lora, Target
 from jaxtp.layers.norm import ATTEND, Norm, NormConfig
 from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, parameter, params_and_specs
 from jaxtp.layers.rope import apply_rope
-from jaxtp.layers.transport import activation_spec, sequence_dim
+from jaxtp.layers.transport import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.mesh import STORAGE, TP
 
 # Name in profiles of the down projections, and of the latents' gather
@@ -231,16 +232,7 @@ class LatentAttention(CausalSelfAttention):
         latents = [self.latent_norm(kv[..., :rank]), kv[..., rank:]]
         if self.config.query_rank:
             latents.append(self.query_norm(self.query_down(x_BTD)))
-        split_dim = sequence_dim(self.sequence_parallel, x_BTD.shape)
-        *ends, _ = accumulate(latent.shape[-1] for latent in latents)
-
-        def enter(*latents: Array) -> list[Array]:
-            # One gather for all latents
-            gathered = enter_parallel(jnp.concatenate(latents, axis=-1), split_dim)
-            return jnp.split(gathered, ends, axis=-1)
-
-        run = device_view(enter, LATENT, activation_spec(split_dim), token_spec(TP))
-        latent, shared, *query = run(*latents)
+        latent, shared, *query = enter_latents(latents, self.sequence_parallel)
         (queries,) = self.query_up(query[0] if query else x_BTD)
         return queries, latent, shared
 
@@ -274,6 +266,18 @@ class LatentAttention(CausalSelfAttention):
         if theta is None:
             return x
         return apply_rope(x, positions, theta, self.config.rope_scaling, length)
+
+
+def enter_latents(latents: Sequence[Array], sequence_parallel: SequenceParallel) -> list[Array]:
+    """Returns the latents of all tokens on each device of a tp group, by one gather."""
+    split_dim = sequence_dim(sequence_parallel, latents[0].shape)
+    *ends, _ = accumulate(latent.shape[-1] for latent in latents)
+
+    def enter(*latents: Array) -> list[Array]:
+        gathered = enter_parallel(jnp.concatenate(latents, axis=-1), split_dim)
+        return jnp.split(gathered, ends, axis=-1)
+
+    return device_view(enter, LATENT, activation_spec(split_dim), token_spec(TP))(*latents)
 
 
 class DownProjection(nnx.Module):

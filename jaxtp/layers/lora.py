@@ -41,8 +41,10 @@ from jaxtp.layers.parameter import (
 
 _Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-# The last two are Gated DeltaNet's
-Target = Literal[_Llama, _Latent, "b_proj", "a_proj"]
+# Of Kimi Delta Attention's latents
+_Kimi = Literal["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
+# b_proj and a_proj are Gated DeltaNet's
+Target = Literal[_Llama, _Latent, "b_proj", "a_proj", _Kimi]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
 TOKEN_ROWS = "token_rows"

@@ -12,7 +12,7 @@ from jaxtp.config.schema import Positive
 from jaxtp.layers.branch import BranchConfig, Padded
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.experts import EXPERT_TARGETS, ExpertsConfig
-from jaxtp.layers.gated_delta import DELTA_TARGETS, GatedDeltaConfig
+from jaxtp.layers.gated_delta import DELTA_TARGETS, KIMI_TARGETS, GatedDeltaConfig
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig
@@ -41,7 +41,13 @@ class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionCo
 
 def adapter_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
     """Yields each projection that can have adapters, with its kernel's path in the block."""
-    if block.delta_value_heads:
+    if block.delta_value_heads and block.delta_gate_rank:
+        yield from _kernels("attention.in_proj", KIMI_TARGETS)
+        yield "f_a_proj", "attention.decay_down.kernel"
+        yield "f_b_proj", "attention.decay_up.kernels.0"
+        yield "g_a_proj", "attention.gate_down.kernel"
+        yield "g_b_proj", "attention.gate_up.kernels.0"
+    elif block.delta_value_heads:
         yield from _kernels("attention.in_proj", DELTA_TARGETS)
     elif block.kv_rank:
         if block.query_rank:

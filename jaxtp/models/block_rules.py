@@ -170,6 +170,13 @@ def _delta_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pr
             f"model.delta_key_heads={key_heads}",
             among={"model.delta_key_heads": heads},
         )
+    rank = block.delta_gate_rank
+    if rank and key_heads != heads:
+        yield Problem(
+            f"model.delta_key_heads={key_heads} differs from model.delta_value_heads={heads}: with "
+            f"model.delta_gate_rank each head has its own keys; set both to {heads}"
+        )
+    yield from storage_problems("model.delta_gate_rank", rank, sizes)
     yield from _idle_devices("model.delta_value_heads", heads, sizes[TP])
 
 

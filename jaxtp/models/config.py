@@ -61,7 +61,7 @@ from jaxtp.layers.context import LocalShape
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.forms import BLOCK
-from jaxtp.layers.gated_delta import GatedDeltaNet
+from jaxtp.layers.gated_delta import GatedDeltaNet, KimiDeltaAttention
 from jaxtp.layers.latent_attention import LatentAttention
 from jaxtp.layers.linear import (
     ColumnParallelLinear,
@@ -298,7 +298,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns a block's branches, in order."""
         context = self._context_of(block)
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
-        attention = GatedDeltaNet if block.delta_value_heads else attention
+        if block.delta_value_heads:
+            attention = KimiDeltaAttention if block.delta_gate_rank else GatedDeltaNet
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
         return {
@@ -310,7 +311,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
         recomputed = self.remat not in ("none", "save_dots")
         # Rings need each layer's own collectives, experts and latents have collectives of their
         # own, and dropout acts on each branch.
-        separate = self.overlap == "ring" or block.num_experts or block.kv_rank or self.dropout
+        has_latents = block.kv_rank or block.delta_gate_rank
+        separate = self.overlap == "ring" or block.num_experts or has_latents or self.dropout
         gathers_once = block.norm_placement == "parallel" and not separate
         return replace(self.layer_context, caller_communicates=gathers_once, recomputed=recomputed)
 
@@ -467,7 +469,8 @@ def _switches(config: ModelConfig) -> Iterator[Switch]:
     experts = ("selection_bias", "shared_experts", "router_bias", "experts_bias")
     yield "model.num_experts", config.most_experts, experts
     has_delta = any(block.delta_value_heads for block in config.block_kinds())
-    delta = ("delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv")
+    delta = ["delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"]
+    delta.append("delta_gate_rank")
     yield "model.delta_value_heads", has_delta, delta
     lora = ["lora.alpha", "lora.rslora", "lora.base", "lora.tokens", "lora.tables"]
     # Runs of 0.1 have other defaults.

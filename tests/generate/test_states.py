@@ -29,7 +29,7 @@ from jaxtp.generate.decode_model import (
 )
 from jaxtp.generate.programs import Programs, Shape
 from jaxtp.layers.cache import DROPPED, NewTokens
-from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet
+from jaxtp.layers.gated_delta import GatedDeltaConfig, GatedDeltaNet, KimiDeltaAttention
 
 CONFIG = small_model(
     vocab_size=259,
@@ -195,6 +195,7 @@ def test_a_state_has_one_size_for_rows_of_any_length():
 
 
 DELTA = GatedDeltaConfig(delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8)
+KIMI = replace(DELTA, delta_key_heads=4, delta_gate_rank=4)
 ROWS = 5
 PACKED = 96
 DOCUMENTS = 8
@@ -202,11 +203,13 @@ LONGEST = 240
 
 
 @cache
-def layer_programs():
+def layer_programs(kimi):
     """Returns programs of a layer, documents, the layer's outputs of whole documents, and empty
     states.
     """
-    layer = GatedDeltaNet(8, DELTA, rngs=nnx.Rngs(0))
+    layer = (KimiDeltaAttention if kimi else GatedDeltaNet)(
+        8, KIMI if kimi else DELTA, rngs=nnx.Rngs(0)
+    )
     layer.decay_log[...] -= 6  # else states forget at once
     inputs = default_rng(1).normal(size=(DOCUMENTS, LONGEST, 8)).astype(np.float32)
     decode = jax.jit(layer.decode)
@@ -256,9 +259,10 @@ class Rows:
 
 
 @pytest.mark.wide
-def test_rows_that_begin_continue_wait_and_begin_again():
+@pytest.mark.parametrize("kimi", [False, True])
+def test_rows_that_begin_continue_wait_and_begin_again(kimi):
     """Any order of packed tokens and single ones: each row reads on from its own tokens."""
-    decode, inputs, expected, empty = layer_programs()
+    decode, inputs, expected, empty = layer_programs(kimi)
     for seed in range(6):
         rows = Rows(default_rng(seed))
         caches = empty

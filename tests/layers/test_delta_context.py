@@ -32,7 +32,7 @@ from jaxtp.analysis.collective import ALL_GATHER, PERMUTE, REDUCE_SCATTER
 from jaxtp.analysis.work import work_of
 from jaxtp.collectives import device_view
 from jaxtp.layers.context import Sequences, routes
-from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet
+from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet, KimiDeltaAttention
 from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
 from jaxtp.tools.check.shrink import methods_of
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -89,13 +89,18 @@ CONFIG = variant(jaxtp.ModelConfig(d_model=D), TABLE["model"])
 """Results of a head can be small, and their norm would amplify rounding: its epsilon is large."""
 
 
+KIMI = {"delta_key_heads": CONFIG.delta_value_heads, "delta_gate_rank": 4}
+
+
 @cache
-def program(mesh, zigzag, packed=True):
+def program(mesh, zigzag, packed=True, kimi=False):
     """Returns a function from rows, the output's gradient and segments to the output and all
     gradients.
     """
 
     def build():
+        if kimi:
+            return KimiDeltaAttention(D, variant(CONFIG, KIMI), rngs=nnx.Rngs(0))
         return GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))
 
     def call(layer, x, segments):
@@ -140,11 +145,11 @@ def test_a_document_over_chunks_equals_it_at_any_other_place(packing, seed):
 @settings(max_examples=5)
 @given(data=st.data())
 def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
-    mesh, zigzag, length, packed = case
+    mesh, zigzag, length, packed, kimi = case
     segments = data.draw(packings(length))[2].astype(np.int32)
     x, upstream = default_rng(0).standard_normal((2, B, length, D)).astype(np.float32)
-    on_mesh = program(tuple(mesh), zigzag, packed)
-    on_one = program((1, 1, 1, 1), False, packed)
+    on_mesh = program(tuple(mesh), zigzag, packed, kimi)
+    on_one = program((1, 1, 1, 1), False, packed, kimi)
     assert_close(on_mesh(x, upstream, segments), on_one(x, upstream, segments))
 
 

@@ -32,7 +32,7 @@ SIZES = read_table(__file__, "delta_sizes") | {
 }
 
 
-def draw(sizes, dtype="float32"):
+def draw(sizes, dtype="float32", by_channel=False):
     """Arguments, some of the decays 0 as where documents begin, and gradients of the results."""
     rows, heads, chunks, length, keys, values = sizes
     rng = default_rng(0)
@@ -44,7 +44,8 @@ def draw(sizes, dtype="float32"):
     u = normal(chunks, length, values)
     w = normal(chunks, length, keys)
     k_decayed = normal(chunks, length, keys)
-    decay = jnp.asarray(rng.uniform(-0.5, 1, (rows, heads, chunks)).clip(0), "float32")
+    channels = [keys] * by_channel
+    decay = jnp.asarray(rng.uniform(-0.5, 1, (rows, heads, chunks, *channels)).clip(0), "float32")
     grads = wide(chunks, keys, values), normal(chunks, length, values), wide(keys, values)
     return (w, u, k_decayed, decay, wide(keys, values)), grads
 
@@ -57,8 +58,8 @@ def found(scan, arrays, grads):
     )
 
 
-def check(sizes, dtype, tolerance):
-    arrays = draw(sizes, dtype)
+def check(sizes, dtype, tolerance, *, by_channel=False):
+    arrays = draw(sizes, dtype, by_channel)
     ours = found(delta_kernels.chunk_states, *arrays)
     right = found(delta_rule.chunk_states, *arrays)
     for results, expected in zip(ours, right, strict=True):
@@ -81,10 +82,10 @@ def test_results_and_gradients_are_those_of_lax(sizes):
 
 
 @pytest.mark.wide  # each example is a program
-@given(st.tuples(*map(partial(st.integers, 1), (2, 2, 4, 40, 40, 70))))
+@given(st.tuples(*map(partial(st.integers, 1), (2, 2, 4, 40, 40, 70))), st.booleans())
 @settings(max_examples=6)
-def test_any_sizes_give_the_results_of_lax(sizes):
-    check(sizes, "float32", TOLERANCE)
+def test_any_sizes_give_the_results_of_lax(sizes, by_channel):
+    check(sizes, "float32", TOLERANCE, by_channel=by_channel)
 
 
 HEADS = {"delta_value_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 8}

@@ -1,4 +1,6 @@
-"""Gated DeltaNet against a recurrence in float64, on meshes: outputs and every gradient."""
+"""Gated DeltaNet and Kimi Delta Attention against a recurrence in float64, on meshes: outputs and
+every gradient.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -17,7 +19,7 @@ from variants import variant, variants
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.gated_delta import GatedDeltaNet
+from jaxtp.layers.gated_delta import GatedDeltaNet, KimiDeltaAttention
 from jaxtp.layers.linear import LayerContext
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import padded_sizes, violations
@@ -33,7 +35,8 @@ CASES = [(name, tuple(mesh), split) for name, mesh, split in TABLE["cases"]]
 def layer_of(config, **context):
     context = LayerContext(lora=config.lora, **context)
     norm = jaxtp.NormConfig(norm_eps=config.norm_eps)
-    return lambda: GatedDeltaNet(D, config, context, norm=norm, rngs=nnx.Rngs(0))
+    kind = KimiDeltaAttention if config.delta_gate_rank else GatedDeltaNet
+    return lambda: kind(D, config, context, norm=norm, rngs=nnx.Rngs(0))
 
 
 @cache

@@ -48,6 +48,8 @@ def chunk_states(
     k_decayed = pad_to(k_decayed, {-2: padded_rows, -1: padded_keys})
     u = pad_to(u, {-2: padded_rows, -1: padded_values})
     state = pad_to(state, {-2: padded_keys, -1: padded_values})
+    if decay.ndim > 3:
+        decay = pad_to(decay, {-1: padded_keys})
     operands = vary_alike((w, u, k_decayed, decay, state))
     states, new, final = states_by(_run, *operands)
     states = states[..., :keys, :values]
@@ -121,7 +123,8 @@ def _kernel(backward: bool, *refs: Any) -> None:
         new = u + product if backward else u - product
         new = new.astype(a.dtype)
         new_ref[n] = new
-        state *= decay_ref[n]
+        decay = decay_ref[n]
+        state *= decay[:, None] if decay.ndim else decay
         b = b_ref[n]
         written = -new if backward else new
         state += triton.dot(b, written, trans_a=True)

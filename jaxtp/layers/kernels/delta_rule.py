@@ -5,6 +5,8 @@ and reads:
 
     S = exp(log_decay) * S;    S = S + k^T (write * (v - k S));    y = q S
 
+The decay of Kimi Delta Attention (arXiv 2510.26692) is a number for each row of S.
+
 In a chunk of c tokens all writes together solve a unit lower triangular system (the WY form: Yang
 et al., arXiv 2412.06464), so that only the states at the beginnings of chunks are computed one
 after the other.
@@ -40,7 +42,7 @@ class Tokens(NamedTuple):
     q: Array  # L2-normalised, `[B, T, Hk, K]`
     k: Array  # L2-normalised, `[B, T, Hk, K]`
     v: Array  # `[B, T, Hv, V]`
-    log_decay: Array  # at most 0, `[B, T, Hv]`
+    log_decay: Array  # at most 0, `[B, T, Hv]`, or `[B, T, Hv, K]` with a decay for each row of S
     write: Array  # the strength of writing, `[B, T, Hv]`
     # Whether a document begins at a token, which reads nothing from before, `[B, T]`
     starts: Array | None = None
@@ -89,7 +91,8 @@ def delta_rule(
 
     @partial(jax.checkpoint, policy=save_carried)
     def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
-        return _Chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
+        chunks = _Chunks if tokens.log_decay.ndim == 3 else _ChannelChunks
+        return chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
 
     y, final = run(tokens, initial)
     return y[:, :length], final
@@ -107,10 +110,11 @@ def delta_step(
     group = v.shape[1] // k.shape[1]
     q = jnp.repeat(q.astype(state.dtype), group, axis=1)  # [B, Hv, K]
     k = jnp.repeat(k.astype(state.dtype), group, axis=1)
-    decay = jnp.exp(log_decay)[..., None]
+    decay = jnp.exp(log_decay).reshape(*v.shape[:2], -1)  # [B, Hv, 1], or [B, Hv, K]
     # XLA would copy a state that is decayed, grouped or transposed before the product, and not
     # update it in place.
-    read = decay[..., None] * jnp.einsum("bhsk,bhkv->bhsv", jnp.stack([q, k], axis=2), state)
+    queries_keys = jnp.stack([q * decay, k * decay], axis=2)
+    read = jnp.einsum("bhsk,bhkv->bhsv", queries_keys, state)
     new = write[..., None] * (v - read[:, :, 1])
     after = decay[..., None] * state + k[..., None] * new[:, :, None]
     from_state = read[:, :, 0]
@@ -142,17 +146,21 @@ class _Chunks:
         document = jnp.cumsum(chunks(jnp.asarray(starts)), axis=-1)[:, None, None]
         index = jnp.arange(chunk)
         self.lower = index[:, None] > index
+        same_document = document[..., :, None] == document[..., None, :]
+        self.is_visible = same_document & (index[:, None] >= index)
+        self._set_decays(log_decay, document == 0)
+
+    def _set_decays(self, log_decay: Array, continues: Array) -> None:
         # Sums of the decays of tokens j+1 to i. Differences of one running sum would lose digits
         # after strong decay.
-        is_summed = (index[:, None] >= index).astype(log_decay.dtype)
+        is_summed = (self.lower | jnp.eye(len(self.lower), dtype=bool)).astype(log_decay.dtype)
         decays = jnp.where(self.lower, log_decay[..., None], 0)
         sums = _exact("il,bgrnlj->bgrnij", is_summed, decays)
-        same_document = document[..., :, None] == document[..., None, :]
-        is_visible = same_document & (index[:, None] >= index)
-        self.between = jnp.where(is_visible, jnp.exp(sums), 0)
-        continues = document == 0
+        self.between = jnp.where(self.is_visible, jnp.exp(sums), 0)
         from_begin = jnp.exp(sums[..., 0] + log_decay[..., :1])
         self.from_state = jnp.where(continues, from_begin, 0)
+        self.to_end = self.between[..., -1, :, None]
+        self.whole = self.from_state[..., -1]
 
     def of_values(self, x: Array) -> Array:
         """Repeats the numbers of each key head for its value heads."""
@@ -164,6 +172,18 @@ class _Chunks:
         """Returns the products of queries or keys with the keys of a chunk."""
         return self.of_values(_product("bgnik,bgnjk->bgnij", x, self.k))
 
+    def from_keys(self, inverse: Array) -> Array:
+        """Returns what is subtracted of the state before a chunk: `w` of `chunk_states`."""
+        decayed_inverse = (inverse * self.from_state[..., None, :]).astype(self.v.dtype)
+        # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16
+        # without optimization.
+        return _product("bgnjk,bgrnij->bgrnik", self.k, decayed_inverse)
+
+    def of_states(self, states: Array) -> Array:
+        """Returns what queries read from the states before their chunks, `[..., K, V]`."""
+        read = _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(self.v.dtype))
+        return self.from_state[..., None] * read
+
     def rule(
         self,
         scan: Scan,
@@ -172,9 +192,9 @@ class _Chunks:
     ) -> tuple[Array, Array]:
         """Returns what the tokens read, and the final state; see `delta_rule`."""
         w, u = self._solved_writes()
-        k = self.of_values(self.k) * self.between[..., -1, :, None]
+        k = self.of_values(self.k) * self.to_end
         w, u, k = (_by_head(x.astype(self.v.dtype)) for x in (w, u, k))
-        decay = _by_head(self.from_state[..., -1])
+        decay = _by_head(self.whole)
         if begin is not None:
             # The affine map of all chunks: the images of the zero state and of the identity
             width = w.shape[-1]
@@ -195,11 +215,7 @@ class _Chunks:
         system = jnp.where(self.lower, weights, 0)
         inverse = unit_inverse(system) * self.write[..., None, :]
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
-        decayed_inverse = (inverse * self.from_state[..., None, :]).astype(dtype)
-        # In the other order XLA for CPUs would transpose a factor, which it cannot for bfloat16
-        # without optimization.
-        w = _product("bgnjk,bgrnij->bgrnik", self.k, decayed_inverse)
-        return w, u
+        return self.from_keys(inverse), u
 
     def _results(self, states: Array, new: Array) -> Array:
         """Returns what queries read from the state before their chunk, and from the chunk."""
@@ -207,13 +223,89 @@ class _Chunks:
         heads = self.v.shape[:3]
         states = states.reshape(*heads, *states.shape[2:])
         new = new.reshape(*heads, *new.shape[2:])
-        decay = self.from_state[..., None]
-        y = decay * _product("bgnik,bgrnkv->bgrniv", self.q, states.astype(dtype))
+        y = self.of_states(states)
         scores = self.times_keys(self.q) * self.between
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
         y = _by_head(y).astype(dtype)
         y = jnp.moveaxis(y, 1, 3)  # [B, C, c, Hv, V]
         return y.reshape(y.shape[0], -1, *y.shape[3:])
+
+
+class _ChannelChunks(_Chunks):
+    """Chunks of tokens that decay each row of the states by itself.
+
+    A product of two tokens is a sum over rows, each decayed between the tokens.
+    """
+
+    def _set_decays(self, log_decay: Array, continues: Array) -> None:
+        self.log_decay = log_decay  # [B, Hk, Hv // Hk, C, c, K]
+        self.between = self.is_visible.astype(log_decay.dtype)
+        first, last = sums_in_blocks(log_decay)[-1]
+        self.from_state = jnp.where(continues[..., None], jnp.exp(first), 0)
+        self.to_end = jnp.where(self.is_visible[..., -1, :, None], jnp.exp(last), 0)
+        self.whole = self.from_state[..., -1, :]
+
+    def times_keys(self, x: Array) -> Array:
+        """Returns the products, which have the decays already."""
+        return decayed_products(self.of_values(x), self.of_values(self.k), self.log_decay)
+
+    def from_keys(self, inverse: Array) -> Array:
+        """See `_Chunks`."""
+        k = (self.of_values(self.k) * self.from_state).astype(self.v.dtype)
+        return _product("bgrnjk,bgrnij->bgrnik", k, inverse.astype(k.dtype))
+
+    def of_states(self, states: Array) -> Array:
+        """See `_Chunks`."""
+        q = (self.of_values(self.q) * self.from_state).astype(self.v.dtype)
+        return _product("bgrnik,bgrnkv->bgrniv", q, states.astype(q.dtype))
+
+
+def decayed_products(x: Array, k: Array, log_decay: Array) -> Array:
+    """Returns `sum over K of x_i k_j exp(log_decay_j+1 + ... + log_decay_i)`, `[..., c, c]`.
+
+    It is zero for tokens i before j. The factors are `x exp(sum)` and `k exp(sum)` with sums on
+    both sides of a token between i and j, so that no exponent is above 0: pairs of blocks of 1, 2,
+    4 and more tokens, one level after the other.
+
+    Args:
+      x, k, log_decay: `[..., c, K]`, with a power of two c.
+    """
+    products = jnp.sum(x.astype(log_decay.dtype) * k, axis=-1)[..., None, None]
+    # Each level has blocks [..., c / size, size, K].
+    for first, last in sums_in_blocks(log_decay)[:-1]:
+        size = first.shape[-2]
+        later = (in_blocks(x, size) * jnp.exp(first))[..., 1::2, :, :].astype(x.dtype)
+        earlier = (in_blocks(k, size) * jnp.exp(last))[..., ::2, :, :].astype(k.dtype)
+        corner = _product("...ik,...jk->...ij", later, earlier)
+        upper = jnp.concatenate([products[..., ::2, :, :], jnp.zeros_like(corner)], axis=-1)
+        lower = jnp.concatenate([corner, products[..., 1::2, :, :]], axis=-1)
+        products = jnp.concatenate([upper, lower], axis=-2)
+    return products[..., 0, :, :]
+
+
+def sums_in_blocks(x: Array) -> list[tuple[Array, Array]]:
+    """Returns sums of numbers `[..., c, K]` in blocks of 1, 2, 4, ..., c of them.
+
+    The first sum is from the beginning of the block to a number, the second over those after it;
+    both are `[..., c / size, size, K]`, of the last level `[..., c, K]`.
+    """
+    first = x[..., None, :]
+    last = jnp.zeros_like(first)
+    levels = [(first, last)]
+    while first.shape[-3] > 1:
+        totals = first[..., -1:, :]
+        halves = [first[..., ::2, :, :], totals[..., ::2, :, :] + first[..., 1::2, :, :]]
+        first = jnp.concatenate(halves, axis=-2)
+        halves = [last[..., ::2, :, :] + totals[..., 1::2, :, :], last[..., 1::2, :, :]]
+        last = jnp.concatenate(halves, axis=-2)
+        levels.append((first, last))
+    levels[-1] = (first[..., 0, :, :], last[..., 0, :, :])
+    return levels
+
+
+def in_blocks(x: Array, size: int) -> Array:
+    """`[..., c, K] -> [..., c / size, size, K]`."""
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
 def _by_head(x: Array) -> Array:
@@ -235,7 +327,8 @@ def chunk_states(
     Args:
       w, k_decayed: `[B, H, C, c, K]`.
       u: `[B, H, C, c, V]`.
-      decay: of the whole chunk, `[B, H, C]`; 0 where a document begins in it.
+      decay: of the whole chunk, `[B, H, C]`, or `[B, H, C, K]` of each row of the state; 0 where a
+        document begins in it.
       state: `[B, H, K, V]`, float32.
     """
     return states_by(_recurrence, w, u, k_decayed, decay, state)
@@ -255,7 +348,7 @@ def _recurrence(
         new = u[:, :, n] - product if d_states is None else u[:, :, n] + product
         new = new.astype(u.dtype)
         change = _product("bhck,bhcv->bhkv", b[:, :, n], new)
-        decayed = decay[:, :, n, None, None] * state
+        decayed = decay[:, :, n].reshape(*state.shape[:2], -1, 1) * state
         if d_states is not None:
             change = d_states[:, :, n] - change
         return decayed + change, (state, new)
@@ -297,7 +390,7 @@ def _backward(run: Recurrence, saved: tuple[Array, ...], grads: _Results) -> tup
     d_k = _product("bhncv,bhnkv->bhnck", new, d_after.astype(k.dtype))
     d_w = d_w.astype(w.dtype)
     d_k = d_k.astype(k.dtype)
-    d_decay = jnp.sum(states * d_after, axis=(-2, -1))
+    d_decay = jnp.sum(states * d_after, axis=tuple(range(decay.ndim - 5, 0)))
     return d_w, d_u, d_k, d_decay, d_state
 
 
