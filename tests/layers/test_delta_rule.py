@@ -24,9 +24,9 @@ def delta_rule(q, k, v, log_decay, write, starts, state=None, **options):
     return kernel.delta_rule(Tokens(q, k, v, log_decay, write, starts), state, **options)
 
 
-def token_by_token(q, k, v, log_decay, write, starts, state):
+def token_by_token(q, k, v, log_decay, write, starts, state, *, subtracts=True):
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
-    return deltas.read(q, k, v, jnp.exp(log_decay), write, starts, state)
+    return deltas.read(q, k, v, jnp.exp(log_decay), write, starts, state, subtracts=subtracts)
 
 
 def draw(length, heads=(2, 4), widths=(3, 5), dtype="float64", rows=2):
@@ -59,21 +59,23 @@ def run(rule, arguments, grads):
     return dict(zip(NAMES, (*results, *backward(grads)), strict=True))
 
 
-@jax.jit
-def expected(arguments, grads):
-    return run(token_by_token, arguments, grads)
+@partial(jax.jit, static_argnames="subtracts")
+def expected(arguments, grads, subtracts=True):
+    return run(partial(token_by_token, subtracts=subtracts), arguments, grads)
 
 
-@partial(jax.jit, static_argnames="chunk")
-def found(arguments, grads, chunk=64):
-    return run(partial(delta_rule, chunk=chunk), arguments, grads)
+@partial(jax.jit, static_argnames=("chunk", "subtracts"))
+def found(arguments, grads, chunk=64, subtracts=True):
+    return run(partial(delta_rule, chunk=chunk, subtracts=subtracts), arguments, grads)
 
 
-def test_chunks_are_the_rule_token_by_token():
+@pytest.mark.parametrize("subtracts", [True, False])
+def test_chunks_are_the_rule_token_by_token(subtracts):
     """Of packed documents; neither the initial state nor its gradient passes a start."""
     with jax.enable_x64(True):
         arguments, grads = draw(37)
-        assert_close(found(arguments, grads, chunk=8), expected(arguments, grads), EXACT)
+        right = expected(arguments, grads, subtracts)
+        assert_close(found(arguments, grads, 8, subtracts), right, EXACT)
 
 
 @pytest.mark.wide  # each example is a program
@@ -83,18 +85,21 @@ def test_chunks_are_the_rule_token_by_token():
     st.sampled_from([1, 2, 16, 64]),
     st.sampled_from([(1, 1), (1, 4), (3, 6)]),
     st.integers(1, 5),
+    st.booleans(),
 )
-def test_any_length_chunk_heads_and_width(length, chunk, heads, width):
+def test_any_length_chunk_heads_and_width(length, chunk, heads, width, subtracts):
     with jax.enable_x64(True):
         arguments, grads = draw(length, heads, (width, 3))
-        assert_close(found(arguments, grads, chunk), expected(arguments, grads), EXACT)
+        right = expected(arguments, grads, subtracts)
+        assert_close(found(arguments, grads, chunk, subtracts), right, EXACT)
 
 
-def test_one_token_is_a_step_of_the_rule():
+@pytest.mark.parametrize("subtracts", [True, False])
+def test_one_token_is_a_step_of_the_rule(subtracts):
     with jax.enable_x64(True):
         (*tokens, _, state), _ = draw(1)
-        y, final = delta_step(*(x[:, 0] for x in tokens), state)
-        right = token_by_token(*tokens, jnp.zeros((2, 1), bool), state)
+        y, final = delta_step(*(x[:, 0] for x in tokens), state, subtracts=subtracts)
+        right = token_by_token(*tokens, jnp.zeros((2, 1), bool), state, subtracts=subtracts)
         assert_close(
             {"y": y[:, None], "final": final}, dict(zip(("y", "final"), right, strict=True)), EXACT
         )
