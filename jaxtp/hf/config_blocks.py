@@ -194,8 +194,8 @@ def _read_kinds(
 
 def _model_kind(kinds: Sequence[LayerKind]) -> LayerKind:
     """Returns a kind with all that any layer has, and a window if all have one."""
-    windows, *flags, _ = zip(*kinds, strict=True)
-    return LayerKind(all(windows), *map(any, flags))
+    windows, rotates, linear, experts, _ = zip(*kinds, strict=True)
+    return LayerKind(all(windows), any(rotates), any(linear), any(experts))
 
 
 def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
