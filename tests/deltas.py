@@ -1,5 +1,5 @@
-"""Reference of Gated DeltaNet and Kimi Delta Attention without the package's code: token by
-token. It equals transformers' in float64.
+"""References of Gated DeltaNet, Kimi Delta Attention and Mamba-2 without the package's code: token
+by token. They equal transformers' in float64.
 """
 
 import jax
@@ -53,6 +53,39 @@ def gated_delta(x, segments, w, config, eps, scale=0):
     return y.reshape(*x.shape[:2], -1) @ effective(w, "out", scale)
 
 
+def mamba2(x, segments, w, config, eps, scale=0):
+    """Returns the output of Mamba-2, as `gated_delta` does."""
+    groups = config.delta_key_heads
+
+    def projected(i):
+        kernel = w[f"in_proj.kernels.{i}"]
+        adapter = f"in_proj.loras.{i}"
+        kernel = kernel + scale * w[f"{adapter}.a"] @ w[f"{adapter}.b"] if scale else kernel
+        return x @ kernel + w.get(f"in_proj.biases.{i}", 0)
+
+    q, k, v = (
+        convolved(projected(i), segments, w[f"{name}_conv"], w.get(f"{name}_conv_bias", 0))
+        for i, name in enumerate("qkv")
+    )
+    step = jnp.log1p(jnp.exp(projected(4) + w["dt_bias"]))
+    step = jnp.clip(step, config.mamba_min_step, config.mamba_max_step)
+    heads = (*v.shape[:2], config.delta_value_heads, -1)
+    q, k = (
+        jnp.repeat(each.reshape(*each.shape[:2], groups, -1), heads[2] // groups, axis=2)
+        for each in (q, k)
+    )
+    v = v.reshape(heads)
+    begins = np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    kept = jnp.exp(-jnp.exp(w["decay_log"]) * step)
+    y, _ = read(q, k, v, kept, step, begins, subtracts=False)
+    y = (y + w["skip_scale"][:, None] * v).reshape(x.shape[0], x.shape[1], groups, -1)
+    y = y * silu(projected(3)).reshape(y.shape)
+    if config.mamba_norm:
+        scales = w["norm_scale"].reshape(groups, -1)
+        y = reference.rms_norm(y, scales, eps)
+    return y.reshape(*x.shape[:2], -1) @ effective(w, "out", scale) + w.get("out.bias", 0)
+
+
 def long_memory(weights):
     """Returns weights whose states last for some tokens; most initial ones decay within one."""
     slow = {n: weights[n] - 4 for n in weights if n.endswith("decay_log") and "optimizer" not in n}
@@ -63,17 +96,17 @@ def silu(x):
     return x / (1 + jnp.exp(-x))
 
 
-def convolved(x, segments, taps):
+def convolved(x, segments, taps, bias=0):
     """Tap i reads the token W - 1 - i before, if both are of one document."""
     rows, length = segments.shape
     reads = np.zeros((rows, len(taps), length, length))
     for row, tap, t in np.ndindex(rows, len(taps), length):
         s = t - (len(taps) - 1 - tap)
         reads[row, tap, t, s] = s >= 0 and len(set(segments[row, s : t + 1])) == 1
-    return silu(jnp.einsum("bits,ic,bsc->btc", reads, taps, x))
+    return silu(jnp.einsum("bits,ic,bsc->btc", reads, taps, x) + bias)
 
 
-def read(q, k, v, kept, strength, begins, state=None):
+def read(q, k, v, kept, strength, begins, state=None, *, subtracts=True):
     """Returns what each token reads, and the last state.
 
     q and k `[B, T, H, K]`, v `[B, T, H, V]`, kept `[B, T, H]` or `[B, T, H, K]`,
@@ -84,7 +117,7 @@ def read(q, k, v, kept, strength, begins, state=None):
         q, k, v, kept, strength, begins = token
         kept = kept.reshape(*kept.shape[:2], -1, 1)
         state = jnp.where(begins[:, None, None, None], 0, state) * kept
-        wrong = v - jnp.einsum("bhk,bhkv->bhv", k, state)
+        wrong = v - subtracts * jnp.einsum("bhk,bhkv->bhv", k, state)
         state = state + strength[..., None, None] * k[..., None] * wrong[:, :, None]
         return state, jnp.einsum("bhk,bhkv->bhv", q, state)
 

@@ -58,13 +58,7 @@ from jaxtp.layers.balance import BALANCE
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.embedding import EMBEDDING
-from jaxtp.layers.gated_delta import (
-    DELTA,
-    INSIDE,
-    GatedDeltaConfig,
-    GatedDeltaNet,
-    KimiDeltaAttention,
-)
+from jaxtp.layers.gated_delta import DELTA, GatedDeltaConfig, GatedDeltaNet, KimiDeltaAttention
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import (
@@ -485,7 +479,7 @@ def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
 
 @branch_costs.register
 def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
-    """Yields the costs of Gated DeltaNet.
+    """Yields the costs of Gated DeltaNet or Mamba-2.
 
     The projections have formulas; the computation between them is traced.
     """
@@ -497,8 +491,15 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
         yield from latents_costs((layer.decay_down, layer.gate_down), work)
         yield from column_costs(layer.decay_up, work, "decays")
         yield from column_costs(layer.gate_up, work, "gates")
-    for name in INSIDE:
-        yield weight_of(getattr(layer, name), DELTA, layer.precision)
+    for name in layer.inside:
+        if (variable := getattr(layer, name)) is not None:
+            yield weight_of(variable, DELTA, layer.precision)
+    shared_by = heads.keys.shared_by(work.tp)
+    if layer.norm_over_groups and shared_by > 1:
+        # The squares of each group, forward, recomputed in the backward pass, and its gradient
+        size = work.tokens * work.tp // shared_by * FLOAT32
+        count = work.num_evals(work.recomputes, 0) + 2
+        yield collective_cost(ALL_REDUCE, (TP,), DELTA, work, size, count)
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
     inside = _inside_delta(
@@ -543,9 +544,8 @@ def _inside_delta(
     with _abstract(mesh_shape()):
         projected = nnx.eval_shape(lambda layer, x: layer.project(x), layer, tokens)
     costs = list(_program_costs(forward, (projected, weights), work))
-    # A token reads the state by its key, writes it, and reads it by its query.
     state = config.delta_value_heads * config.delta_key_dim * config.delta_value_dim
-    needed = 6.0 * work.tokens * state * work.num_evals(work.recomputes, 2)
+    needed = 2.0 * kind.state_products * work.tokens * state * work.num_evals(work.recomputes, 2)
     counted = needed / sum(cost.flops for cost in costs if isinstance(cost, Product))
     inside: list[Bytes | CollectiveCost | Product] = []
     for cost in costs:

@@ -45,6 +45,10 @@ _SLIDING = "sliding_attention"
 _LINEAR = "linear_attention"
 _INTERVAL = "full_attention_interval"
 _DEFAULT_INTERVAL = 4
+_BLOCK_TYPES = "layers_block_type"
+_PATTERN = "hybrid_override_pattern"
+_PARTS = {_LINEAR: "mixer", _FULL: "mixer", "mlp": "mlp", "moe": "mlp"}
+"""Types of layers that have one branch, and the part of a block that they are."""
 _OTHER_NAMES = {
     "num_dense_layers": "first_k_dense_replace",
     "global_attn_every_n_layers": "sliding_window_pattern",
@@ -94,6 +98,7 @@ class LayerKind(NamedTuple):
     rotates: bool
     is_linear: bool
     has_experts: bool
+    parts: str = "both"
 
     def types(self, *, any_window: bool) -> Iterator[LayerType]:
         """Yields the layer's types, in a model with a window in any layer or in none."""
@@ -122,21 +127,19 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     if "rope_theta" in names:
         ropes = [_read_rope(attributes, family, fields, windowed=flag) for flag in (False, True)]
     attributes = _expanded(_usual_names(attributes), family)
-    windows = _read_windows(attributes, family, count)
-    window = attributes.get("sliding_window", family.default_window)
-    any_window = any(windows) or (family.window_can_be_null and window is not None)
-    window = whole("sliding_window", window) if any(windows) else None
-    rotated = _read_rotated(attributes, family, windows)
-    linear = _read_linear(attributes, family, count)
-    sparse = _read_sparse(attributes, family, count)
-    _check_lengths(attributes, names, count)
     num_experts = fields.get("num_experts") or 0
-    if sparse is None or not num_experts:
-        sparse = [num_experts > 0] * count
+    kinds = _read_kinds(attributes, family, count, num_experts)
+    has_window = any(kind.has_window for kind in kinds)
+    window = attributes.get("sliding_window", family.default_window)
+    any_window = has_window or (family.window_can_be_null and window is not None)
+    window = whole("sliding_window", window) if has_window else None
     # All layers set the same fields, so that each that differs from the model's is a change.
     common = {name: fields.get(name, _DEFAULTS.get(name)) for name in family.changing_fields()}
     common["num_experts"] = num_experts
-    if not any(linear):
+    if _BLOCK_TYPES in names:
+        common["parts"] = "both"
+    has_linear = any(kind.is_linear for kind in kinds)
+    if not has_linear:
         common |= {name: _DEFAULTS[name] for name in fields if name.startswith("delta_")}
 
     def settings(kind: LayerKind) -> Settings:
@@ -146,6 +149,8 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
             layer |= NO_ROPE
         if not kind.has_experts:
             layer["num_experts"] = 0
+        if "parts" in layer:
+            layer["parts"] = kind.parts
         for layer_type in kind.types(any_window=any_window):
             layer |= _read_type(layer_type, attributes, family, {**fields, **layer})
         if layer.get("shared_experts") == 0 and "shared_experts_gate" in layer:
@@ -153,12 +158,12 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
         return layer
 
     overrides = _read_overrides(attributes, family, fields)
-    usual = [settings(kind) for kind in map(LayerKind, windows, rotated, linear, sparse)]
+    usual = [settings(kind) for kind in kinds]
     layers = [{**layer, **overrides.get(i, {})} for i, layer in enumerate(usual)]
-    model = settings(LayerKind(all(windows), any(rotated), any(linear), any(sparse)))
+    model = usual[0] if _BLOCK_TYPES in names else settings(_model_kind(kinds))
     if model in usual:
         model = layers[usual.index(model)]
-    if any(linear):
+    if has_linear and "delta_key_heads" in fields:
         _check_multiple(
             model["delta_value_heads"], whole("linear_num_key_heads", fields["delta_key_heads"])
         )
@@ -166,6 +171,49 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
         layers = [{**layer, "query_scale": scale / i} for i, layer in enumerate(layers, start=1)]
     return _compress_layers(model, layers)
+
+
+def _read_kinds(
+    attributes: Attributes, family: Family, count: int, num_experts: int
+) -> list[LayerKind]:
+    windows = _read_windows(attributes, family, count)
+    rotated = _read_rotated(attributes, family, windows)
+    linear = _read_linear(attributes, family, count)
+    sparse = _read_sparse(attributes, family, count)
+    parts = ["both"] * count
+    if _BLOCK_TYPES in family.layer_attributes:
+        types: Any = attributes["layer_types"]
+        linear = [name == _LINEAR for name in types]
+        sparse = [name == "moe" for name in types]
+        parts = [_PARTS[name] for name in types]
+    _check_lengths(attributes, family.layer_attributes, count)
+    if sparse is None or not num_experts:
+        sparse = [num_experts > 0] * count
+    return list(map(LayerKind, windows, rotated, linear, sparse, parts))
+
+
+def _model_kind(kinds: Sequence[LayerKind]) -> LayerKind:
+    """Returns a kind with all that any layer has, and a window if all have one."""
+    windows, rotates, linear, experts, _ = zip(*kinds, strict=True)
+    return LayerKind(all(windows), any(rotates), any(linear), any(experts))
+
+
+def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
+    """Returns attributes with `layer_types` and their number, if blocks have one branch each."""
+    if _BLOCK_TYPES not in family.layer_attributes:
+        return attributes
+    types = attributes.get(_BLOCK_TYPES)
+    if types is None:
+        letters = attributes.get(_PATTERN)
+        types = list(letters) if isinstance(letters, str) else None
+    names = {**family.layer_types, **{name: name for name in _PARTS}}
+    if not isinstance(types, list) or not types or not {*map(str, types)} <= names.keys():
+        raise HFError(
+            f"{_BLOCK_TYPES} or {_PATTERN} = {quote(types)}: should name the type of each layer: "
+            f"{', '.join(names)}"
+        )
+    types = [names[name] for name in types]
+    return {**attributes, "layer_types": types, "num_hidden_layers": len(types)}
 
 
 def _read_type(
@@ -192,10 +240,11 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
         written |= _write_windows(layers, family)
     if "rope_theta" in names:
         written |= _write_ropes(layers, family)
-    if family.only_layer_type is not None:
-        written["layer_types"] = [family.only_layer_type] * len(layers)
-    if _INTERVAL in names:
-        written |= _write_linear(layers)
+    if _INTERVAL in names or family.layer_types:
+        written |= _write_linear(layers, family)
+    inner = max(layer.delta_value_heads * layer.delta_value_dim for layer in layers)
+    if "mamba_expand" in names and inner:
+        written["mamba_expand"] = plain_number(inner / config.d_model)
     by_layer = _write_rotated(layers) | _write_sparse([bool(layer.num_experts) for layer in layers])
     written |= {name: value for name, value in by_layer.items() if name in names}
     for other, name in _OTHER_NAMES.items():
@@ -363,11 +412,6 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
     )
     can_be_null = family.window_can_be_null or "use_sliding_window" in names
     types = attributes.get("layer_types")
-    only = family.only_layer_type
-    if only is not None and types not in ([only] * count, [_FULL] * count):
-        raise HFError(
-            f"layer_types = {quote(types)}: only {only} is supported, for each of {count} layers"
-        )
     if not names & {"sliding_window", _TYPES} or not is_on or (can_be_null and window is None):
         decides = "layer_types" in names and (family.window_can_be_null or not family.window_period)
         if decides and isinstance(types, list) and _SLIDING in types:
@@ -533,10 +577,14 @@ def _write_rotated(layers: Sequence[BlockConfig]) -> MutableAttributes:
 
 
 def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
-    if _INTERVAL not in family.layer_attributes:
-        return [False] * count
     types = attributes.get("layer_types")
-    if types is None:
+    if _BLOCK_TYPES in family.layer_attributes:
+        return [False] * count
+    if family.layer_types and isinstance(types, list):
+        types = [family.layer_types.get(str(name), name) for name in types]
+    elif _INTERVAL not in family.layer_attributes and not family.layer_types:
+        return [False] * count
+    if types is None and not family.layer_types:
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
     return _are_of_type("layer_types", types, _LINEAR, _FULL, count)
@@ -551,10 +599,20 @@ def _check_multiple(values: int, keys: int) -> None:
         )
 
 
-def _write_linear(layers: Sequence[BlockConfig]) -> MutableAttributes:
+def _write_linear(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     linear = [bool(layer.delta_value_heads) for layer in layers]
     types = [_LINEAR if is_linear else _FULL for is_linear in linear]
-    written: MutableAttributes = {"layer_types": types}
+    if _BLOCK_TYPES in family.layer_attributes:
+        for i, layer in enumerate(layers):
+            if layer.parts == "mlp":
+                types[i] = "moe" if layer.num_experts else "mlp"
+        letters = {usual: name for name, usual in family.layer_types.items() if len(name) == 1}
+        pattern = "".join(map(letters.__getitem__, types))
+        return {_BLOCK_TYPES: types, _PATTERN: pattern}
+    names = {usual: name for name, usual in family.layer_types.items()}
+    written: MutableAttributes = {"layer_types": [names.get(name, name) for name in types]}
+    if family.layer_types:
+        return written
     # Some programs read only the interval.
     period = _period(linear)
     if period is not None:

@@ -20,6 +20,7 @@ from jaxtp.hf.config_blocks import (
     name_in_file,
     read_attribute,
     read_layers,
+    with_layer_types,
     write_fields,
     write_layers,
 )
@@ -42,6 +43,7 @@ from jaxtp.hf.safetensors import FORMATS
 from jaxtp.hf.tensor_map import dtypes
 from jaxtp.hf.wrapper import TEXT, Whole, full_names, text_attributes
 from jaxtp.layers.experts import ExpertsConfig
+from jaxtp.layers.gated_delta import GatedDeltaConfig
 from jaxtp.layers.mlp import MLPConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig, architecture
@@ -63,6 +65,7 @@ _EXPERT_DEFAULTS = {
     if not hasattr(MLPConfig, field.name)
 }
 """Defaults of the settings that only experts have."""
+_STATE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatedDeltaConfig)}
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -261,7 +264,8 @@ def _common_settings(config: ModelConfig) -> Settings:
 def _comparable(config: ModelConfig) -> dict[str, Any]:
     """Returns the architecture's settings.
 
-    Settings that differ by layer are lists; dense layers have the experts' defaults.
+    Settings that differ by layer are lists; dense layers have the experts' defaults, and layers
+    without states the defaults of those.
     """
     fields = dict(architecture(config))
     fields.pop("first_blocks")
@@ -270,6 +274,8 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
     for block in plain:
         if not block.num_experts:
             plain[block] |= _EXPERT_DEFAULTS
+        if not block.delta_value_heads:
+            plain[block] |= _STATE_DEFAULTS
     for name in fields.keys() & next(iter(plain.values())).keys():
         values = [plain[block][name] for block in config.layers()]
         fields[name] = values
@@ -344,11 +350,12 @@ def _misfits(
                 yield name, _quantization_problem(method, family)
         elif name in fixed:
             only = fixed[name]
-            if value != only and not (value is None and only is False):
+            supported = only if isinstance(only, tuple) else (only,)
+            if value not in supported and not (value is None and only is False):
                 yield (
                     name,
-                    f"{name} = {quote(value)} is not supported, only {only!r}: it is known to "
-                    "change the model",
+                    f"{name} = {quote(value)} is not supported, only {supported[0]!r}: it is known "
+                    "to change the model",
                 )
         elif name not in allowed and not is_ignorable(name, value, family):
             yield (
@@ -371,6 +378,7 @@ def _quantization_problem(method: str, family: Family) -> str:
 
 
 def _fields(attributes: Attributes, family: Family) -> Settings:
+    attributes = with_layer_types(attributes, family)
     fields = dict(family.always)
     names = dict[str, str]()
     for attribute in sorted(family.attributes, key=lambda attribute: attribute.unit is not None):

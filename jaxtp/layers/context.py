@@ -154,20 +154,22 @@ class Sequences:
     def initial_states(self, m: Array, u: Array) -> Array:
         """Returns the state before each chunk of this device, `[b * chunks, H, K, V]`.
 
-        A chunk's tokens turn the state S into m S + u, with m `[b * chunks, H, K, K]`. Call it
-        inside `device_view`.
+        A chunk's tokens turn the state S into m S + u, with m `[b * chunks, H, K, K]`, or its
+        diagonal `[b * chunks, H, K, 1]`. Call it inside `device_view`.
         """
         # Passing states from chunk to chunk would move less, but in as many steps as there are
         # chunks.
         maps_bHKF = jnp.concatenate([m, u], axis=-1)
+        width = m.shape[-1]
         rows = maps_bHKF.reshape(-1, self.num_chunks, *maps_bHKF.shape[1:])
         chunks = jnp.moveaxis(rows, 1, 0)
         gathered = all_gather(chunks, *CONTEXT, dim=0)
         maps = self.natural(checkpoint_name(gathered, CARRIED), dim=0)
 
         def advance(state: Array, chunk: Array) -> tuple[Array, Array]:
-            m, u = jnp.split(chunk, [chunk.shape[-2]], axis=-1)
-            return u + jnp.matmul(m, state, precision="highest"), state
+            m, u = jnp.split(chunk, [width], axis=-1)
+            product = m * state if width == 1 else jnp.matmul(m, state, precision="highest")
+            return u + product, state
 
         zeros = jnp.zeros((len(rows), *u.shape[1:]), u.dtype)
         _, states = lax.scan(advance, vary_like(zeros, maps), maps)

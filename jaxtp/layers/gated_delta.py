@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
-from jaxtp.config.schema import Count, CountOrZero, Settings
+from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive, Settings
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
@@ -39,7 +39,7 @@ from jaxtp.layers.convolution import (
     recomputed,
     with_earlier,
 )
-from jaxtp.layers.kernels.delta_rule import Scan, Tokens, delta_rule, delta_step
+from jaxtp.layers.kernels.delta_rule import Scan, State, Tokens, delta_rule, delta_step
 from jaxtp.layers.kernels.select import architecture_of, pick_scan
 from jaxtp.layers.latent_attention import DownProjection, enter_latents
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -57,12 +57,13 @@ KIMI_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "b_proj")
 """Outputs of `in_proj` of Kimi Delta Attention."""
 _STEPS = (1e-3, 0.1)
 """Bounds of the initial values of softplus(dt_bias) in Kimi Delta Attention."""
-INSIDE = ("q_conv", "k_conv", "v_conv", "decay_log", "dt_bias", "norm_scale")
+MAMBA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "a_proj")
+CONVOLUTIONS = ("q_conv", "k_conv", "v_conv")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaConfig(Settings):
-    """Settings of Gated DeltaNet."""
+    """Settings of Gated DeltaNet and Mamba-2, layers with states."""
 
     delta_value_heads: CountOrZero = 0
     """Value heads of Gated DeltaNet, which replaces attention in blocks where this is not 0.
@@ -84,6 +85,32 @@ class GatedDeltaConfig(Settings):
     delta_conv: Count = 4
     """Gated DeltaNet: tokens that the causal convolution of queries, keys and values reads, with
     the current one."""
+
+    delta_kind: Literal["gated_delta", "mamba2"] = "gated_delta"
+    """Layer with states: Gated DeltaNet, or Mamba-2 (arXiv 2405.21060), whose value heads are its
+    heads, and whose key heads are its groups, of delta_key_dim states each."""
+
+    mamba_bias: bool = False
+    """Mamba-2: biases on the projections."""
+
+    mamba_conv_bias: bool = True
+    """Mamba-2: a bias on the convolution."""
+
+    mamba_norm: bool = True
+    """Mamba-2: normalise the gated results of each group."""
+
+    mamba_min_step: NonNegative = 0.0
+    """Mamba-2: least time step of a head, after the softplus."""
+
+    mamba_max_step: Positive | None = None
+    """Mamba-2: largest time step of a head; by default no limit."""
+
+    @property
+    def delta_targets(self) -> tuple[Target, ...]:
+        """The outputs of `in_proj`, named as adapters name them."""
+        if self.delta_kind == "mamba2":
+            return MAMBA_TARGETS
+        return KIMI_TARGETS if self.delta_gate_rank else DELTA_TARGETS
 
     @property
     def delta_heads(self) -> PaddedHeads:
@@ -107,6 +134,12 @@ class GatedDeltaNet(Branch):
     min_rate = 0.01
     """Smallest initial value of exp(decay_log); the largest is 16."""
     gate_activation: ClassVar[Callable[[Array], Array]] = staticmethod(jax.nn.silu)
+    step = staticmethod(delta_step)
+    norm_over_groups = False
+    state_products: ClassVar[int] = 3
+    """Products of a token with a state: to read it by key and by query, and to write."""
+    inside: ClassVar[tuple[str, ...]] = (*CONVOLUTIONS, "decay_log", "dt_bias", "norm_scale")
+    """Parameters outside of the projections."""
 
     def __init__(
         self,
@@ -176,20 +209,23 @@ class GatedDeltaNet(Branch):
         return self.out(read(weights, projected, sequences))
 
     def _read(self, weights: Weights, projected: tuple[Array, ...], sequences: Sequences) -> Array:
-        *qkv, gate, write, decay = projected  # [b, T/cp, F/tp]
+        q, k, v, gate, *numbers = projected  # [b, T/cp, F/tp]
         projections, positions = with_earlier(
-            jnp.concatenate(qkv, axis=-1), self.config.delta_conv, sequences
+            jnp.concatenate([q, k, v], axis=-1), self.config.delta_conv, sequences
         )  # [b * chunks, W - 1 + t, F/tp]
         rows, length = positions.shape
-        write = write.reshape(rows, length, -1)
-        decay = decay.reshape(rows, length, -1)
+        numbers = [x.reshape(rows, length, -1) for x in numbers]
         q, k, v = self.heads(weights, projections, positions)
         starts = None if sequences.segments is None else positions == 0
         initial = None if axis_size(CP) == 1 else sequences.initial_states
-        log_decay, write = self.strengths(weights, write, decay)
+        log_decay, write = self.strengths(weights, *numbers)
         tokens = Tokens(q, k, v, log_decay, write, starts)
-        y, _ = delta_rule(tokens, initial, scan=self._scan())
-        return self.gated(weights, checkpoint_name(y, ATTENDED), gate)
+        y, _ = self.rule(tokens, initial)
+        return self.gated(weights, checkpoint_name(y, ATTENDED), v, gate)
+
+    def rule(self, tokens: Tokens, state: State = None) -> tuple[Array, Array]:
+        """See `delta_rule`."""
+        return delta_rule(tokens, state, scan=self._scan())
 
     def _scan(self) -> Scan | None:
         scan, _ = pick_scan(self.config.delta_key_dim, architecture_of(current_device()))
@@ -203,14 +239,17 @@ class GatedDeltaNet(Branch):
         before a document.
         """
         config = self.config
-        load = partial(self.precision.load, storage_dim=None, accumulate="float32")
-        local_taps = weights["k_conv"].shape[1]
-        num_shards = config.delta_heads.keys.num_shards(axis_size(TP), local_taps)
-        q_taps = load(weights["q_conv"], tp_gather=(1, num_shards))
-        k_taps = load(weights["k_conv"], tp_gather=(1, num_shards))
-        v_taps = load(weights["v_conv"])
         heads_of = partial(_convolved_heads, config.delta_key_dim, config.delta_value_dim)
-        return recomputed(heads_of, tokens, positions, q_taps, k_taps, v_taps)
+        taps = self.load_convolution(weights, *CONVOLUTIONS)
+        return recomputed(heads_of, tokens, positions, *taps)
+
+    def load_convolution(self, weights: Weights, q: str, k: str, v: str) -> tuple[Array, ...]:
+        """Loads taps `[W, F]`, or biases `[F]`, of queries, keys and values."""
+        load = partial(self.precision.load, storage_dim=None, accumulate="float32")
+        dim = weights[k].ndim - 1
+        num_shards = self.config.delta_heads.keys.num_shards(axis_size(TP), weights[k].shape[dim])
+        keys = [load(weights[name], tp_gather=(dim, num_shards)) for name in (q, k)]
+        return (*keys, load(weights[v]))
 
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
         """Returns the logarithm of each head's decay, and its write strength.
@@ -224,8 +263,8 @@ class GatedDeltaNet(Branch):
         log_decay = rate * jax.nn.softplus(decay.astype(jnp.float32) + bias)
         return log_decay, jax.nn.sigmoid(write.astype(jnp.float32))
 
-    def gated(self, weights: Weights, y: Array, gate: Array) -> Array:
-        """Normalises and gates results `[b, T, heads, V]`; returns `[b, T, F]`.
+    def gated(self, weights: Weights, y: Array, v: Array, gate: Array) -> Array:
+        """Normalises and gates results `[b, T, heads, V]` of values `v`; returns `[b, T, F]`.
 
         Padded heads are zero.
         """
@@ -272,21 +311,21 @@ class GatedDeltaNet(Branch):
         cache: KVCache,
         new: NewTokens,
     ) -> tuple[Array, KVCache]:
-        *qkv, gate, write, decay = projected  # [b, T, F/tp]
+        q, k, v, gate, *numbers = projected  # [b, T, F/tp]
         states, windows = cache
         state = new.first(states)  # [b, Hv, K, V]
         window = new.first(windows)[:, 0]  # [b, W - 1, F/tp]
-        tokens = jnp.concatenate([window, jnp.concatenate(qkv, axis=-1)], axis=1)
+        tokens = jnp.concatenate([window, jnp.concatenate([q, k, v], axis=-1)], axis=1)
         q, k, v = self.heads(weights, tokens, new.positions)
         # Dropped tokens, which come last, leave the states as they are.
         is_kept = new.is_kept()
-        log_decay, write = self.strengths(weights, write, decay)
+        log_decay, write = self.strengths(weights, *numbers)
         log_decay = jnp.where(_expanded(is_kept, log_decay), log_decay, 0)
         write = jnp.where(is_kept[..., None], write, 0)
         begins = new.positions == 0
         if gate.shape[1] == 1:
             log_decay = jnp.where(_expanded(begins, log_decay), -jnp.inf, log_decay)
-            y, state = delta_step(
+            y, state = self.step(
                 q[:, 0],
                 k[:, 0],
                 v[:, 0],
@@ -297,12 +336,12 @@ class GatedDeltaNet(Branch):
             y = y[:, None]
         else:
             read = Tokens(q, k, v, log_decay, write, begins)
-            y, state = delta_rule(read, state, scan=self._scan())
+            y, state = self.rule(read, state)
         # The window ends with the last token that is kept.
         num_kept = jnp.sum(is_kept, axis=1, keepdims=True)
         window = last_tokens(tokens, num_kept, self.config.delta_conv)
         cache = (new.replace(states, state), new.replace(windows, window[:, None]))
-        return self.gated(weights, y, gate), cache
+        return self.gated(weights, y, v, gate), cache
 
 
 class KimiDeltaAttention(GatedDeltaNet):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxtp.config.schema import Positive
 from jaxtp.layers.branch import BranchConfig, Padded
 from jaxtp.layers.context import LocalShape
 from jaxtp.layers.experts import EXPERT_TARGETS, ExpertsConfig
-from jaxtp.layers.gated_delta import DELTA_TARGETS, KIMI_TARGETS, GatedDeltaConfig
+from jaxtp.layers.gated_delta import GatedDeltaConfig
 from jaxtp.layers.latent_attention import LatentAttentionConfig
 from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig
@@ -27,6 +28,10 @@ class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionCo
     if `kv_rank` is not 0.
     """
 
+    parts: Literal["both", "mixer", "mlp"] = "both"
+    """Branches of a block: attention, or a layer with states, and then an MLP or experts; or one of
+    them (Nemotron-H)."""
+
     residual_scale: Positive = 1.0
     """Factor of the outputs of attention and MLP (Granite)."""
 
@@ -34,21 +39,35 @@ class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionCo
     """Multiply the residual stream at the end of each block by a number that is not trained (Gemma
     4)."""
 
+    @property
+    def attends(self) -> bool:
+        """Whether the block has attention."""
+        return self.parts != "mlp" and not self.delta_value_heads
+
     def zigzag(self, shape: LocalShape) -> bool:
         """See `AttentionConfig`; Gated DeltaNet works equally on all devices in any order."""
-        return not self.delta_value_heads and super().zigzag(shape)
+        return self.attends and super().zigzag(shape)
 
 
 def adapter_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
     """Yields each projection that can have adapters, with its kernel's path in the block."""
-    if block.delta_value_heads and block.delta_gate_rank:
-        yield from _kernels("attention.in_proj", KIMI_TARGETS)
-        yield "f_a_proj", "attention.decay_down.kernel"
-        yield "f_b_proj", "attention.decay_up.kernels.0"
-        yield "g_a_proj", "attention.gate_down.kernel"
-        yield "g_b_proj", "attention.gate_up.kernels.0"
-    elif block.delta_value_heads:
-        yield from _kernels("attention.in_proj", DELTA_TARGETS)
+    if block.parts != "mlp":
+        yield from _mixer_kernels(block)
+    if block.num_experts:
+        yield from _expert_kernels(block)
+    elif block.parts != "mixer":
+        yield from _mlp_kernels(block, "mlp")
+    yield from block.adapter_kernels()
+
+
+def _mixer_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
+    if block.delta_value_heads:
+        yield from _kernels("attention.in_proj", block.delta_targets)
+        if block.delta_gate_rank:
+            yield "f_a_proj", "attention.decay_down.kernel"
+            yield "f_b_proj", "attention.decay_up.kernels.0"
+            yield "g_a_proj", "attention.gate_down.kernel"
+            yield "g_b_proj", "attention.gate_up.kernels.0"
     elif block.kv_rank:
         if block.query_rank:
             yield "q_a_proj", "attention.query_down.kernel"
@@ -58,11 +77,6 @@ def adapter_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
     else:
         yield from _kernels("attention.qkv", block.qkv_outputs())
     yield "o_proj", "attention.out.kernel"
-    if block.num_experts:
-        yield from _expert_kernels(block)
-    else:
-        yield from _mlp_kernels(block, "mlp")
-    yield from block.adapter_kernels()
 
 
 def base_kernels(block: BlockConfig, form: str) -> Iterator[str]:
@@ -103,7 +117,9 @@ def _kernels(module: str, targets: Iterable[Target]) -> Iterator[tuple[Target, s
 
 def padded_dims(block: BlockConfig, tp: int) -> Iterator[Padded]:
     """Yields the name, the size and the padded size of each dim that tp may pad."""
-    if block.delta_value_heads:
+    if block.parts == "mlp":
+        pass
+    elif block.delta_value_heads:
         if block.delta_key_heads and block.delta_value_heads % block.delta_key_heads == 0:
             key_heads, group, _ = block.delta_heads.stored(tp)
             yield "delta value heads", block.delta_value_heads, key_heads * group
@@ -114,7 +130,7 @@ def padded_dims(block: BlockConfig, tp: int) -> Iterator[Padded]:
         yield "kv heads", block.num_kv_heads, kv_heads
     widths = {}
     # Devices that have whole experts do not split their width.
-    if not block.num_experts or not block.over_tp(tp):
+    if block.parts != "mixer" and not (block.num_experts and block.over_tp(tp)):
         widths["d_ff"] = block.d_ff
     if block.num_experts:
         widths |= {"dense_mlp": block.dense_mlp, "shared_experts": block.shared_experts}

@@ -28,9 +28,14 @@ _MEANINGLESS_WITH_LATENTS = (
 
 def block_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
     """Yields why a block cannot run on this mesh."""
-    if block.delta_value_heads:
+    if block.parts == "mixer" and block.num_experts:
+        yield Problem(
+            f"model.parts=mixer has no experts: use model.num_experts=0, not {block.num_experts}, "
+            "in these blocks"
+        )
+    if block.parts != "mlp" and block.delta_value_heads:
         yield from _delta_problems(block, sizes)
-    else:
+    elif block.attends:
         yield from _attention_problems(block, sizes)
         yield from _latent_problems(block, sizes)
     if block.swiglu_limit is not None and block.mlp != "gated":
@@ -176,8 +181,18 @@ def _delta_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pr
             f"model.delta_key_heads={key_heads} differs from model.delta_value_heads={heads}: with "
             f"model.delta_gate_rank each head has its own keys; set both to {heads}"
         )
+    if rank and block.delta_kind == "mamba2":
+        yield Problem(
+            f"model.delta_gate_rank={rank} is for model.delta_kind=gated_delta; Mamba-2 needs 0"
+        )
     yield from storage_problems("model.delta_gate_rank", rank, sizes)
     yield from _idle_devices("model.delta_value_heads", heads, sizes[TP])
+    longest = block.mamba_max_step
+    if longest is not None and block.mamba_min_step > longest:
+        yield Problem(
+            f"model.mamba_min_step={block.mamba_min_step} is above model.mamba_max_step={longest}; "
+            "0 works"
+        )
 
 
 def _group_problems(block: BlockConfig) -> Iterator[Problem]:

@@ -70,6 +70,7 @@ from jaxtp.layers.linear import (
     matmul_obstacle,
 )
 from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig, has_whole_blocks
+from jaxtp.layers.mamba2 import Mamba2
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormKind
 from jaxtp.layers.overlap import Overlap
@@ -299,13 +300,17 @@ class ModelConfig(BlockConfig, DecoderSizes):
         context = self._context_of(block)
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
         if block.delta_value_heads:
-            attention = KimiDeltaAttention if block.delta_gate_rank else GatedDeltaNet
+            attention = Mamba2 if block.delta_kind == "mamba2" else GatedDeltaNet
+            if block.delta_gate_rank:
+                attention = KimiDeltaAttention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
-        return {
-            "attention": attention(self.d_model, block, context, norm=block, rngs=rngs),
-            "mlp": mlp(self.d_model, block, context, rngs=rngs),
-        }
+        branches: dict[str, Branch] = {}
+        if block.parts != "mlp":
+            branches["attention"] = attention(self.d_model, block, context, norm=block, rngs=rngs)
+        if block.parts != "mixer":
+            branches["mlp"] = mlp(self.d_model, block, context, rngs=rngs)
+        return branches
 
     def _context_of(self, block: BlockConfig) -> LayerContext:
         recomputed = self.remat not in ("none", "save_dots")
@@ -470,8 +475,11 @@ def _switches(config: ModelConfig) -> Iterator[Switch]:
     yield "model.num_experts", config.most_experts, experts
     has_delta = any(block.delta_value_heads for block in config.block_kinds())
     delta = ["delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"]
-    delta.append("delta_gate_rank")
+    delta += ["delta_gate_rank", "delta_kind"]
     yield "model.delta_value_heads", has_delta, delta
+    has_mamba = any(block.delta_kind == "mamba2" for block in config.block_kinds())
+    mamba = ("bias", "conv_bias", "norm", "min_step", "max_step")
+    yield "model.delta_kind=mamba2", has_mamba, [f"mamba_{name}" for name in mamba]
     lora = ["lora.alpha", "lora.rslora", "lora.base", "lora.tokens", "lora.tables"]
     # Runs of 0.1 have other defaults.
     if config.lora.targets != LLAMA_TARGETS:

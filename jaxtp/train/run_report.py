@@ -179,6 +179,8 @@ def describe_block(model: ModelConfig) -> str:
 
 
 def _describe_heads(block: BlockConfig) -> str:
+    if block.parts == "mlp":
+        return "only an MLP"
     if block.delta_value_heads:
         return (
             f"{block.delta_value_heads} heads with states ({block.delta_key_heads} key) of "
@@ -248,8 +250,11 @@ def describe_kernels(
 
 
 def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
-    """Yields the implementations that compute the states of Gated DeltaNet."""
+    """Yields the implementations that compute the states of Gated DeltaNet and Mamba-2."""
     blocks = [block for block in model.block_kinds() if block.delta_value_heads]
+    if any(block.delta_kind == "mamba2" for block in blocks):
+        yield "xla states of Mamba-2"
+    blocks = [block for block in blocks if block.delta_kind == "gated_delta"]
     for width in dict.fromkeys(block.delta_key_dim for block in blocks):
         scan, why = pick_scan(width, platform)
         yield f"{'pallas' if scan else 'xla'} states of Gated DeltaNet ({why})"
@@ -329,8 +334,8 @@ def describe_context(model: ModelConfig, share: LocalShape) -> str | None:
     layers = []
     if methods:
         layers.append(f"attention by {' and '.join(methods)}")
-    if len(attending) < len(model.block_kinds()):
-        layers.append("Gated DeltaNet by its chunks' maps of states")
+    if any(block.delta_value_heads and block.parts != "mlp" for block in model.block_kinds()):
+        layers.append("layers with states by their chunks' maps of states")
     return f"sequences over cp {share.sizes[CP]}, {chunks}; {', '.join(layers)}"
 
 

@@ -54,11 +54,12 @@ def slowly(weights):
 
 
 SMALL = SmallDecoder(CONFIG, scale=0.3, change=slowly)
+MAMBA = SmallDecoder(replace(CONFIG, delta_kind="mamba2"), scale=0.3, change=slowly)
 
 
 @cache
-def greedy(prompt):
-    return greedy_ids(SMALL.logits, prompt, TOKENS, LENGTH)
+def greedy(prompt, small=SMALL):
+    return greedy_ids(small.logits, prompt, TOKENS, LENGTH)
 
 
 def prompts_of(count, most):
@@ -80,18 +81,18 @@ def assert_read(generator, prompt, kept):
     assert (speed.kept_tokens, speed.prefill_tokens) == (kept, len(prompt) - kept)
 
 
-@swept("mesh", [None, (1, 1, 3), (2, 1, 2)])
-def test_texts_are_those_of_reading_everything_again(mesh):
+@swept("case", [(SMALL, None), (SMALL, (1, 1, 3)), (SMALL, (2, 1, 2)), (MAMBA, (1, 1, 2))])
+def test_texts_are_those_of_reading_everything_again(case):
     """Of more prompts than rows, packed, and in chunks that are shorter than a prompt; equal
     ones are read once.
     """
+    small, mesh = case
     prompts = prompts_of(5, 60)
     prompts[2:4] = [(5,), (6, 7)]  # shorter than the convolution
-    generator = SMALL.generator(mesh, batch_size=4)
+    generator = small.generator(mesh, batch_size=4)
     for given in (prompts, prompts[:1] * 4):
-        assert [result.ids for result in generator.generate(given, SETTINGS)] == list(
-            map(greedy, given)
-        )
+        found = [result.ids for result in generator.generate(given, SETTINGS)]
+        assert found == [greedy(prompt, small) for prompt in given]
     parts = 1 if mesh is None else mesh[0] * mesh[1]
     assert generator.speed.prefill_tokens == parts * len(prompts[0])
 

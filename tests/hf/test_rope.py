@@ -148,8 +148,8 @@ def with_longrope(name):
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     }
-    if family.only_layer_type is not None:
-        more["layer_types"] = [family.only_layer_type] * 2
+    if family.layer_types:
+        more["layer_types"] = ["full_attention"] * 2
     known = {name: value for name, value in more.items() if name in family.known_attributes()}
     base = model_config(sizes | known, "it")
     pairs = range((base.rope_head_dim or int(base.head_dim * base.rotary_fraction)) // 2)

@@ -33,6 +33,7 @@ from jaxtp.analysis.work import work_of
 from jaxtp.collectives import device_view
 from jaxtp.layers.context import Sequences, routes
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet, KimiDeltaAttention
+from jaxtp.layers.mamba2 import Mamba2
 from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
 from jaxtp.tools.check.shrink import methods_of
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -90,18 +91,24 @@ CONFIG = variant(jaxtp.ModelConfig(d_model=D), TABLE["model"])
 
 
 KIMI = {"delta_key_heads": CONFIG.delta_value_heads, "delta_gate_rank": 4}
+LAYERS = {
+    "gated_delta": (GatedDeltaNet, {}),
+    "kimi": (KimiDeltaAttention, KIMI),
+    "mamba2": (Mamba2, {"delta_kind": "mamba2"}),
+}
 
 
 @cache
-def program(mesh, zigzag, packed=True, kimi=False):
+def program(mesh, zigzag, packed=True, kind="gated_delta"):
     """Returns a function from rows, the output's gradient and segments to the output and all
     gradients.
     """
 
+    layer, changes = LAYERS[kind]
+    config = variant(CONFIG, changes)
+
     def build():
-        if kimi:
-            return KimiDeltaAttention(D, variant(CONFIG, KIMI), rngs=nnx.Rngs(0))
-        return GatedDeltaNet(D, CONFIG, rngs=nnx.Rngs(0))
+        return layer(D, config, norm=config, rngs=nnx.Rngs(0))
 
     def call(layer, x, segments):
         sequences = Sequences(segments=segments if packed else None, zigzag=zigzag)
@@ -145,11 +152,11 @@ def test_a_document_over_chunks_equals_it_at_any_other_place(packing, seed):
 @settings(max_examples=5)
 @given(data=st.data())
 def test_over_cp_outputs_and_gradients_are_those_of_one_device(case, data):
-    mesh, zigzag, length, packed, kimi = case
+    mesh, zigzag, length, packed, *kind = case
     segments = data.draw(packings(length))[2].astype(np.int32)
     x, upstream = default_rng(0).standard_normal((2, B, length, D)).astype(np.float32)
-    on_mesh = program(tuple(mesh), zigzag, packed, kimi)
-    on_one = program((1, 1, 1, 1), False, packed, kimi)
+    on_mesh = program(tuple(mesh), zigzag, packed, *kind)
+    on_one = program((1, 1, 1, 1), False, packed, *kind)
     assert_close(on_mesh(x, upstream, segments), on_one(x, upstream, segments))
 
 
@@ -199,7 +206,7 @@ def test_only_attention_has_methods_and_an_order_over_cp():
         gathering = variant(run, {"mesh": {"context": "gather"}})
         said.append(describe_context(model, share_of(gathering, mesh)))
         methods.append({*methods_of(run, mesh)})
-    assert all("Gated DeltaNet by its chunks' maps of states" in text for text in said)
+    assert all("states by their chunks' maps of states" in text for text in said)
     assert ["attention by gather" in text for text in said] == [False, True]
     assert ["two chunks of each" in text for text in said] == [False, True]
     assert methods == [{"auto"}, {"ulysses", "gather"}]

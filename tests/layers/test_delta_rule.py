@@ -24,9 +24,9 @@ def delta_rule(q, k, v, log_decay, write, starts, state=None, **options):
     return kernel.delta_rule(Tokens(q, k, v, log_decay, write, starts), state, **options)
 
 
-def token_by_token(q, k, v, log_decay, write, starts, state):
+def token_by_token(q, k, v, log_decay, write, starts, state, *, subtracts=True):
     q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
-    return deltas.read(q, k, v, jnp.exp(log_decay), write, starts, state)
+    return deltas.read(q, k, v, jnp.exp(log_decay), write, starts, state, subtracts=subtracts)
 
 
 def draw(length, heads=(2, 4), widths=(3, 5), dtype="float64", rows=2, by_channel=False):
@@ -60,22 +60,27 @@ def run(rule, arguments, grads):
     return dict(zip(NAMES, (*results, *backward(grads)), strict=True))
 
 
-@jax.jit
-def expected(arguments, grads):
-    return run(token_by_token, arguments, grads)
+@partial(jax.jit, static_argnames="subtracts")
+def expected(arguments, grads, subtracts=True):
+    return run(partial(token_by_token, subtracts=subtracts), arguments, grads)
 
 
-@partial(jax.jit, static_argnames="chunk")
-def found(arguments, grads, chunk=64):
-    return run(partial(delta_rule, chunk=chunk), arguments, grads)
+@partial(jax.jit, static_argnames=("chunk", "subtracts"))
+def found(arguments, grads, chunk=64, subtracts=True):
+    return run(partial(delta_rule, chunk=chunk, subtracts=subtracts), arguments, grads)
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
-def test_chunks_are_the_rule_token_by_token(by_channel):
+RULES = [{}, {"by_channel": True}, {"subtracts": False}]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_chunks_are_the_rule_token_by_token(rule):
     """Of packed documents; neither the initial state nor its gradient passes a start."""
     with jax.enable_x64(True):
-        arguments, grads = draw(37, by_channel=by_channel)
-        assert_close(found(arguments, grads, chunk=8), expected(arguments, grads), EXACT)
+        arguments, grads = draw(37, by_channel="by_channel" in rule)
+        subtracts = rule.get("subtracts", True)
+        right = expected(arguments, grads, subtracts)
+        assert_close(found(arguments, grads, 8, subtracts), right, EXACT)
 
 
 @pytest.mark.wide  # each example is a program
@@ -85,20 +90,23 @@ def test_chunks_are_the_rule_token_by_token(by_channel):
     st.sampled_from([1, 2, 16, 64]),
     st.sampled_from([(1, 1), (1, 4), (3, 6)]),
     st.integers(1, 5),
-    st.booleans(),
+    st.sampled_from(RULES),
 )
-def test_any_length_chunk_heads_and_width(length, chunk, heads, width, by_channel):
+def test_any_length_chunk_heads_and_width(length, chunk, heads, width, rule):
     with jax.enable_x64(True):
-        arguments, grads = draw(length, heads, (width, 3), by_channel=by_channel)
-        assert_close(found(arguments, grads, chunk), expected(arguments, grads), EXACT)
+        arguments, grads = draw(length, heads, (width, 3), by_channel="by_channel" in rule)
+        subtracts = rule.get("subtracts", True)
+        right = expected(arguments, grads, subtracts)
+        assert_close(found(arguments, grads, chunk, subtracts), right, EXACT)
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
-def test_one_token_is_a_step_of_the_rule(by_channel):
+@pytest.mark.parametrize("rule", RULES)
+def test_one_token_is_a_step_of_the_rule(rule):
+    subtracts = rule.get("subtracts", True)
     with jax.enable_x64(True):
-        (*tokens, _, state), _ = draw(1, by_channel=by_channel)
-        y, final = delta_step(*(x[:, 0] for x in tokens), state)
-        right = token_by_token(*tokens, jnp.zeros((2, 1), bool), state)
+        (*tokens, _, state), _ = draw(1, by_channel="by_channel" in rule)
+        y, final = delta_step(*(x[:, 0] for x in tokens), state, subtracts=subtracts)
+        right = token_by_token(*tokens, jnp.zeros((2, 1), bool), state, subtracts=subtracts)
         assert_close(
             {"y": y[:, None], "final": final}, dict(zip(("y", "final"), right, strict=True)), EXACT
         )

@@ -1,5 +1,5 @@
-"""Gated DeltaNet and Kimi Delta Attention against a recurrence in float64, on meshes: outputs and
-every gradient.
+"""Gated DeltaNet, Kimi Delta Attention and Mamba-2 against a recurrence in float64, on meshes:
+outputs and every gradient.
 """
 
 from dataclasses import replace
@@ -21,6 +21,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.gated_delta import GatedDeltaNet, KimiDeltaAttention
 from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.mamba2 import Mamba2
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import padded_sizes, violations
 from jaxtp.tools.check.small_model import ShrinkSpec, shrink_model
@@ -35,7 +36,9 @@ CASES = [(name, tuple(mesh), split) for name, mesh, split in TABLE["cases"]]
 def layer_of(config, **context):
     context = LayerContext(lora=config.lora, **context)
     norm = jaxtp.NormConfig(norm_eps=config.norm_eps)
-    kind = KimiDeltaAttention if config.delta_gate_rank else GatedDeltaNet
+    kind = Mamba2 if config.delta_kind == "mamba2" else GatedDeltaNet
+    if config.delta_gate_rank:
+        kind = KimiDeltaAttention
     return lambda: kind(D, config, context, norm=norm, rngs=nnx.Rngs(0))
 
 
@@ -47,7 +50,8 @@ def expected(name):
     weights = deltas.long_memory(random_weights(layer_of(config)))
     arrays = default_rng(0).standard_normal((2, *segments.shape, D))
     scale = config.lora.scale if config.lora.rank else 0
-    rule = lambda w, x: deltas.gated_delta(x, segments, w, config, config.norm_eps, scale)
+    layer = deltas.mamba2 if config.delta_kind == "mamba2" else deltas.gated_delta
+    rule = lambda w, x: layer(x, segments, w, config, config.norm_eps, scale)
     with jax.enable_x64(True):
         wide = {path: np.asarray(array, np.float64) for path, array in weights.items()}
         y, backward = jax.vjp(jax.jit(rule), wide, arrays[0])

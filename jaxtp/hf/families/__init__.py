@@ -50,7 +50,7 @@ from jaxtp.hf.families.mistral import (
 )
 from jaxtp.hf.families.muse_glimmer import MUSE_GLIMMER, MUSE_GLIMMER_WRAPPER
 from jaxtp.hf.families.nanochat import NANOCHAT
-from jaxtp.hf.families.nemotron import NEMOTRON
+from jaxtp.hf.families.nemotron import NEMOTRON, NEMOTRON_H
 from jaxtp.hf.families.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from jaxtp.hf.families.phi import PHI
 from jaxtp.hf.families.phi3 import PHI3
@@ -87,6 +87,7 @@ FAMILIES: Mapping[str, Family] = {
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
         *(EXAONE, INTERNLM3, IQUESTCODER, CWM, SOLAR_OPEN, YOUTU),
         *(SARVAM_MOE, SARVAM_MLA, EXAONE_MOE, HY_V3, AFMOE, NANOCHAT),
+        NEMOTRON_H,
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -119,7 +120,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"
     ),
-    **dict.fromkeys(("nemotron_h", "falcon_h1", "mamba2", "bamba"), "Mamba-2 layers"),
+    **dict.fromkeys(("falcon_h1", "mamba2", "bamba"), "their own blocks of Mamba-2 layers"),
     "llama4": "chunked attention",
     "gemma3n": "embeddings and caches that layers share",
     "phimoe": "sparsemixer routing, which is random in training and has gradients of its own",

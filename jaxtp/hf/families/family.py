@@ -6,6 +6,7 @@ config.json attributes that the table lacks, unless `--ignore-config` names them
 the model's output.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
@@ -335,6 +336,33 @@ ACTIVATIONS: Mapping[str, str] = {
 """Activations by their names in transformers; an export writes the first name."""
 
 
+MAMBA: Mapping[LayerType, Values] = {"linear_attention": {"delta_kind": "mamba2"}}
+"""`Family.always_by_type` of a family with Mamba-2."""
+NO_STEP_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
+"""A time_step_limit of none, as files of the Hub and as transformers 5 write it."""
+
+
+def mamba_tensors(prefix: str) -> Tensors:
+    """Returns the tensors of Mamba-2, whose names begin with `prefix`."""
+    # The gate, the values (x), the keys (B), the queries (C) and the time step
+    inputs = {f"attention.in_proj.kernels.{i}": "in_proj.weight" for i in (3, 2, 1, 0, 4)}
+    taps = {f"attention.{name}_conv": "conv1d.weight" for name in "vkq"}
+    biases = {f"attention.{name}_conv_bias": "conv1d.bias" for name in "vkq"}
+    numbers = {
+        "attention.decay_log": "A_log",
+        "attention.dt_bias": "dt_bias",
+        "attention.skip_scale": "D",
+    }
+    out = {"attention.out.kernel": "out_proj.weight"}
+    return (
+        *with_biases(*block_tensors(inputs | out, prefix, transposed=True)),
+        *block_tensors(taps, prefix, transposed=True, unit_dim=True),
+        *block_tensors(biases, prefix),
+        *block_tensors(numbers, prefix, float32=None),
+        *block_tensors({"attention.norm_scale": "norm.weight"}, prefix),
+    )
+
+
 def only(name: str, *values: object, default: object = None) -> Attribute:
     """Returns an attribute whose other values would change the model.
 
@@ -516,9 +544,8 @@ class Family:
     """Whether a sliding_window of null means no windows, and layers are global only without it."""
     pattern_is_default: bool = False
     """Whether layer_types replaces another sliding_window_pattern."""
-    only_layer_type: str | None = None
-    """The one supported type in layer_types, in a family without windows; a file without
-    layer_types has others."""
+    layer_types: Mapping[str, str] = field(default_factory=dict)
+    """Names in layer_types, which is required, that an export writes for the usual ones."""
     default_dense_layers: int = 0
     """Default of first_k_dense_replace and moe_layer_start_index."""
     rope_theta: float = 10_000.0

@@ -2,8 +2,8 @@
 
 They are Llama with factors of embeddings, scores, branches and logits.
 
-Granite 4 (model_type granitemoehybrid) has a dense MLP, with or without experts. Its Mamba-2 layers
-are not supported.
+Granite 4 (model_type granitemoehybrid) has a dense MLP, with or without experts; in Granite 4 H
+most layers have Mamba-2.
 """
 
 from dataclasses import replace
@@ -12,14 +12,21 @@ from jaxtp.hf.families.family import (
     ATTENTION,
     ATTENTION_BIAS,
     COMMON,
+    MAMBA,
     MLP_BIAS,
+    NO_STEP_LIMIT,
     NORMS,
+    OUT,
     OUTER,
+    QKV,
     Attribute,
     Family,
     block_tensors,
+    mamba_tensors,
     numbers_of_experts,
+    replace_all,
     sizes,
+    with_biases,
 )
 
 # 0.1 in some files
@@ -50,6 +57,10 @@ _EXPERTS_IN_MEMORY = {
     "mlp.down": "block_sparse_moe.experts.down_proj",
     "mlp.router": "block_sparse_moe.router.weight",
 }
+_EXPERTS = (
+    *block_tensors(_EXPERTS_IN_FILE, transposed=True, layout="separate"),
+    *block_tensors(_EXPERTS_IN_MEMORY, transposed=True, layout="stacked"),
+)
 _COMMON = (
     *sizes(),
     ATTENTION_BIAS,
@@ -71,8 +82,7 @@ GRANITEMOE = Family(
     architecture="GraniteMoeForCausalLM",
     tensors=(
         *(OUTER + NORMS + ATTENTION),
-        *block_tensors(_EXPERTS_IN_FILE, transposed=True, layout="separate"),
-        *block_tensors(_EXPERTS_IN_MEMORY, transposed=True, layout="stacked"),
+        *_EXPERTS,
     ),
     attributes=(
         *_COMMON,
@@ -85,12 +95,15 @@ GRANITEMOEHYBRID = replace(
     GRANITEMOE,
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
-    tensors=GRANITEMOE.tensors + _DENSE_MLP,
+    tensors=(
+        *(OUTER + NORMS + with_biases(*QKV, *replace_all(OUT, unless="delta_value_heads"))),
+        *(_EXPERTS + _DENSE_MLP + mamba_tensors("model.layers.{layer}.mamba.")),
+    ),
     attributes=(
         *_COMMON,
         Attribute("num_local_experts", "num_experts", int, 8, can_be_zero=True),
     ),
-    layer_attributes=COMMON | {"layer_types", "position_embedding_type"},
+    layer_attributes=COMMON | {"layer_types", "position_embedding_type", "mamba_expand"},
     by_type={
         "experts": (
             Attribute("num_experts_per_tok", "experts_per_token", int, 2),
@@ -98,23 +111,20 @@ GRANITEMOEHYBRID = replace(
             Attribute("shared_intermediate_size", "shared_experts", int, 1024),
         ),
         "dense": (Attribute("shared_intermediate_size", "d_ff", int, 1024),),
+        "linear_attention": (
+            Attribute("mamba_n_heads", "delta_value_heads", int, 128),
+            Attribute("mamba_d_head", "delta_value_dim", int),
+            Attribute("mamba_n_groups", "delta_key_heads", int, 1),
+            Attribute("mamba_d_state", "delta_key_dim", int, 256),
+            Attribute("mamba_d_conv", "delta_conv", int, 4),
+            Attribute("mamba_conv_bias", "mamba_conv_bias", bool, True),
+            Attribute("mamba_proj_bias", "mamba_bias", bool, False),
+        ),
     },
-    only_layer_type="attention",
-    required={"normalization_function": "rmsnorm"},
+    always_by_type=MAMBA,
+    layer_types={"attention": "full_attention", "mamba": "linear_attention"},
+    required={"normalization_function": "rmsnorm", "time_step_limit": NO_STEP_LIMIT},
     # transformers checks it.
     written={"mamba_n_heads": 1},
-    ignored_attributes=GRANITEMOE.ignored_attributes
-    | {
-        "mamba_n_heads",
-        "mamba_n_groups",
-        "mamba_d_state",
-        "mamba_d_head",
-        "mamba_d_conv",
-        "mamba_expand",
-        "mamba_chunk_size",
-        "mamba_conv_bias",
-        "mamba_proj_bias",
-        "time_step_limit",
-        "init_method",
-    },
+    ignored_attributes=GRANITEMOE.ignored_attributes | {"mamba_chunk_size", "init_method"},
 )

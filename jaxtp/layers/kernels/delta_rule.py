@@ -54,6 +54,7 @@ def delta_rule(
     *,
     chunk: int = 64,
     scan: Scan | None = None,
+    subtracts: bool = True,
 ) -> tuple[Array, Array]:
     """Returns the queries' results, `[B, T, Hv, V]`, and the final state, `[B, Hv, K, V]`.
 
@@ -63,9 +64,10 @@ def delta_rule(
     Args:
       state: the initial state; a function gets the tokens' affine map,
         `(M [B, Hv, K, K], U [B, Hv, K, V])` with final state = M initial + U, and returns it; None
-        is zero.
+        is zero. Without `subtracts` M is the diagonal, `[B, Hv, K, 1]`.
       chunk: tokens of a chunk, a power of two.
       scan: replaces `chunk_states`.
+      subtracts: if not, a token writes `write * v`, whatever value the state has for its key.
     """
     q, k, v, log_decay, write, starts = tokens
     rows, length, heads, values = v.shape
@@ -91,8 +93,11 @@ def delta_rule(
 
     @partial(jax.checkpoint, policy=save_carried)
     def run(tokens: Tokens, initial: Array) -> tuple[Array, Array]:
-        chunks = _Chunks if tokens.log_decay.ndim == 3 else _ChannelChunks
-        return chunks(chunk, tokens).rule(scan or chunk_states, begin, initial)
+        kind = _Chunks if tokens.log_decay.ndim == 3 else _ChannelChunks
+        chunks = kind(chunk, tokens)
+        if not subtracts:
+            return chunks.sums(begin, initial)
+        return chunks.rule(scan or chunk_states, begin, initial)
 
     y, final = run(tokens, initial)
     return y[:, :length], final
@@ -105,6 +110,8 @@ def delta_step(
     log_decay: Array,
     write: Array,
     state: Array,
+    *,
+    subtracts: bool = True,
 ) -> tuple[Array, Array]:
     """Returns one token's result of each row, `[B, Hv, V]`, and the new state, `[B, Hv, K, V]`."""
     group = v.shape[1] // k.shape[1]
@@ -115,7 +122,7 @@ def delta_step(
     # update it in place.
     queries_keys = jnp.stack([q * decay, k * decay], axis=2)
     read = jnp.einsum("bhsk,bhkv->bhsv", queries_keys, state)
-    new = write[..., None] * (v - read[:, :, 1])
+    new = write[..., None] * (v - read[:, :, 1] if subtracts else v)
     after = decay[..., None] * state + k[..., None] * new[:, :, None]
     from_state = read[:, :, 0]
     score = jnp.sum(q * k, axis=-1, keepdims=True)
@@ -206,7 +213,28 @@ class _Chunks:
             state = begin(image[..., -width:], image[..., :-width])
             initial = vary_like(state.astype(initial.dtype), initial)
         states, new, final = scan(w, u, k, decay, initial)
-        return self._results(states, new), final
+        new = new.reshape(*self.v.shape[:3], *new.shape[2:])
+        return self._results(states, new, self.between), final
+
+    def sums(
+        self, begin: Callable[[Array, Array], Array] | None, initial: Array
+    ) -> tuple[Array, Array]:
+        """Returns what the tokens read, and the final state, without `subtracts`."""
+        dtype = self.v.dtype
+        written = self.between * self.write[..., None, :]  # [B, Hk, Hv // Hk, C, c, c]
+        k = self.of_values(self.k) * written[..., -1, :, None]
+        changes = _by_head(_product("bgrnjk,bgrnjv->bgrnkv", k.astype(dtype), self.v))
+        decay = _by_head(self.from_state[..., -1])
+        states, final = chunk_sums(changes, decay, initial)
+        if begin is not None:
+            # `states` and `final` are those of the zero state.
+            decays = jnp.cumprod(decay, axis=2)
+            diagonal = jnp.broadcast_to(decays[..., -1:, None], (*initial.shape[:3], 1))
+            state = vary_like(begin(diagonal, final).astype(initial.dtype), initial)
+            decays = jnp.pad(decays[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1)
+            states = states + decays[..., None, None] * state[:, :, None]
+            final = final + diagonal * state
+        return self._results(states, self.v, written), final
 
     def _solved_writes(self) -> tuple[Array, Array]:
         """Returns `w` and `u` of `chunk_states`, from the system of all writes of a chunk."""
@@ -217,14 +245,16 @@ class _Chunks:
         u = _product("bgrnij,bgrnjv->bgrniv", inverse.astype(dtype), self.v)
         return self.from_keys(inverse), u
 
-    def _results(self, states: Array, new: Array) -> Array:
-        """Returns what queries read from the state before their chunk, and from the chunk."""
+    def _results(self, states: Array, new: Array, weights: Array) -> Array:
+        """Returns what queries read from the state before their chunk, and from the chunk.
+
+        Query i reads `new[j]` with the factor `weights[i, j]`.
+        """
         dtype = self.v.dtype
         heads = self.v.shape[:3]
         states = states.reshape(*heads, *states.shape[2:])
-        new = new.reshape(*heads, *new.shape[2:])
         y = self.of_states(states)
-        scores = self.times_keys(self.q) * self.between
+        scores = self.times_keys(self.q) * weights
         y += _product("bgrnij,bgrnjv->bgrniv", scores.astype(dtype), new)
         y = _by_head(y).astype(dtype)
         y = jnp.moveaxis(y, 1, 3)  # [B, C, c, Hv, V]
@@ -311,6 +341,47 @@ def in_blocks(x: Array, size: int) -> Array:
 def _by_head(x: Array) -> Array:
     """`[B, Hk, Hv // Hk, ...] -> [B, Hv, ...]`."""
     return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+@jax.custom_vjp
+def chunk_sums(changes: Array, decay: Array, state: Array) -> tuple[Array, Array]:
+    """Returns the states before chunks, `[B, H, C, K, V]`, and the final state.
+
+    Each chunk makes S = decay * S + changes.
+
+    Args:
+      changes: `[B, H, C, K, V]`, float32.
+      decay: of the whole chunk, `[B, H, C]`; 0 where a document begins in it.
+      state: `[B, H, K, V]`, float32.
+    """
+
+    def step(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        decay, change = chunk
+        return decay[..., None, None] * state + change, state
+
+    chunks = (jnp.moveaxis(decay, 2, 0), jnp.moveaxis(changes, 2, 0))
+    final, states = lax.scan(step, state, chunks)
+    return jnp.moveaxis(states, 0, 2), final
+
+
+def _sums_forward(*operands: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    states, final = chunk_sums(*operands)
+    states = checkpoint_name(states, CARRIED)
+    return (states, final), (operands[1], states)
+
+
+def _sums_backward(
+    saved: tuple[Array, Array], grads: tuple[Array, Array]
+) -> tuple[Array, Array, Array]:
+    decay, states = saved
+    d_states, d_final = grads
+    # The same recurrence from the last chunk to the first, whose states are d_after
+    d_after, d_state = chunk_sums(jnp.flip(d_states, 2), jnp.flip(decay, 2), d_final)
+    d_after = jnp.flip(d_after, 2)
+    return d_after, jnp.sum(states * d_after, axis=(-2, -1)), d_state
+
+
+chunk_sums.defvjp(_sums_forward, _sums_backward)
 
 
 def chunk_states(

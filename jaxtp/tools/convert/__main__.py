@@ -158,7 +158,7 @@ COMMANDS: dict[str, Command[Any]] = {
     "list": Command(program=f"{PROGRAM} list", schema=List, description=LIST_HELP),
 }
 _GROUPS = {
-    "delta_value_heads": "Gated DeltaNet",
+    "delta_value_heads": "Gated DeltaNet and Mamba-2",
     "kv_rank": "latent attention",
     "num_experts": "experts",
 }

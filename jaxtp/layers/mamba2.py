@@ -1,0 +1,175 @@
+"""Mamba-2 (arXiv 2405.21060): Gated DeltaNet that adds values to its states, and subtracts nothing.
+
+Nemotron-H, Granite 4 H and Bamba have it. In their words x are the values, B the keys and C the
+queries of a group, and dt, the time step, is the strength of writing, which also decays the state.
+A head's result gets `skip_scale` times its value, and is gated; then each group of heads is
+normalised. Devices that share a group, like kv heads, sum its squares over tp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import all_reduce, axis_index, axis_size
+from jaxtp.layers.convolution import convolution_taps, convolve, recomputed
+from jaxtp.layers.gated_delta import (
+    CONVOLUTIONS,
+    MAMBA_TARGETS,
+    GatedDeltaConfig,
+    GatedDeltaNet,
+)
+from jaxtp.layers.kernels.delta_rule import State, Tokens, delta_rule, delta_step
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.norm import NormConfig
+from jaxtp.layers.parameter import Weights, parameter
+from jaxtp.mesh import TP
+
+_CHUNK = 128  # A state has the size of `delta_key_dim` values; a chunk, of `_CHUNK` scores a token.
+_BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
+# Initial time steps
+_MIN_STEP = 1e-3
+_MAX_STEP = 0.1
+
+
+class Mamba2(GatedDeltaNet):
+    """Mamba-2, `delta_value_heads / tp` states per device.
+
+    Shapes: `[B, T, D] -> [B, T, D]`, with G groups (key heads) of width N and H heads (value heads)
+    of width P. Kernels `in_proj.kernels`: C and B `[D, G*N]`, x and gate `[D, H*P]`, time step
+    `[D, H]`; `out` `[H*P, D]`. Taps `q_conv` of C, `k_conv` of B, `v_conv` of x `[W, ...]`, and
+    their biases.
+    """
+
+    step = staticmethod(partial(delta_step, subtracts=False))
+    state_products = 2
+    inside = (*GatedDeltaNet.inside, *_BIASES, "skip_scale")
+
+    def __init__(
+        self,
+        d_model: int,
+        config: GatedDeltaConfig,
+        context: LayerContext = LayerContext(),
+        *,
+        norm: NormConfig = NormConfig(),
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.caller_communicates = context.caller_communicates
+        self.precision = context.precision
+        dtype = self.precision.param
+        heads = config.delta_heads
+        values = heads.numbers(config.delta_value_dim)
+        numbers = heads.numbers()
+        convolved = (heads.keys, heads.keys, values)
+        use_bias = config.mamba_bias
+        self.in_proj = ColumnParallelLinear(
+            d_model,
+            (*convolved, values, numbers),
+            context,
+            use_bias=use_bias,
+            targets=MAMBA_TARGETS,
+            rngs=rngs,
+        )
+        for name, bias, dim in zip(CONVOLUTIONS, _BIASES, convolved, strict=True):
+            setattr(self, name, convolution_taps(config.delta_conv, dim, dtype, rngs))
+            zeros = jnp.zeros(dim.size, dtype)
+            own_bias = None
+            if config.mamba_conv_bias:
+                own_bias = parameter("bias", zeros, P(TP), padding=((-1, dim),))
+            setattr(self, bias, own_bias)
+        shape = (config.delta_value_heads,)
+        rates = jax.random.uniform(rngs.params(), shape, dtype, 1, 16)
+        log_steps = jax.random.uniform(
+            rngs.params(), shape, dtype, jnp.log(_MIN_STEP), jnp.log(_MAX_STEP)
+        )
+        per_head = partial(parameter, spec=P(TP), padding=((-1, numbers),))
+        self.decay_log = per_head("decay_log", jnp.log(rates))
+        # The inverse of the softplus
+        self.dt_bias = per_head("dt_bias", jnp.log(jnp.expm1(jnp.exp(log_steps))))
+        self.skip_scale = per_head("skip_scale", jnp.ones(shape, dtype))
+        norm_scale = None
+        if config.mamba_norm:
+            initial = jnp.ones(values.size, dtype)
+            norm_scale = parameter("scale", initial, P(TP), padding=((-1, values),))
+        self.norm_scale = norm_scale
+        self.norm_over_groups = config.mamba_norm
+        self.norm_eps = norm.norm_eps
+        self.out = RowParallelLinear(
+            values, d_model, context, use_bias=use_bias, target="o_proj", rngs=rngs
+        )
+
+    def rule(self, tokens: Tokens, state: State = None) -> tuple[Array, Array]:
+        """See `delta_rule`."""
+        return delta_rule(tokens, state, chunk=_CHUNK, subtracts=False)
+
+    def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:
+        """See `GatedDeltaNet`."""
+        taps = self.load_convolution(weights, *CONVOLUTIONS)
+        biases: tuple[Array, ...] = ()
+        if self.config.mamba_conv_bias:
+            biases = self.load_convolution(weights, *_BIASES)
+
+        def heads_of(tokens: Array, positions: Array, *taps_and_biases: Array) -> list[Array]:
+            taps = taps_and_biases[:3]
+            y = convolve(tokens, jnp.concatenate(taps, axis=1), positions)
+            if biases:
+                y += jnp.concatenate(taps_and_biases[3:])
+            keys = taps[0].shape[1]
+            parts = jnp.split(jax.nn.silu(y).astype(tokens.dtype), [keys, 2 * keys], axis=-1)
+            config = self.config
+            widths = (config.delta_key_dim, config.delta_key_dim, config.delta_value_dim)
+            split = zip(parts, widths, strict=True)
+            return [x.reshape(*positions.shape, -1, width) for x, width in split]
+
+        return tuple(recomputed(heads_of, tokens, positions, *taps, *biases))
+
+    def strengths(self, weights: Weights, *numbers: Array) -> tuple[Array, Array]:
+        """See `GatedDeltaNet`; the strength is the time step."""
+        load = replace(self.precision, compute="float32").load
+        (step,) = numbers
+        bias = load(weights["dt_bias"], None)
+        step = jax.nn.softplus(step.astype(jnp.float32) + bias)
+        step = jnp.clip(step, self.config.mamba_min_step, self.config.mamba_max_step)
+        return -jnp.exp(load(weights["decay_log"], None)) * step, step
+
+    def gated(self, weights: Weights, y: Array, v: Array, gate: Array) -> Array:
+        """Adds the values, gates and normalises; see `GatedDeltaNet`."""
+        config = self.config
+        tp = axis_size(TP)
+        _, groups = config.delta_heads.on_device(tp)
+        shared_by = config.delta_heads.keys.shared_by(tp)
+        features = config.delta_value_heads // config.delta_key_heads * config.delta_value_dim
+
+        def sum_of_squares(y: Array) -> Array:
+            squares = jnp.sum(jnp.square(y), axis=-1, keepdims=True)  # [b, T, groups, 1]
+            if shared_by == 1:
+                return squares
+            # A sum for each group, of which each device has one
+            is_own = jnp.arange(tp // shared_by) == axis_index(TP) // shared_by
+            sums = all_reduce(jnp.where(is_own, squares, 0), TP)
+            return jnp.sum(jnp.where(is_own, sums, 0), axis=-1, keepdims=True)
+
+        def run(y: Array, v: Array, gate: Array, *scales: Array) -> Array:
+            # Chunks of a device are rows of `y` and `v`.
+            y32, v32, gate32 = (x.reshape(gate.shape).astype(jnp.float32) for x in (y, v, gate))
+            y = y32 + jnp.repeat(scales[0], config.delta_value_dim) * v32
+            y *= jax.nn.silu(gate32)
+            if config.mamba_norm:
+                grouped = y.reshape(*y.shape[:2], groups, -1)
+                mean_square = sum_of_squares(grouped) / features
+                y = (grouped * jax.lax.rsqrt(mean_square + self.norm_eps)).reshape(y.shape)
+                y *= scales[1]
+            return y.astype(gate.dtype)
+
+        load = partial(replace(self.precision, compute="float32").load, storage_dim=None)
+        scales = [load(weights["skip_scale"])]
+        if config.mamba_norm:
+            scales.append(load(weights["norm_scale"]))
+        return recomputed(run, y, v, gate, *scales)
