@@ -39,6 +39,10 @@ CREDENTIALS = {
     "AWS_EC2_METADATA_DISABLED": "true",
     "NO_PROXY": "127.0.0.1",
 }
+SIGNATURE = (
+    "AWS4-HMAC-SHA256 Credential=k/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, "
+    "Signature=s"
+)
 HOP = {"transfer-encoding", "content-length", "connection", "date", "server", "host", "expect"}
 QUICK = """
 import sys
@@ -124,9 +128,14 @@ class Forward(http.server.BaseHTTPRequestHandler):
         if isinstance(fault, int):
             self.answer(fault, {}, b"<Error><Code>Injected</Code></Error>")
             return
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in HOP}
+        headers = {k.lower(): v for k, v in self.headers.items() if k.lower() not in HOP}
         if fault == "ignore":
             headers.pop("if-none-match", None)
+        # Google's XML interface is that of S3, with another precondition and another signature.
+        if headers.pop("x-goog-if-generation-match", None) is not None:
+            headers["if-none-match"] = "*"
+        if not headers.get("authorization", "").startswith("AWS4"):
+            headers["authorization"] = SIGNATURE
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)
         # The signature covers the host's name.
         host = {"Host": self.headers["Host"]}

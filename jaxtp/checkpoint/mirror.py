@@ -459,7 +459,8 @@ class Mirror:
     def _finish(self) -> None:
         newest = self._newest_here()
         until = time.monotonic() + END_SECONDS
-        self.say(f"waiting until {self.url} has step {newest}, for at most {END_SECONDS:g} s")
+        if self._uploaded < newest:
+            self.say(f"waiting until {self.url} has step {newest}, for at most {END_SECONDS:g} s")
         try:
             while self._uploaded < newest:
                 self.check()

@@ -1,4 +1,7 @@
-"""The copy of a run at a URL: in a folder, and in moto's S3 behind a proxy that makes faults."""
+"""The copy of a run at a URL: in a folder, and in moto's S3 behind a proxy that makes faults.
+
+For gs:// the proxy translates the headers of Google's XML interface.
+"""
 
 import os
 import sys
@@ -7,6 +10,7 @@ import pytest
 from mirror_failures import CREDENTIALS, FaultyProxy, no_fault, one_in_three_is_500, s3_server
 from quick_run import quick_flags
 from runs import TEXT, contents, records, wait_until
+from tables import write_json
 
 from jaxtp.checkpoint import mirror
 from jaxtp.checkpoint.io_errors import CheckpointError
@@ -34,10 +38,16 @@ def bucket(server, monkeypatch, tmp_path):
     return f"s3://run/{tmp_path.name}"
 
 
-@pytest.fixture(params=["file", "s3"])
-def url(request, tmp_path):
-    is_file = request.param == "file"
-    return f"file://{tmp_path}/url" if is_file else request.getfixturevalue("bucket")
+@pytest.fixture(params=["file", "s3", "gs"])
+def url(request, tmp_path, monkeypatch):
+    if request.param == "file":
+        return f"file://{tmp_path}/url"
+    bucket = request.getfixturevalue("bucket")
+    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    account |= {"gcs_base_url": os.environ["AWS_ENDPOINT_URL"], "disable_oauth": True}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+    write_json(tmp_path / "account.json", account)
+    return bucket.replace("s3:", f"{request.param}:")
 
 
 @pytest.fixture(autouse=True)
