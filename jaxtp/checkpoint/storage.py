@@ -378,14 +378,14 @@ def newest_checkpoint(run: Path) -> Path:
 
 def kept_checkpoint(run: Path, step: int) -> Path:
     """Returns the checkpoint of a step; raises `CheckpointError` if it is not kept."""
-    kept = {int(folder.name): folder for folder in finished_checkpoints(run / "checkpoints")}
-    if step in kept:
-        return kept[step]
-    if not kept:
+    folders = {int(folder.name): folder for folder in finished_checkpoints(run / "checkpoints")}
+    if step in folders:
+        return folders[step]
+    if not folders:
         raise CheckpointError(f"run.resume_at={step}: {run} has no finished checkpoint")
-    nearest = min(kept, key=lambda other: abs(other - step))
+    nearest = min(folders, key=lambda other: abs(other - step))
     raise CheckpointError(
-        f"run.resume_at={step}: {run} keeps the checkpoints {', '.join(map(str, kept))}; the "
+        f"run.resume_at={step}: {run} keeps the checkpoints {', '.join(map(str, folders))}; the "
         f"nearest is --run.resume-at {nearest}"
     )
 
