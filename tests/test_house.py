@@ -231,7 +231,7 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 341_150,
+    "tokens of code": 341_200,
     "files": 283,
     "rooms": 15,
     "arrows between rooms": 80,
