@@ -210,6 +210,13 @@ class Whole:
         text = {tensor.name for tensor in self.text.values()}
         return {name: tensor for name, tensor in self.folder.tensors.items() if name not in text}
 
+    @property
+    def prediction_heads(self) -> list[str]:
+        """Names of tensors that predict further tokens."""
+        outside = () if self.family.wrapper is None else self.family.wrapper.other_tensors
+        names = self.other_tensors
+        return [name for name in names if not name.removeprefix("model.").startswith(outside)]
+
     def name(self, full_name: str) -> str:
         """Returns the name in this folder of a tensor in the family's table."""
         if self.family.wrapper is None:
