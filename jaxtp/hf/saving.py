@@ -154,6 +154,12 @@ def save(
         chosen = whole.family
         text = whole.text
         written = changed_config(whole, config.vocab_size, dtype, attributes.get(MAX_POSITIONS))
+        heads = whole.prediction_heads
+        if heads and jax.process_index() == 0:
+            say(
+                f"{len(heads)} tensors that predict further tokens ({heads[0]}, ...) are copied: "
+                "they were made for the weights before training"
+            )
         if not tokenizer_from and has_tokenizer(whole.folder.path):
             tokenizer_from = whole.folder.path
     variables = named_variables(nnx.state(model))

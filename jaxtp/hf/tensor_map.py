@@ -161,6 +161,8 @@ def _parts_of_layer(
     if tensor.by_head or tensor.unit_dim:
         rows = place.width // block.head_dim if tensor.by_head else 1
         stored = (*shape[:-1], rows, shape[-1] // rows)
+    if tensor.around:
+        stored = (1, 1, *shape, 1)
     experts: Iterable[int | None] = [None]
     if EXPERT in tensor.name:
         # The parameter is [L, E, ...].

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from jaxtp.hf.families.afmoe import AFMOE
 from jaxtp.hf.families.apertus import APERTUS
 from jaxtp.hf.families.cohere import COHERE, COHERE2
-from jaxtp.hf.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, SARVAM_MLA, YOUTU
+from jaxtp.hf.families.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_LINEAR,
+    SARVAM_MLA,
+    YOUTU,
+)
 from jaxtp.hf.families.dots import DOTS1
 from jaxtp.hf.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jaxtp.hf.families.exaone import EXAONE
@@ -84,7 +90,7 @@ FAMILIES: Mapping[str, Family] = {
         *(GEMMA, VAULTGEMMA, GEMMA4, GEMMA4_UNIFIED, MUSE_GLIMMER),
         *(GPT_NEO, GPT_BIGCODE, STARCODER2, ERNIE4_5, ERNIE4_5_MOE, DOTS1),
         *(GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4),
-        *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT),
+        *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, KIMI_LINEAR),
         *(EXAONE, INTERNLM3, IQUESTCODER, CWM, SOLAR_OPEN, YOUTU),
         *(SARVAM_MOE, SARVAM_MLA, EXAONE_MOE, HY_V3, AFMOE, NANOCHAT),
         NEMOTRON_H,

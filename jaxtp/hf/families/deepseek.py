@@ -2,24 +2,34 @@
 
 They have latent attention, and experts chosen within groups.
 
-Kimi-K2, Moonlight and Sarvam 105B are DeepSeek-V3 in other sizes; Youtu has no experts.
+Kimi-K2, Moonlight and Sarvam 105B are DeepSeek-V3 in other sizes; Youtu has no experts. Kimi Linear
+(arXiv 2510.26692) has Kimi Delta Attention in most layers, and rotates nothing.
 """
 
 from dataclasses import replace
 
 from jaxtp.hf.families.family import (
     BODY,
+    DOWN,
     EXPERTS,
+    GATE_UP,
+    LINEAR_LAYERS,
     ROPE,
+    ROUTER,
     SELECTION_BIAS,
     SHARED_EXPERTS,
+    STACKED_EXPERTS,
     Attribute,
     Family,
+    Layout,
     Tensor,
+    Tensors,
+    block_tensors,
     first_dense,
     grouped_experts,
     numbers_of_experts,
     only,
+    separate_experts,
     sizes,
     with_defaults,
 )
@@ -164,4 +174,96 @@ YOUTU = replace(
     required={},
     written={},
     ignored_attributes={"head_dim", "qk_head_dim", "embedding_initializer_range"},
+)
+
+_KIMI_KERNELS = {
+    "in_proj.kernels.0": "q_proj",
+    "in_proj.kernels.1": "k_proj",
+    "in_proj.kernels.2": "v_proj",
+    "in_proj.kernels.3": "b_proj",
+    "decay_down.kernel": "f_a_proj",
+    "decay_up.kernels.0": "f_b_proj",
+    "gate_down.kernel": "g_a_proj",
+    "gate_up.kernels.0": "g_b_proj",
+}
+_KIMI_NAMES = {
+    "num_experts_per_tok": "num_experts_per_token",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+}
+_KIMI_EXPERTS = tuple(
+    replace(attribute, name=_KIMI_NAMES[attribute.name], alias=attribute.name)
+    if attribute.name in _KIMI_NAMES
+    else attribute
+    for attribute in grouped_experts(256, 8, normalize=True, name="num_experts")
+)
+# transformers writes dense MLPs with these names too.
+_KIMI_MLP = tuple(
+    replace(tensor, name=tensor.name.replace("mlp", "block_sparse_moe"))
+    for tensor in (*GATE_UP, *DOWN, ROUTER, SELECTION_BIAS, *SHARED_EXPERTS)
+)
+_KIMI_REQUIRED = {
+    "mla_use_nope": True,
+    "moe_layer_freq": 1,
+    "moe_router_activation_func": "sigmoid",
+    "use_grouped_topk": True,
+}
+
+
+def _kimi_convolutions(layout: Layout, name: str = "conv1d") -> Tensors:
+    names = {f"attention.{x}_conv": f"self_attn.{name.format(x)}.weight" for x in "qkv"}
+    return block_tensors(names, transposed=True, unit_dim=True, layout=layout)
+
+
+KIMI_LINEAR = Family(
+    model_type="kimi_linear",
+    architecture="KimiLinearForCausalLM",
+    tensors=(
+        *LATENT_BODY,
+        *(_tensor(path, name) for path, name in _KIMI_KERNELS.items()),
+        *_kimi_convolutions("separate", "{}_conv1d"),
+        *_kimi_convolutions("stacked"),
+        *block_tensors({"attention.decay_log": "self_attn.A_log"}, around=True, float32=None),
+        *block_tensors({"attention.dt_bias": "self_attn.dt_bias"}, float32=None),
+        *block_tensors({"attention.norm_scale": "self_attn.o_norm.weight"}),
+        *_KIMI_MLP,
+        *separate_experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        *STACKED_EXPERTS,
+    ),
+    renamed={
+        "block_sparse_moe.": "mlp.",
+        "self_attn.f_": "self_attn.forget_gate.f_",
+        "self_attn.dt_bias": "self_attn.forget_gate.dt_bias",
+        "self_attn.A_log": "self_attn.forget_gate.A_log",
+    },
+    attributes=with_defaults(
+        (
+            *_ATTRIBUTES,
+            *_KIMI_EXPERTS,
+            Attribute("linear_num_heads", "delta_key_heads", int, 32, can_be_zero=True),
+            Attribute(
+                "linear_head_dim",
+                "delta_key_dim",
+                int,
+                128,
+                can_be_zero=True,
+                also=("delta_value_dim", "delta_gate_rank"),
+            ),
+            Attribute("linear_conv_kernel_dim", "delta_conv", int, 4),
+        ),
+        q_lora_rank=None,
+        rms_norm_eps=1e-5,
+        routed_scaling_factor=2.446,
+    ),
+    layer_attributes=LINEAR_LAYERS | {"first_k_dense_replace", "mlp_layer_types"},
+    default_dense_layers=1,
+    by_type={
+        "linear_attention": (Attribute("linear_num_heads", "delta_value_heads", int, 32),),
+        **first_dense(1024, 1, "num_shared_experts", "n_shared_experts"),
+    },
+    remote_code=("modeling_kimi.KimiLinearModel", "modeling_kimi.KimiLinearForCausalLM"),
+    always={"router_scores": "sigmoid", "selection_bias": True, "rope_theta": None},
+    required=_KIMI_REQUIRED,
+    written=_KIMI_REQUIRED,
+    ignored_attributes={"head_dim", "qk_head_dim", *ROPE},
 )

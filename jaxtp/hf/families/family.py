@@ -51,6 +51,8 @@ class Tensor:
     """The file has a dim of heads, `[N, H]`; jaxtp `[N*H]`."""
     unit_dim: bool = False
     """The file has a dim of 1 before the last: `[1, N]`, jaxtp `[N]`."""
+    around: bool = False
+    """The file has dims of 1 around: `[1, 1, N, 1]`, jaxtp `[N]`."""
     float32: bool | None = False
     """Whether it is float32 in a file with another dtype; None: in some files."""
     unless: str | None = None
