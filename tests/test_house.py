@@ -231,8 +231,8 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 338_650,
-    "files": 283,
+    "tokens of code": 339_750,
+    "files": 284,
     "rooms": 15,
     "arrows between rooms": 80,
     "files that training imports": 103,
