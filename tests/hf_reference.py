@@ -24,7 +24,8 @@ MADE += ["gpt2_scaled", "gpt2_unscaled", "phi3_long", *EXPERTS]
 LATER = ["internlm3", "iquestcoder", "cwm", "solar_open", "youtu", "sarvam_moe", "sarvam_mla"]
 LATER += ["exaone_moe", "hy_v3", "afmoe", "nanochat"]
 LATER += ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "glm4v", "glm4v_moe", "internvl"]
-LATER += ["llava", "llava_next", "exaone4_5"]
+LATER += ["llava", "llava_next", "exaone4_5", "lfm2", "lfm2_moe"]
+LATER += ["qwen3_vl_moe", "idefics3", "smolvlm", "kimi_k25"]
 """Models at the end, so that all others stay on their meshes."""
 NEWER = {path.parent.name for path in FOLDER.glob("*/config.json")} - {*COPIED, *MADE, *LATER}
 NEWER = [*sorted(NEWER), *LATER]

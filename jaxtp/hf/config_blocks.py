@@ -42,9 +42,10 @@ from jaxtp.models.config import ModelConfig
 _ORIGINAL = "original_max_position_embeddings"
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-_LINEAR = "linear_attention"
 _INTERVAL = "full_attention_interval"
 _DEFAULT_INTERVAL = 4
+_FULL_LAYERS = "full_attn_idxs"
+_ADJUSTS = "block_auto_adjust_ff_dim"
 _OTHER_NAMES = {
     "num_dense_layers": "first_k_dense_replace",
     "global_attn_every_n_layers": "sliding_window_pattern",
@@ -136,6 +137,8 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     # All layers set the same fields, so that each that differs from the model's is a change.
     common = {name: fields.get(name, _DEFAULTS.get(name)) for name in family.changing_fields()}
     common["num_experts"] = num_experts
+    if _ADJUSTS in names:
+        common["d_ff"] = _adjusted_width(attributes, fields["d_ff"])
     if not any(linear):
         common |= {name: _DEFAULTS[name] for name in fields if name.startswith("delta_")}
 
@@ -158,7 +161,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     model = settings(LayerKind(all(windows), any(rotated), any(linear), any(sparse)))
     if model in usual:
         model = layers[usual.index(model)]
-    if any(linear):
+    if any(linear) and "delta_key_heads" in fields:
         _check_multiple(
             model["delta_value_heads"], whole("linear_num_key_heads", fields["delta_key_heads"])
         )
@@ -194,9 +197,10 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
         written |= _write_ropes(layers, family)
     if family.only_layer_type is not None:
         written["layer_types"] = [family.only_layer_type] * len(layers)
-    if _INTERVAL in names:
-        written |= _write_linear(layers)
-    by_layer = _write_rotated(layers) | _write_sparse([bool(layer.num_experts) for layer in layers])
+    by_layer = _write_mixers(layers, family)
+    by_layer |= _write_rotated(layers) | _write_sparse(
+        [bool(layer.num_experts) for layer in layers]
+    )
     written |= {name: value for name, value in by_layer.items() if name in names}
     for other, name in _OTHER_NAMES.items():
         if other in names and name in written:
@@ -207,7 +211,7 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
         kind = LayerKind(
             has_window=layer.sliding_window is not None,
             rotates=layer.rope_theta is not None,
-            is_linear=bool(layer.delta_value_heads),
+            is_linear=not layer.has_attention,
             has_experts=bool(layer.num_experts),
         )
         for layer_type in kind.types(any_window=any_window):
@@ -533,13 +537,34 @@ def _write_rotated(layers: Sequence[BlockConfig]) -> MutableAttributes:
 
 
 def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
-    if _INTERVAL not in family.layer_attributes:
+    """Returns whether each layer has another mixer than attention."""
+    names = family.layer_attributes
+    if family.mixer_type is None:
         return [False] * count
     types = attributes.get("layer_types")
-    if types is None:
+    if types is None and _INTERVAL in names:
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
-    return _are_of_type("layer_types", types, _LINEAR, _FULL, count)
+    if types is None and _FULL_LAYERS in names:
+        full = attributes.get(_FULL_LAYERS)
+        full = list(range(count)) if full is None else _layer_numbers(_FULL_LAYERS, full)
+        return [i not in full for i in range(count)]
+    return _are_of_type("layer_types", types, family.mixer_type, _FULL, count)
+
+
+def _adjusted_width(attributes: Attributes, width: int) -> int:
+    """Returns the width of LFM2's MLPs."""
+    if not switch(_ADJUSTS, attributes.get(_ADJUSTS, True)):
+        return width
+    width = int(2 * width / 3)
+    name = "block_ffn_dim_multiplier"
+    times = attributes.get(name, 1.0)
+    if times is None:
+        return width
+    step = whole("block_multiple_of", attributes.get("block_multiple_of", 256))
+    # A file's number may make a width that is not finite.
+    product = positive(f"{name} times the width", positive(name, times) * width)
+    return math.ceil(int(product) / step) * step
 
 
 def _check_multiple(values: int, keys: int) -> None:
@@ -551,9 +576,11 @@ def _check_multiple(values: int, keys: int) -> None:
         )
 
 
-def _write_linear(layers: Sequence[BlockConfig]) -> MutableAttributes:
-    linear = [bool(layer.delta_value_heads) for layer in layers]
-    types = [_LINEAR if is_linear else _FULL for is_linear in linear]
+def _write_mixers(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
+    if family.mixer_type is None:
+        return {}
+    linear = [not layer.has_attention for layer in layers]
+    types = [family.mixer_type if is_linear else _FULL for is_linear in linear]
     written: MutableAttributes = {"layer_types": types}
     # Some programs read only the interval.
     period = _period(linear)
@@ -589,14 +616,16 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
     if "decoder_sparse_step" not in names:
         return None
     step = whole("decoder_sparse_step", attributes.get("decoder_sparse_step", 1))
-    dense = attributes.get("mlp_only_layers")
-    if dense is None:
-        dense = []
-    if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
-        raise HFError(
-            f"mlp_only_layers = {quote(dense)}: should be a list of layer numbers, from 0"
-        )
+    dense = _layer_numbers("mlp_only_layers", attributes.get("mlp_only_layers"))
     return [i not in dense and (i + 1) % step == 0 for i in range(count)]
+
+
+def _layer_numbers(name: str, value: object) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value):
+        return value
+    raise HFError(f"{name} = {quote(value)}: should be a list of layer numbers, from 0")
 
 
 def _layer_number(attributes: Attributes, name: str, default: int) -> int:

@@ -59,6 +59,7 @@ from jaxtp.config.schema import (
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import LocalShape
+from jaxtp.layers.convolution import ShortConvolution
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.forms import BLOCK
@@ -300,10 +301,12 @@ class ModelConfig(BlockConfig, DecoderSizes):
         context = self._context_of(block)
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
         attention = GatedDeltaNet if block.delta_value_heads else attention
+        attention = partial(attention, norm=block)
+        attention = ShortConvolution if block.short_conv else attention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
         return {
-            "attention": attention(self.d_model, block, context, norm=block, rngs=rngs),
+            "attention": attention(self.d_model, block, context, rngs=rngs),
             "mlp": mlp(self.d_model, block, context, rngs=rngs),
         }
 

@@ -90,7 +90,7 @@ def by_their_names(state, config, name):
 def name_in_memory(theirs, family):
     """Returns the name in transformers of a tensor in a file."""
     if family.wrapper is not None and theirs.startswith(family.prefix):
-        theirs = f"model.language_model.{theirs.removeprefix(family.prefix)}"
+        theirs = family.wrapper.in_memory + theirs.removeprefix(family.prefix)
     for stored, loaded in (IN_MEMORY | family.renamed).items():
         theirs = theirs.replace(stored, loaded)
     return theirs
@@ -169,6 +169,8 @@ BLOCKS = [
     "qwen3_5_moe",
     "muse_glimmer",
     "phi4_mini_long",
+    "lfm2",
+    "lfm2_moe",
 ]
 """Models of one kind of block each: a kind of attention, norms, rotation or experts."""
 
@@ -191,7 +193,7 @@ def test_sequences_in_a_row_are_as_alone_and_a_cache_is_as_the_whole(name):
     assert relative_error(cached, whole) < 2e-6
 
 
-ADAPTED = ["gemma4_26b", "stablelm", "gpt_neox", "gpt_oss", "deepseek_v2", "qwen3_5_moe"]
+ADAPTED = ["gemma4_26b", "stablelm", "gpt_neox", "gpt_oss", "deepseek_v2", "qwen3_5_moe", "lfm2"]
 """Models that differ in the projections that have adapters."""
 
 

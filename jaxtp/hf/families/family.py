@@ -54,6 +54,8 @@ class Tensor:
     """Whether it is float32 in a file with another dtype; None: in some files."""
     unless: str | None = None
     """Field that is 0 in a block with this tensor."""
+    either_way: bool = False
+    """A file may also have it with the last two dims swapped, as its shape tells."""
 
 
 Tensors = tuple[Tensor, ...]
@@ -116,6 +118,18 @@ LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 AttributesByType = dict[LayerType, Attributes]
 
 
+TEXT_IN_MEMORY = "model.language_model."
+"""Prefix of the names of most multimodal models' text modules in transformers' memory."""
+OTHER_TEXT_IN_MEMORY = "model.text_model."
+TEXT_PREFIXES = (
+    ("language_model.model.", "language_model."),
+    (TEXT_IN_MEMORY, ""),
+    (OTHER_TEXT_IN_MEMORY, ""),
+)
+"""Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes
+its head."""
+
+
 @dataclass(frozen=True)
 class Wrapper:
     """A multimodal `model_type`.
@@ -132,15 +146,9 @@ class Wrapper:
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
     text: Values = field(default_factory=dict)
     """Fields of the text model's `Family` that are others here."""
+    in_memory: str = TEXT_IN_MEMORY
     can_be_flat: bool = False
     """Whether files without `text_config` have its attributes beside `vision_config`."""
-
-
-TEXT_IN_MEMORY = "model.language_model."
-"""Prefix of the names of a multimodal model's text modules in transformers' memory."""
-TEXT_PREFIXES = (("language_model.model.", "language_model."), (TEXT_IN_MEMORY, ""))
-"""Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes
-its head."""
 
 
 ROPE = frozenset(
@@ -516,6 +524,8 @@ class Family:
     """Whether a sliding_window of null means no windows, and layers are global only without it."""
     pattern_is_default: bool = False
     """Whether layer_types replaces another sliding_window_pattern."""
+    mixer_type: str | None = None
+    """The type in layer_types of layers with another mixer than attention, if any have it."""
     only_layer_type: str | None = None
     """The one supported type in layer_types, in a family without windows; a file without
     layer_types has others."""

@@ -105,6 +105,7 @@ QWEN3_5 = Family(
     ),
     layer_attributes=COMMON | LINEAR_LAYERS,
     by_type=_LINEAR,
+    mixer_type="linear_attention",
     default_head_dim=256,
     rope_attributes=partial_rope(0.25),
     rope_ignored={"mrope_section", "mrope_interleaved"},
