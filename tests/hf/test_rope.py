@@ -150,6 +150,8 @@ def with_longrope(name):
     }
     if family.only_layer_type is not None:
         more["layer_types"] = [family.only_layer_type] * 2
+    elif family.mixer_type == "conv":
+        more["layer_types"] = ["full_attention"] * 2
     known = {name: value for name, value in more.items() if name in family.known_attributes()}
     base = model_config(sizes | known, "it")
     pairs = range((base.rope_head_dim or int(base.head_dim * base.rotary_fraction)) // 2)
