@@ -50,6 +50,8 @@ BARE = "gpt2_unscaled"
 """Stored as OpenAI's are: no prefix in the names, and masks beside the weights."""
 IN_BLOCKS = "gpt_oss_mxfp4"
 """Whose experts are stored as OpenAI's are: in MXFP4."""
+TRANSPOSED = "qwen3_vl_moe"
+"""Whose experts are stored as on the Hub: [E, in, out]."""
 SHAPES = [(64, 1e4), (80, 5e5), (128, 1e6)]
 """Widths of heads, and bases."""
 ORIGINAL = 8192
@@ -179,6 +181,13 @@ def make(name, seed):
         write_bare(folder / "model.safetensors", model.config)
     if name in ("qwen3_next", "qwen3_5_mm", "qwen3_5_moe_mm"):
         write_published(folder / "model.safetensors", generator, stacked=name.endswith("_moe_mm"))
+    if name == TRANSPOSED:
+        path = folder / "model.safetensors"
+        tensors = load_file(path)
+        for kernel in tensors:
+            if ".experts." in kernel:
+                tensors[kernel] = tensors[kernel].mT.contiguous()
+        rewrite(path, tensors)
     if name in FAMILIES:
         write_short(folder / "model.safetensors")
     (folder / "model.safetensors").chmod(0o644)
@@ -193,7 +202,7 @@ def randomize(model, kind, generator, short):
     buffers = [
         (p, b)
         for p, b in model.named_buffers()
-        if p.endswith(("e_score_correction_bias", "layer_scalar"))
+        if p.endswith(("e_score_correction_bias", "layer_scalar", "feed_forward.expert_bias"))
     ]
     for path, parameter in [*model.named_parameters(), *buffers]:
         noise = torch.randn(parameter.shape, generator=generator)

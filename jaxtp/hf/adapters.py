@@ -32,18 +32,17 @@ class Adapter:
 
 def adapters(config: ModelConfig) -> dict[str, Adapter]:
     """Returns the adapters of a model by the dotted path of their kernel."""
-    by_kernel: dict[str, Adapter] = {}
+    by_kernel: list[tuple[str, Adapter]] = []
     counts: Counter[str] = Counter()
-    for target in filter(config.lora.adapted, TARGETS):
-        for stack, _, block in config.kinds():
-            for name, kernel in adapter_kernels(block):
-                if name == target:
-                    path = f"{stack}.{kernel}"
-                    module, is_linear, _ = path.partition(".kernel")
-                    lora = f"{module}.loras.{counts[module]}" if is_linear else f"{module}_lora"
-                    by_kernel[path] = Adapter(target, lora)
-                    counts[module] += 1
-    return by_kernel
+    for stack, _, block in config.kinds():
+        for target, kernel in adapter_kernels(block):
+            if config.lora.adapted(target):
+                path = f"{stack}.{kernel}"
+                module, is_linear, _ = path.partition(".kernel")
+                lora = f"{module}.loras.{counts[module]}" if is_linear else f"{module}_lora"
+                by_kernel.append((path, Adapter(target, lora)))
+                counts[module] += 1
+    return dict(sorted(by_kernel, key=lambda entry: TARGETS.index(entry[1].target)))
 
 
 ROWS = {"embedding.embedding": "embedding.token_rows", "head.kernel": "head.token_rows"}

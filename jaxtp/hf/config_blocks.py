@@ -49,6 +49,8 @@ _BLOCK_TYPES = "layers_block_type"
 _PATTERN = "hybrid_override_pattern"
 _PARTS = {_LINEAR: "mixer", _FULL: "mixer", "mlp": "mlp", "moe": "mlp"}
 """Types of layers that have one branch, and the part of a block that they are."""
+_FULL_LAYERS = "full_attn_idxs"
+_ADJUSTS = "block_auto_adjust_ff_dim"
 _OTHER_NAMES = {
     "num_dense_layers": "first_k_dense_replace",
     "global_attn_every_n_layers": "sliding_window_pattern",
@@ -138,6 +140,8 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     common["num_experts"] = num_experts
     if _BLOCK_TYPES in names:
         common["parts"] = "both"
+    if _ADJUSTS in names:
+        common["d_ff"] = _adjusted_width(attributes, fields["d_ff"])
     has_linear = any(kind.is_linear for kind in kinds)
     if not has_linear:
         common |= {name: _DEFAULTS[name] for name in fields if name.startswith("delta_")}
@@ -241,7 +245,7 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
     if "rope_theta" in names:
         written |= _write_ropes(layers, family)
     if _INTERVAL in names or family.layer_types:
-        written |= _write_linear(layers, family)
+        written |= _write_mixers(layers, family)
     inner = max(layer.delta_value_heads * layer.delta_value_dim for layer in layers)
     if "mamba_expand" in names and inner:
         written["mamba_expand"] = plain_number(inner / config.d_model)
@@ -256,7 +260,7 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
         kind = LayerKind(
             has_window=layer.sliding_window is not None,
             rotates=layer.rope_theta is not None,
-            is_linear=bool(layer.delta_value_heads),
+            is_linear=bool(layer.delta_value_heads or layer.short_conv),
             has_experts=bool(layer.num_experts),
         )
         for layer_type in kind.types(any_window=any_window):
@@ -577,17 +581,36 @@ def _write_rotated(layers: Sequence[BlockConfig]) -> MutableAttributes:
 
 
 def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
+    """Returns whether each layer has another mixer than attention."""
+    names = family.layer_attributes
+    if _BLOCK_TYPES in names or not (family.layer_types or _INTERVAL in names):
+        return [False] * count
     types = attributes.get("layer_types")
-    if _BLOCK_TYPES in family.layer_attributes:
-        return [False] * count
-    if family.layer_types and isinstance(types, list):
+    if isinstance(types, list):
         types = [family.layer_types.get(str(name), name) for name in types]
-    elif _INTERVAL not in family.layer_attributes and not family.layer_types:
-        return [False] * count
-    if types is None and not family.layer_types:
+    if types is None and _INTERVAL in names:
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
+    if types is None and _FULL_LAYERS in names:
+        full = attributes.get(_FULL_LAYERS)
+        full = list(range(count)) if full is None else _layer_numbers(_FULL_LAYERS, full)
+        return [i not in full for i in range(count)]
     return _are_of_type("layer_types", types, _LINEAR, _FULL, count)
+
+
+def _adjusted_width(attributes: Attributes, width: int) -> int:
+    """Returns the width of LFM2's MLPs."""
+    if not switch(_ADJUSTS, attributes.get(_ADJUSTS, True)):
+        return width
+    width = int(2 * width / 3)
+    name = "block_ffn_dim_multiplier"
+    times = attributes.get(name, 1.0)
+    if times is None:
+        return width
+    step = whole("block_multiple_of", attributes.get("block_multiple_of", 256))
+    # A file's number may make a width that is not finite.
+    product = positive(f"{name} times the width", positive(name, times) * width)
+    return math.ceil(int(product) / step) * step
 
 
 def _check_multiple(values: int, keys: int) -> None:
@@ -599,8 +622,8 @@ def _check_multiple(values: int, keys: int) -> None:
         )
 
 
-def _write_linear(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
-    linear = [bool(layer.delta_value_heads) for layer in layers]
+def _write_mixers(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
+    linear = [bool(layer.delta_value_heads or layer.short_conv) for layer in layers]
     types = [_LINEAR if is_linear else _FULL for is_linear in linear]
     if _BLOCK_TYPES in family.layer_attributes:
         for i, layer in enumerate(layers):
@@ -647,14 +670,16 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
     if "decoder_sparse_step" not in names:
         return None
     step = whole("decoder_sparse_step", attributes.get("decoder_sparse_step", 1))
-    dense = attributes.get("mlp_only_layers")
-    if dense is None:
-        dense = []
-    if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
-        raise HFError(
-            f"mlp_only_layers = {quote(dense)}: should be a list of layer numbers, from 0"
-        )
+    dense = _layer_numbers("mlp_only_layers", attributes.get("mlp_only_layers"))
     return [i not in dense and (i + 1) % step == 0 for i in range(count)]
+
+
+def _layer_numbers(name: str, value: object) -> list[int]:
+    if value is None:
+        return []
+    if isinstance(value, list) and all(type(layer) is int and layer >= 0 for layer in value):
+        return value
+    raise HFError(f"{name} = {quote(value)}: should be a list of layer numbers, from 0")
 
 
 def _layer_number(attributes: Attributes, name: str, default: int) -> int:

@@ -34,7 +34,7 @@ from jaxtp.config import reading
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import ROWS, Adapter, adapters, initial_rows
 from jaxtp.hf.config_json import check_adaptable, choose_family
-from jaxtp.hf.families.family import EXPERT, TEXT_IN_MEMORY, TEXT_PREFIXES, Family, Layout
+from jaxtp.hf.families.family import EXPERT, TEXT_PREFIXES, Family, Layout
 from jaxtp.hf.loading import Progress, load_tensors, print_notes
 from jaxtp.hf.model_folder import CONFIG as MODEL_CONFIG
 from jaxtp.hf.model_folder import (
@@ -136,7 +136,7 @@ def _in_memory(module: str, family: Family) -> str:
     # The name in transformers' memory. Multimodal models and files have other names, and so did
     # older versions.
     module = _renamed(module, family)
-    in_memory = family.prefix if family.wrapper is None else TEXT_IN_MEMORY
+    in_memory = family.prefix if family.wrapper is None else family.wrapper.in_memory
     for prefix, _ in (*TEXT_PREFIXES, (family.prefix, "")):
         if module.startswith(prefix):
             return in_memory + module.removeprefix(prefix)

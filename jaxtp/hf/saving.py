@@ -56,6 +56,7 @@ from jaxtp.hf.tensor_map import (
     Parameters,
     TensorPart,
     TensorParts,
+    as_stored,
     constants,
     general_names,
     group_by_tensor,
@@ -166,7 +167,7 @@ def save(
     like_text = {} if experts else general_names(text)
     parts = tensor_parts(variables, config, chosen, experts or "separate", like_text)
     tensors: dict[str, Stored] = {
-        name: _like(text.get(name), group) for name, group in group_by_tensor(parts).items()
+        name: as_stored(text.get(name), group) for name, group in group_by_tensor(parts).items()
     }
     tensors |= constants(chosen, config.num_layers, dtype)
     other_files = {CONFIG: json_bytes(written)}
@@ -246,12 +247,6 @@ def stream_weights(
     arrays = gather_tensors(variables, tensors, dtype, factors=factors)
     scalars = ((name, scalar.data()) for name, scalar in fixed.items())
     return chain(zip(tensors, arrays, strict=True), scalars)
-
-
-def _like(stored: StoredTensor | None, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
-    if parts[0].float32 is not None or stored is None:
-        return parts
-    return [replace(part, float32=stored.dtype == FORMATS["float32"]) for part in parts]
 
 
 def write_folder(

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from jaxtp.hf.safetensors import (
     Constant,
     ScaledTensor,
     Shape,
+    StoredTensor,
     StoredTensors,
     TableWithNewRows,
 )
@@ -82,6 +83,8 @@ class TensorPart:
     """Start of the part along the second to last dim in jaxtp's order."""
     experts_last: bool = False
     """The dim of experts comes last in the file, not first."""
+    either_way: bool = False
+    """The file may also have it with the last two dims swapped."""
 
     @property
     def stored_shape(self) -> Shape:
@@ -183,6 +186,7 @@ def _parts_of_layer(
             place.columns,
             stored,
             tensor.float32,
+            either_way=tensor.either_way,
         )
 
 
@@ -289,6 +293,27 @@ def group_by_tensor(parts: Iterable[TensorPart]) -> TensorParts:
     return tensors
 
 
+def as_stored(stored: StoredTensor | None, parts: Sequence[TensorPart]) -> Sequence[TensorPart]:
+    """Returns the parts of a tensor with the order of dims and the dtype of a file.
+
+    Raises `HFError` if the shape does not tell the order.
+    """
+    if stored is None:
+        return parts
+    changes: dict[str, Any] = {}
+    if parts[0].float32 is None:
+        changes["float32"] = stored.dtype == FORMATS["float32"]
+    swapped = _swap_last_dims(parts[0].shape)
+    if parts[0].either_way and stored.shape == swapped:
+        if swapped[-1] == swapped[-2]:
+            raise HFError(
+                f"{truncate(stored.name)} is {dims(swapped)}: with as many input as output "
+                "features its shape does not tell which of both comes first"
+            )
+        changes |= {"shape": swapped, "transposed": not parts[0].transposed}
+    return [replace(part, **changes) for part in parts]
+
+
 def _check_counts(stored: StoredTensors, config: ModelConfig, family: Family) -> None:
     """Refuses a wrong number of layers or experts before anything is allocated.
 
@@ -356,7 +381,9 @@ def match_tensors(
     _check_counts(stored, config, family)
     by_general = general_names(stored)
     parts = tensor_parts(parameters, config, family, layout_of(stored), by_general)
-    needed = group_by_tensor(parts)
+    needed = {
+        name: as_stored(stored.get(name), group) for name, group in group_by_tensor(parts).items()
+    }
     problems = list(_mismatches(stored, needed, config, family))
     if problems:
         raise HFError("; ".join(problems))

@@ -177,7 +177,8 @@ def _prefixes(stored: StoredTensors, family: Family) -> tuple[str, str]:
 
 def _unwrapped(name: str, prefix: str, head_prefix: str, family: Family) -> str:
     if name.startswith(prefix):
-        return family.prefix + name.removeprefix(prefix)
+        # transformers writes Kimi K2.5's layers as blocks, which only its tower has on the Hub.
+        return family.prefix + re.sub(r"^blocks\.", "layers.", name.removeprefix(prefix))
     bare = name.removeprefix(head_prefix)
     return bare if name.startswith(head_prefix) and bare.startswith("lm_head.") else name
 
@@ -221,6 +222,8 @@ class Whole:
         """Returns the name in this folder of a tensor in the family's table."""
         if self.family.wrapper is None:
             return full_name
+        if full_name in self.text:
+            return self.text[full_name].name
         prefix, head_prefix = self._prefixes
         if full_name.startswith(self.family.prefix):
             return prefix + full_name.removeprefix(self.family.prefix)

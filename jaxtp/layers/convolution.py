@@ -18,16 +18,19 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_size, batch_spec, constrain, device_view, token_spec
-from jaxtp.config.schema import Count
-from jaxtp.layers.branch import Branch, BranchConfig, KVCache
+from jaxtp.config.schema import CountOrZero, Settings
+from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
 from jaxtp.layers.context import Sequences, with_halo
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.lora import Target
 from jaxtp.layers.parameter import PaddedDim, Weights, own_params_and_specs, parameter
 from jaxtp.layers.positions import segment_positions
 from jaxtp.mesh import CP, TP
 
 CONVOLUTION = "short_convolution"  # name in profiles of the layer without its projections
+# Outputs of `in_proj`: scale, gate and value
+CONVOLUTION_TARGETS: tuple[Target, ...] = ("b_proj", "gate_proj", "v_proj")
 
 
 def convolution_taps(width: int, dim: PaddedDim, dtype: Any, rngs: nnx.Rngs) -> Any:
@@ -103,11 +106,12 @@ def recomputed(function: Callable[..., Any], *arguments: Array) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortConvolutionConfig(BranchConfig):
+class ShortConvolutionConfig(Settings):
     """Settings of a short convolution."""
 
-    conv_width: Count = 3
-    """Tokens that the convolution reads, with the current one."""
+    short_conv: CountOrZero = 0
+    """Tokens that a gated short convolution reads, with the current one; it replaces attention in
+    blocks where this is not 0."""
 
 
 class ShortConvolution(Branch):
@@ -128,13 +132,17 @@ class ShortConvolution(Branch):
         *,
         rngs: nnx.Rngs,
     ):
-        self.width = config.conv_width
+        if not config.short_conv:
+            raise ValueError("short_conv=0: a convolution reads at least the current token")
+        self.width = config.short_conv
         self.caller_communicates = context.caller_communicates
         self.precision = context.precision
         self.dim = PaddedDim((d_model,))
-        self.in_proj = ColumnParallelLinear(d_model, (self.dim,) * 3, context, rngs=rngs)
+        self.in_proj = ColumnParallelLinear(
+            d_model, (self.dim,) * 3, context, targets=CONVOLUTION_TARGETS, rngs=rngs
+        )
         self.taps = convolution_taps(self.width, self.dim, self.precision.param, rngs)
-        self.out = RowParallelLinear(self.dim, d_model, context, rngs=rngs)
+        self.out = RowParallelLinear(self.dim, d_model, context, target="o_proj", rngs=rngs)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Reads each document from its first token on."""

@@ -72,7 +72,8 @@ class LoraConfig(Settings):
 
     targets: tuple[Target, ...] = TARGETS
     """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek, and as in FLA
-    for Gated DeltaNet; others than the model's are skipped."""
+    for Gated DeltaNet; a short convolution's are b_proj, gate_proj, v_proj and o_proj. Others than
+    the model's are skipped."""
 
     tokens: tuple[CountOrZero, ...] = ()
     """Ids of tokens whose rows of the embedding and of the head are trained too, in place of the

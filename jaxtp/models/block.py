@@ -12,6 +12,7 @@ from typing import Literal
 from jaxtp.config.schema import Positive
 from jaxtp.layers.branch import BranchConfig, Padded
 from jaxtp.layers.context import LocalShape
+from jaxtp.layers.convolution import CONVOLUTION_TARGETS, ShortConvolutionConfig
 from jaxtp.layers.experts import EXPERT_TARGETS, ExpertsConfig
 from jaxtp.layers.gated_delta import GatedDeltaConfig
 from jaxtp.layers.latent_attention import LatentAttentionConfig
@@ -21,8 +22,16 @@ from jaxtp.layers.parameter import PaddedDim
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionConfig, BranchConfig):
-    """Settings of a block: attention or Gated DeltaNet, then an MLP or experts, with norms.
+class BlockConfig(
+    NormConfig,
+    ExpertsConfig,
+    GatedDeltaConfig,
+    ShortConvolutionConfig,
+    LatentAttentionConfig,
+    BranchConfig,
+):
+    """Settings of a block: attention, Gated DeltaNet or a short convolution, then an MLP or
+    experts, with norms.
 
     It has the settings of all these layers. `heads` and `use` describe attention, which is latent
     if `kv_rank` is not 0.
@@ -40,13 +49,13 @@ class BlockConfig(NormConfig, ExpertsConfig, GatedDeltaConfig, LatentAttentionCo
     4)."""
 
     @property
-    def attends(self) -> bool:
-        """Whether the block has attention."""
-        return self.parts != "mlp" and not self.delta_value_heads
+    def has_attention(self) -> bool:
+        """Whether the block has attention, of either kind."""
+        return self.parts != "mlp" and not (self.delta_value_heads or self.short_conv)
 
     def zigzag(self, shape: LocalShape) -> bool:
-        """See `AttentionConfig`; Gated DeltaNet works equally on all devices in any order."""
-        return self.attends and super().zigzag(shape)
+        """See `AttentionConfig`; other layers work equally on all devices in any order."""
+        return self.has_attention and super().zigzag(shape)
 
 
 def adapter_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
@@ -68,6 +77,8 @@ def _mixer_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
             yield "f_b_proj", "attention.decay_up.kernels.0"
             yield "g_a_proj", "attention.gate_down.kernel"
             yield "g_b_proj", "attention.gate_up.kernels.0"
+    elif block.short_conv:
+        yield from _kernels("attention.in_proj", CONVOLUTION_TARGETS)
     elif block.kv_rank:
         if block.query_rank:
             yield "q_a_proj", "attention.query_down.kernel"
@@ -124,7 +135,7 @@ def padded_dims(block: BlockConfig, tp: int) -> Iterator[Padded]:
             key_heads, group, _ = block.delta_heads.stored(tp)
             yield "delta value heads", block.delta_value_heads, key_heads * group
             yield "delta key heads", block.delta_key_heads, key_heads
-    elif block.num_heads % block.num_kv_heads == 0:
+    elif block.has_attention and block.num_heads % block.num_kv_heads == 0:
         kv_heads, group, _ = block.heads.stored(tp)
         yield "query heads", block.num_heads, kv_heads * group
         yield "kv heads", block.num_kv_heads, kv_heads

@@ -35,7 +35,7 @@ def block_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pro
         )
     if block.parts != "mlp" and block.delta_value_heads:
         yield from _delta_problems(block, sizes)
-    elif block.attends:
+    elif block.has_attention:
         yield from _attention_problems(block, sizes)
         yield from _latent_problems(block, sizes)
     if block.swiglu_limit is not None and block.mlp != "gated":
@@ -163,6 +163,11 @@ def storage_problems(name: str, size: int, sizes: Mapping[str, int]) -> Iterator
 def _delta_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Problem]:
     heads = block.delta_value_heads
     key_heads = block.delta_key_heads
+    if block.short_conv:
+        yield Problem(
+            f"model.short_conv={block.short_conv} and model.delta_value_heads={heads} both replace "
+            "attention; set one of them to 0"
+        )
     needed = {"delta_key_heads": heads, "delta_key_dim": 128, "delta_value_dim": 128}
     for name, example in needed.items():
         if not getattr(block, name):

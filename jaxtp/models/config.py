@@ -58,6 +58,7 @@ from jaxtp.config.schema import (
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import LocalShape
+from jaxtp.layers.convolution import ShortConvolution
 from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.forms import BLOCK
@@ -303,11 +304,13 @@ class ModelConfig(BlockConfig, DecoderSizes):
             attention = Mamba2 if block.delta_kind == "mamba2" else GatedDeltaNet
             if block.delta_gate_rank:
                 attention = KimiDeltaAttention
+        attention = partial(attention, norm=block)
+        attention = ShortConvolution if block.short_conv else attention
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
         branches: dict[str, Branch] = {}
         if block.parts != "mlp":
-            branches["attention"] = attention(self.d_model, block, context, norm=block, rngs=rngs)
+            branches["attention"] = attention(self.d_model, block, context, rngs=rngs)
         if block.parts != "mixer":
             branches["mlp"] = mlp(self.d_model, block, context, rngs=rngs)
         return branches

@@ -186,6 +186,8 @@ def _describe_heads(block: BlockConfig) -> str:
             f"{block.delta_value_heads} heads with states ({block.delta_key_heads} key) of "
             f"{block.delta_key_dim} x {block.delta_value_dim}"
         )
+    if block.short_conv:
+        return f"convolutions of {block.short_conv} tokens"
     keys = f"keys and values from {block.kv_rank}" if block.kv_rank else f"{block.num_kv_heads} kv"
     return f"{block.num_heads} heads ({keys}) of {block.head_dim}"
 

@@ -136,7 +136,7 @@ def attention_cases(config: TrainConfig, mesh: Mesh) -> list[AttentionCase]:
 
 def attention_blocks(model: ModelConfig) -> list[BlockConfig]:
     """Returns the distinct settings of blocks that have attention."""
-    return [block for block in model.block_kinds() if block.attends]
+    return [block for block in model.block_kinds() if block.has_attention]
 
 
 def share_of(config: TrainConfig, mesh: Sizes) -> LocalShape:

@@ -223,6 +223,23 @@ def test_a_kimi_is_written_as_what_it_is(tmp_path):
     assert read_json(tmp_path / "out/config.json") == attributes
 
 
+def test_layers_of_a_kimi_are_called_layers_or_blocks(tmp_path):
+    """As on the Hub, and as transformers writes them."""
+    tensors = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers."): array.astype(
+            np.float32
+        )
+        for name, array in reference_tensors("kimi_k25").items()
+    }
+    source = write_model(
+        tmp_path / "source", reference_attributes("kimi_k25", "config_v4.json"), tensors
+    )
+    model = hf.load(source)
+    assert_same(values(model), values(hf.load(FOLDER / "kimi_k25")))
+    hf.save(model, tmp_path / "out", like=source)
+    assert stored_tensors(tmp_path / "out") == stored_tensors(source)
+
+
 def test_adapters_need_pairs_next_to_each_other(tmp_path):
     """PEFT's files do not tell the layout of the model; a caller, or the adapters'
     configuration, names its folder.

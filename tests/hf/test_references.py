@@ -69,7 +69,7 @@ def by_their_names(state, config, name):
 def name_in_memory(theirs, family):
     """Returns the name in transformers of a tensor in a file."""
     if family.wrapper is not None and theirs.startswith(family.prefix):
-        theirs = f"model.language_model.{theirs.removeprefix(family.prefix)}"
+        theirs = family.wrapper.in_memory + theirs.removeprefix(family.prefix)
     for stored, loaded in (IN_MEMORY | family.renamed).items():
         theirs = theirs.replace(stored, loaded)
     return theirs
@@ -166,6 +166,8 @@ BLOCKS = [
     "qwen3_5_moe",
     "muse_glimmer",
     "phi4_mini_long",
+    "lfm2",
+    "lfm2_moe",
 ]
 """Models of one kind of block each: a kind of attention, norms, rotation or experts."""
 

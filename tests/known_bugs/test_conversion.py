@@ -9,7 +9,15 @@ import hf_reference
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import read_tensors, reference_attributes, write_model, write_tensors
+from hf_folders import (
+    assert_same,
+    read_tensors,
+    reference_attributes,
+    stored_tensors,
+    values,
+    write_model,
+    write_tensors,
+)
 from hf_reference import FOLDER
 from numpy.random import default_rng
 from numpy.testing import assert_allclose
@@ -180,6 +188,35 @@ def scale_of(folder):
     scale = np.sum((after - before) * product) / np.sum(np.square(np.float64(product)))
     assert_allclose(after - before, scale * product, atol=1e-4)
     return scale
+
+
+def test_transformers_47031_experts_of_two_orders_are_not_mixed_up(tmp_path):
+    """https://github.com/huggingface/transformers/issues/47031: Qwen3-VL's experts are transposed
+    on the Hub, under the names of those that are not, and a square kernel was taken for one that
+    is not. Here shapes tell both apart, an export has the order of its folder, and a square kernel
+    is refused.
+    """
+    name = "qwen3_vl_moe"
+    hub = {path: array.astype(np.float32) for path, array in stored(name).items()}
+    swapped = {
+        path: array.swapaxes(1, 2).copy() if ".experts." in path else array
+        for path, array in hub.items()
+    }
+    for folder, arrays in {"hub": hub, "transformers": swapped}.items():
+        source = changed(tmp_path / folder, name, arrays)
+        model = hf.load(source)
+        assert_same(values(model), values(hf.load(FOLDER / name)))
+        hf.save(model, tmp_path / f"{folder} again", like=source)
+        assert stored_tensors(tmp_path / f"{folder} again") == stored_tensors(source)
+    text = reference_attributes(name)["text_config"] | {"moe_intermediate_size": 16}
+    square = {
+        path: np.resize(array, (5, 32 if "gate_up" in path else 16, 32))
+        if ".experts." in path
+        else array
+        for path, array in hub.items()
+    }
+    with pytest.raises(HFError, match=r"gate_up_proj is 5x32x32: .*does not tell"):
+        hf.load(changed(tmp_path / "square", name, square, text_config=text))
 
 
 def test_tensorrt_llm_1668_adapters_say_by_what_their_scale_is_divided(tmp_path):

@@ -1,6 +1,5 @@
 """Short convolutions against sums over tokens in float64, on meshes: outputs and gradients."""
 
-import dataclasses
 from functools import cache
 
 import jax
@@ -11,8 +10,8 @@ from layer_programs import LayerProgram
 from numpy.random import default_rng
 from packed_reference import D, batch
 from support import assert_close, cached_and_whole, decoder, random_weights, swept, without_mesh
-from toy_layer import ToyModel
 
+from jaxtp import ModelConfig
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.convolution import ShortConvolution, ShortConvolutionConfig
 from jaxtp.layers.linear import LayerContext
@@ -33,7 +32,7 @@ CASES = [  # the width, a mesh [dp, fsdp, cp, tp], and whether its order is zigz
 
 
 def layer_of(width, **context):
-    config = ShortConvolutionConfig(conv_width=width)
+    config = ShortConvolutionConfig(short_conv=width)
     return lambda: ShortConvolution(D, config, LayerContext(**context), rngs=nnx.Rngs(0))
 
 
@@ -81,14 +80,7 @@ def test_a_layer_is_the_sum_over_earlier_tokens_of_a_document(case):
     assert_close(found, {path: right[path] for path in found})
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShortModel(ToyModel):
-    """A decoder of short convolutions and MLPs."""
-
-    layer = ShortConvolution
-
-
-MODEL = ShortModel(vocab_size=61, d_model=32, num_layers=1, d_ff=48, conv_width=3, loss_chunk=8)
+MODEL = ModelConfig(vocab_size=61, d_model=32, num_layers=1, d_ff=48, short_conv=3, loss_chunk=8)
 
 
 def test_a_cache_has_what_the_convolution_reads():

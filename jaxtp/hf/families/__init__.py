@@ -8,6 +8,7 @@ from jaxtp.hf.families.cohere import COHERE, COHERE2
 from jaxtp.hf.families.deepseek import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    KIMI_K25_WRAPPER,
     KIMI_LINEAR,
     SARVAM_MLA,
     YOUTU,
@@ -34,9 +35,11 @@ from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
 from jaxtp.hf.families.gpt_oss import GPT_OSS
 from jaxtp.hf.families.granite import GRANITE, GRANITEMOE, GRANITEMOEHYBRID
 from jaxtp.hf.families.hunyuan import HUNYUAN, HY_V3
+from jaxtp.hf.families.lfm2 import LFM2, LFM2_MOE
 from jaxtp.hf.families.llama import (
     ARCEE,
     CWM,
+    IDEFICS3_WRAPPER,
     INTERNLM3,
     INTERNVL_WRAPPER,
     IQUESTCODER,
@@ -44,6 +47,7 @@ from jaxtp.hf.families.llama import (
     LLAVA_WRAPPERS,
     SEED_OSS,
     SMOLLM3,
+    SMOLVLM_WRAPPER,
 )
 from jaxtp.hf.families.minimax import MINIMAX_M2
 from jaxtp.hf.families.mistral import (
@@ -67,6 +71,7 @@ from jaxtp.hf.families.qwen import (
     QWEN2_VL_WRAPPER,
     QWEN3,
     QWEN3_MOE,
+    QWEN3_VL_MOE_WRAPPER,
     QWEN3_VL_WRAPPER,
 )
 from jaxtp.hf.families.qwen3_5 import (
@@ -93,7 +98,7 @@ FAMILIES: Mapping[str, Family] = {
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, KIMI_LINEAR),
         *(EXAONE, INTERNLM3, IQUESTCODER, CWM, SOLAR_OPEN, YOUTU),
         *(SARVAM_MOE, SARVAM_MLA, EXAONE_MOE, HY_V3, AFMOE, NANOCHAT),
-        NEMOTRON_H,
+        *(NEMOTRON_H, LFM2, LFM2_MOE),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -107,6 +112,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
         *(QWEN3_VL_WRAPPER, QWEN2_5_VL_WRAPPER, QWEN2_VL_WRAPPER),
         *(GLM4V_WRAPPER, GLM4V_MOE_WRAPPER, INTERNVL_WRAPPER, *LLAVA_WRAPPERS),
         EXAONE4_5_WRAPPER,
+        *(QWEN3_VL_MOE_WRAPPER, IDEFICS3_WRAPPER, SMOLVLM_WRAPPER, KIMI_K25_WRAPPER),
     )
 }
 """Multimodal models by `model_type`."""
@@ -114,6 +120,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
 ALIASES: Mapping[str, str] = {
     "kimi_k2": "deepseek_v3",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
     "qwen2_5_vl_text": "qwen2",
     "qwen2_vl_text": "qwen2",
     "glm4v_text": "glm4",

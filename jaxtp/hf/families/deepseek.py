@@ -24,6 +24,7 @@ from jaxtp.hf.families.family import (
     Layout,
     Tensor,
     Tensors,
+    Wrapper,
     block_tensors,
     first_dense,
     grouped_experts,
@@ -137,6 +138,19 @@ DEEPSEEK_V3 = replace(
     always={"router_scores": "sigmoid", "selection_bias": True},
     required=ROUTER_V3,
     written={**ROUTER_V3, "num_nextn_predict_layers": 0},
+)
+
+KIMI_K25_WRAPPER = Wrapper(
+    "kimi_k25",
+    "Kimi_K25ForConditionalGeneration",
+    text_types=("deepseek_v3", "kimi_k2"),
+    other_tensors=("vision_tower.", "mm_projector."),
+    text={
+        "remote_code": (
+            *DEEPSEEK_V3.remote_code,
+            "modeling_kimi_k25.KimiK25ForConditionalGeneration",
+        )
+    },
 )
 
 SARVAM_MLA = replace(

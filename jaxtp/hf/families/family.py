@@ -57,6 +57,8 @@ class Tensor:
     """Whether it is float32 in a file with another dtype; None: in some files."""
     unless: str | None = None
     """Field that is 0 in a block with this tensor."""
+    either_way: bool = False
+    """A file may also have it with the last two dims swapped, as its shape tells."""
 
 
 Tensors = tuple[Tensor, ...]
@@ -119,6 +121,18 @@ LayerType = Literal[AttentionType, "rope", "no_rope", "experts", "dense"]
 AttributesByType = dict[LayerType, Attributes]
 
 
+TEXT_IN_MEMORY = "model.language_model."
+"""Prefix of the names of most multimodal models' text modules in transformers' memory."""
+OTHER_TEXT_IN_MEMORY = "model.text_model."
+TEXT_PREFIXES = (
+    ("language_model.model.", "language_model."),
+    (TEXT_IN_MEMORY, ""),
+    (OTHER_TEXT_IN_MEMORY, ""),
+)
+"""Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes
+its head."""
+
+
 @dataclass(frozen=True)
 class Wrapper:
     """A multimodal `model_type`.
@@ -135,15 +149,9 @@ class Wrapper:
     """Beginnings of the names of tensors outside of the text model, without a leading `model.`."""
     text: Values = field(default_factory=dict)
     """Fields of the text model's `Family` that are others here."""
+    in_memory: str = TEXT_IN_MEMORY
     can_be_flat: bool = False
     """Whether files without `text_config` have its attributes beside `vision_config`."""
-
-
-TEXT_IN_MEMORY = "model.language_model."
-"""Prefix of the names of a multimodal model's text modules in transformers' memory."""
-TEXT_PREFIXES = (("language_model.model.", "language_model."), (TEXT_IN_MEMORY, ""))
-"""Names of text tensors in a multimodal file: what replaces a family's prefix, and what precedes
-its head."""
 
 
 ROPE = frozenset(
@@ -547,7 +555,7 @@ class Family:
     pattern_is_default: bool = False
     """Whether layer_types replaces another sliding_window_pattern."""
     layer_types: Mapping[str, str] = field(default_factory=dict)
-    """Names in layer_types, which is required, that an export writes for the usual ones."""
+    """Names in layer_types that an export writes for the usual ones."""
     default_dense_layers: int = 0
     """Default of first_k_dense_replace and moe_layer_start_index."""
     rope_theta: float = 10_000.0

@@ -12,6 +12,7 @@ from jaxtp.hf.families.family import (
     COMMON,
     MLP_BIAS,
     NO_ROPE_LAYERS,
+    OTHER_TEXT_IN_MEMORY,
     WINDOW,
     Attribute,
     Family,
@@ -129,6 +130,21 @@ _LLAVA = Wrapper(
     "LlavaForConditionalGeneration",
     text_types=("llama", "mistral", "qwen2"),
     other_tensors=(*INTERNVL_WRAPPER.other_tensors, "image_newline"),
+)
+IDEFICS3_WRAPPER = Wrapper(
+    "idefics3",
+    "Idefics3ForConditionalGeneration",
+    text_types=("llama",),
+    other_tensors=("vision_model.", "connector."),
+    text={
+        # Of a resampler that no model has
+        "ignored_attributes": {"perceiver_config", "pixel_shuffle_factor", "neftune_noise_alpha"},
+        "required": {**LLAMA.required, "qk_layer_norms": False, "use_resampler": False},
+    },
+    in_memory=OTHER_TEXT_IN_MEMORY,
+)
+SMOLVLM_WRAPPER = replace(
+    IDEFICS3_WRAPPER, model_type="smolvlm", architecture="SmolVLMForConditionalGeneration"
 )
 LLAVA_WRAPPERS = (
     _LLAVA,

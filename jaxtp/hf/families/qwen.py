@@ -10,12 +10,15 @@ from jaxtp.hf.families.family import (
     DENSE_WIDTH,
     EXPERTS,
     NORMALIZED,
+    ROUTER,
+    STACKED_EXPERTS,
     SWITCHED_WINDOW,
     Attribute,
     Family,
     Wrapper,
     block_tensors,
     numbers_of_experts,
+    replace_all,
     sizes,
 )
 
@@ -98,6 +101,31 @@ QWEN3_VL_WRAPPER = Wrapper(
     other_tensors=("visual.",),
     # All rows of positions are equal in a text.
     text={"rope_theta": 5e5, "rope_ignored": {"mrope_section", "mrope_interleaved"}},
+)
+QWEN3_VL_MOE_WRAPPER = replace(
+    QWEN3_VL_WRAPPER,
+    model_type="qwen3_vl_moe",
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    text_types=("qwen3_vl_moe_text",),
+    text={
+        **QWEN3_VL_WRAPPER.text,
+        # The Hub has [E, in, out]; transformers 5 writes [E, out, in] by the same names.
+        "tensors": (
+            *BODY,
+            ROUTER,
+            *replace_all(STACKED_EXPERTS, layout=None, either_way=True),
+        ),
+        "attributes": (
+            *sizes(kv_heads=16),
+            ATTENTION_BIAS,
+            *numbers_of_experts("num_experts", 60, 4, "num_local_experts"),
+        ),
+        "by_type": {
+            "experts": (Attribute("moe_intermediate_size", "d_ff", int, 1408),),
+            "dense": DENSE_WIDTH,
+        },
+        "required": {"norm_topk_prob": True},
+    },
 )
 QWEN2_VL_WRAPPER = Wrapper(
     "qwen2_vl",

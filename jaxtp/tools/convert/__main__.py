@@ -159,6 +159,7 @@ COMMANDS: dict[str, Command[Any]] = {
 }
 _GROUPS = {
     "delta_value_heads": "Gated DeltaNet and Mamba-2",
+    "short_conv": "short convolutions",
     "kv_rank": "latent attention",
     "num_experts": "experts",
 }
