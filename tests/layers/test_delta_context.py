@@ -90,7 +90,7 @@ CONFIG = variant(jaxtp.ModelConfig(d_model=D), TABLE["model"])
 """Results of a head can be small, and their norm would amplify rounding: its epsilon is large."""
 
 
-KIMI = {"delta_key_heads": CONFIG.delta_value_heads, "delta_gate_rank": 4}
+KIMI = {"delta_key_heads": CONFIG.delta_value_heads, "delta_gate_rank": 8}
 LAYERS = {
     "gated_delta": (GatedDeltaNet, {}),
     "kimi": (KimiDeltaAttention, KIMI),
