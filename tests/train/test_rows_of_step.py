@@ -46,7 +46,11 @@ def texts_of(record):
 
 
 @pytest.mark.parametrize(
-    "packing", ["documents", pytest.param("concatenated", marks=pytest.mark.wide)]
+    "packing",
+    [
+        pytest.param("documents", marks=pytest.mark.journey),
+        pytest.param("concatenated", marks=pytest.mark.wide),
+    ],
 )
 def test_rows_are_those_of_the_step_also_after_a_resume_with_larger_batches(
     commands, packing, capsys

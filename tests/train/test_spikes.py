@@ -4,6 +4,7 @@ resume.
 
 import numpy as np
 import optax
+import pytest
 from runs import records
 from small_net import batches, train
 from tables import raised_by
@@ -39,6 +40,7 @@ def unchanged(folder):
     return {step for step in range(2, 15) if norms[step] == norms[step - 1]}
 
 
+@pytest.mark.journey
 def test_spikes_are_skipped_alike_on_every_mesh_with_accumulation_and_after_a_resume(
     tmp_path, capsys
 ):
