@@ -230,11 +230,11 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 342_300,
-    "files": 285,
+    "tokens of code": 352_700,
+    "files": 288,
     "rooms": 15,
     "arrows between rooms": 81,
-    "files that training imports": 103,
+    "files that training imports": 104,
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path

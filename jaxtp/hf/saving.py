@@ -155,12 +155,7 @@ def save(
         chosen = whole.family
         text = whole.text
         written = changed_config(whole, config.vocab_size, dtype, attributes.get(MAX_POSITIONS))
-        heads = whole.prediction_heads
-        if heads and jax.process_index() == 0:
-            say(
-                f"{len(heads)} tensors that predict further tokens ({heads[0]}, ...) are copied: "
-                "they were made for the weights before training"
-            )
+        _report_heads(whole.prediction_heads)
         if not tokenizer_from and has_tokenizer(whole.folder.path):
             tokenizer_from = whole.folder.path
     variables = named_variables(nnx.state(model))
@@ -188,6 +183,14 @@ def save(
         allow_non_finite=allow_non_finite,
         progress=progress,
     )
+
+
+def _report_heads(names: Sequence[str]) -> None:
+    if names and jax.process_index() == 0:
+        say(
+            f"{len(names)} tensors that predict further tokens ({names[0]}, ...) are copied: they "
+            "were made for the weights before training"
+        )
 
 
 def _new_attributes(
