@@ -68,8 +68,8 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
 
 def _with_linear_layers(attributes: Attributes) -> dict[str, Any]:
     """Returns attributes with those in Kimi's `linear_attn_config`, where layers count from 1."""
-    flat = dict(attributes)
-    nested = flat.pop(_LINEAR, None)
+    flat: dict[str, Any] = dict(attributes)
+    nested: Any = flat.pop(_LINEAR, None)
     if nested is None:
         return flat
     try:

@@ -13,7 +13,6 @@ column and the row layer communicate over tp.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal
@@ -133,7 +132,6 @@ class GatedDeltaNet(Branch):
     over_cp = True
     min_rate = 0.01
     """Smallest initial value of exp(decay_log); the largest is 16."""
-    gate_activation: ClassVar[Callable[[Array], Array]] = staticmethod(jax.nn.silu)
     step = staticmethod(delta_step)
     norm_over_groups = False
     state_products: ClassVar[int] = 3
@@ -196,7 +194,7 @@ class GatedDeltaNet(Branch):
 
     def project(self, x_BTD: Array) -> tuple[Array, ...]:
         """Returns queries, keys, values, gates, write strengths and decays, `[B, T, F]` each."""
-        return self.in_proj(x_BTD)
+        return tuple(self.in_proj(x_BTD))
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Reads each document from its first token on."""
@@ -263,6 +261,10 @@ class GatedDeltaNet(Branch):
         log_decay = rate * jax.nn.softplus(decay.astype(jnp.float32) + bias)
         return log_decay, jax.nn.sigmoid(write.astype(jnp.float32))
 
+    def activated(self, gate: Array) -> Array:
+        """Returns the factor of results for a projected gate."""
+        return jax.nn.silu(gate)
+
     def gated(self, weights: Weights, y: Array, v: Array, gate: Array) -> Array:
         """Normalises and gates results `[b, T, heads, V]` of values `v`; returns `[b, T, F]`.
 
@@ -272,7 +274,7 @@ class GatedDeltaNet(Branch):
         def run(y: Array, gate: Array, scale: Array) -> Array:
             y = rms_normalise(y, self.norm_eps) * scale
             y = y.reshape(gate.shape).astype(jnp.float32)
-            y *= self.gate_activation(gate.astype(jnp.float32))
+            y *= self.activated(gate.astype(jnp.float32))
             return y.astype(gate.dtype)
 
         # Loaded outside, so that no gradient of a frozen scale is summed over devices
@@ -354,7 +356,6 @@ class KimiDeltaAttention(GatedDeltaNet):
     """
 
     min_rate = 1.0
-    gate_activation = staticmethod(jax.nn.sigmoid)
 
     def _add_projections(self, d_model: int, context: LayerContext, rngs: nnx.Rngs) -> None:
         config = self.config
@@ -393,6 +394,10 @@ class KimiDeltaAttention(GatedDeltaNet):
         (decay,) = self.decay_up(decay_latent)
         (gate,) = self.gate_up(gate_latent)
         return q, k, v, gate, write, decay
+
+    def activated(self, gate: Array) -> Array:
+        """See `GatedDeltaNet`."""
+        return jax.nn.sigmoid(gate)
 
     def strengths(self, weights: Weights, write: Array, decay: Array) -> tuple[Array, Array]:
         """See `GatedDeltaNet`."""

@@ -13,6 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -250,6 +251,7 @@ class _MLflow:
                 f"metrics.trackers: mlflow cannot start ({error}); name a server by "
                 "MLFLOW_TRACKING_URI=http://HOST:PORT"
             ) from None
+        self.close = partial(client.set_terminated, self._run)
 
     def write(self, step: int, values: Record) -> None:
         milliseconds = int(1000 * time.time())
@@ -259,9 +261,6 @@ class _MLflow:
             for name, value in values.items()
         ]
         self._client.log_batch(self._run, metrics)
-
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
 
 
 class Tracker(Protocol):
