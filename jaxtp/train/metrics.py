@@ -251,7 +251,7 @@ class _MLflow:
                 f"metrics.trackers: mlflow cannot start ({error}); name a server by "
                 "MLFLOW_TRACKING_URI=http://HOST:PORT"
             ) from None
-        self.close = partial(client.set_terminated, self._run)
+        self.close: Callable[[], object] = partial(client.set_terminated, self._run)
 
     def write(self, step: int, values: Record) -> None:
         milliseconds = int(1000 * time.time())
