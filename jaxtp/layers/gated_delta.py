@@ -24,6 +24,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive, Settings
@@ -55,7 +56,7 @@ DELTA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", 
 KIMI_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "b_proj")
 """Outputs of `in_proj` of Kimi Delta Attention."""
 _STEPS = (1e-3, 0.1)
-"""Bounds of the initial values of softplus(dt_bias) in Kimi Delta Attention."""
+"""Bounds of the initial values of softplus(dt_bias) in Kimi Delta Attention and Mamba-2."""
 MAMBA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "a_proj")
 CONVOLUTIONS = ("q_conv", "k_conv", "v_conv")
 
@@ -176,7 +177,9 @@ class GatedDeltaNet(Branch):
         self.dt_bias = parameter("dt_bias", bias, P(TP), padding=((-1, bias_dim),))
         self.norm_scale = parameter("scale", jnp.ones(width, dtype), P())
         self.norm_eps = norm.norm_eps
-        self.out = RowParallelLinear(values, d_model, context, target="o_proj", rngs=rngs)
+        self.out = RowParallelLinear(
+            values, d_model, context, use_bias=config.mamba_bias, target="o_proj", rngs=rngs
+        )
 
     def _add_projections(self, d_model: int, context: LayerContext, rngs: nnx.Rngs) -> None:
         heads = self.config.delta_heads
@@ -381,10 +384,7 @@ class KimiDeltaAttention(GatedDeltaNet):
 
     def _initial_dt_bias(self, rngs: nnx.Rngs) -> tuple[Array, PaddedDim]:
         dim = self.config.delta_heads.numbers(self.config.delta_key_dim)
-        draw = partial(jax.random.uniform, rngs.params(), (dim.size,), self.precision.param)
-        steps = jnp.exp(draw(*map(math.log, _STEPS)))
-        # The inverse of softplus
-        return steps + jnp.log(-jnp.expm1(-steps)), dim
+        return initial_steps(dim, self.precision.param, rngs), dim
 
     def project(self, x_BTD: Array) -> tuple[Array, ...]:
         """See `GatedDeltaNet`."""
@@ -406,6 +406,14 @@ class KimiDeltaAttention(GatedDeltaNet):
         steps = jax.nn.softplus(decay.astype(jnp.float32) + load(weights["dt_bias"], None))
         log_decay = rate * steps.reshape(*steps.shape[:2], rate.shape[0], -1)
         return log_decay, jax.nn.sigmoid(write.astype(jnp.float32))
+
+
+def initial_steps(dim: PaddedDim, dtype: DTypeLike, rngs: nnx.Rngs) -> Array:
+    """Returns biases whose softplus is between `_STEPS`, uniformly in its logarithm."""
+    draw = partial(jax.random.uniform, rngs.params(), (dim.size,), dtype)
+    steps = jnp.exp(draw(*map(math.log, _STEPS)))
+    # The inverse of softplus
+    return steps + jnp.log(-jnp.expm1(-steps))
 
 
 def _expanded(mask: Array, x: Array) -> Array:

@@ -18,24 +18,22 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, axis_index, axis_size
-from jaxtp.layers.convolution import convolution_taps, convolve, recomputed
+from jaxtp.layers.convolution import convolve, recomputed
 from jaxtp.layers.gated_delta import (
     CONVOLUTIONS,
     MAMBA_TARGETS,
     GatedDeltaConfig,
     GatedDeltaNet,
+    initial_steps,
 )
 from jaxtp.layers.kernels.delta_rule import State, Tokens, delta_rule, delta_step
-from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.linear import ColumnParallelLinear, LayerContext
 from jaxtp.layers.norm import NormConfig
-from jaxtp.layers.parameter import Weights, parameter
+from jaxtp.layers.parameter import PaddedDim, Weights, parameter
 from jaxtp.mesh import TP
 
 _CHUNK = 128  # A state has the size of `delta_key_dim` values; a chunk, of `_CHUNK` scores a token.
 _BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
-# Initial time steps
-_MIN_STEP = 1e-3
-_MAX_STEP = 0.1
 
 
 class Mamba2(GatedDeltaNet):
@@ -47,6 +45,7 @@ class Mamba2(GatedDeltaNet):
     their biases.
     """
 
+    min_rate = 1.0
     step = staticmethod(partial(delta_step, subtracts=False))
     state_products = 2
     inside = (*GatedDeltaNet.inside, *_BIASES, "skip_scale")
@@ -60,50 +59,41 @@ class Mamba2(GatedDeltaNet):
         norm: NormConfig = NormConfig(),
         rngs: nnx.Rngs,
     ):
-        self.config = config
-        self.caller_communicates = context.caller_communicates
-        self.precision = context.precision
+        super().__init__(d_model, config, context, norm=norm, rngs=rngs)
         dtype = self.precision.param
         heads = config.delta_heads
         values = heads.numbers(config.delta_value_dim)
-        numbers = heads.numbers()
-        convolved = (heads.keys, heads.keys, values)
-        use_bias = config.mamba_bias
+        per_feature = partial(parameter, spec=P(TP))
+        for name, dim in zip(_BIASES, (heads.keys, heads.keys, values), strict=True):
+            bias = None
+            if config.mamba_conv_bias:
+                bias = per_feature("bias", jnp.zeros(dim.size, dtype), padding=((-1, dim),))
+            setattr(self, name, bias)
+        ones = jnp.ones(config.delta_value_heads, dtype)
+        self.skip_scale = per_feature("skip_scale", ones, padding=((-1, heads.numbers()),))
+        norm_scale = None
+        if config.mamba_norm:
+            ones = jnp.ones(values.size, dtype)
+            norm_scale = per_feature("scale", ones, padding=((-1, values),))
+        self.norm_scale = norm_scale
+        self.norm_over_groups = config.mamba_norm
+
+    def _add_projections(self, d_model: int, context: LayerContext, rngs: nnx.Rngs) -> None:
+        config = self.config
+        heads = config.delta_heads
+        values = heads.numbers(config.delta_value_dim)
         self.in_proj = ColumnParallelLinear(
             d_model,
-            (*convolved, values, numbers),
+            (heads.keys, heads.keys, values, values, heads.numbers()),
             context,
-            use_bias=use_bias,
+            use_bias=config.mamba_bias,
             targets=MAMBA_TARGETS,
             rngs=rngs,
         )
-        for name, bias, dim in zip(CONVOLUTIONS, _BIASES, convolved, strict=True):
-            setattr(self, name, convolution_taps(config.delta_conv, dim, dtype, rngs))
-            zeros = jnp.zeros(dim.size, dtype)
-            own_bias = None
-            if config.mamba_conv_bias:
-                own_bias = parameter("bias", zeros, P(TP), padding=((-1, dim),))
-            setattr(self, bias, own_bias)
-        shape = (config.delta_value_heads,)
-        rates = jax.random.uniform(rngs.params(), shape, dtype, 1, 16)
-        log_steps = jax.random.uniform(
-            rngs.params(), shape, dtype, jnp.log(_MIN_STEP), jnp.log(_MAX_STEP)
-        )
-        per_head = partial(parameter, spec=P(TP), padding=((-1, numbers),))
-        self.decay_log = per_head("decay_log", jnp.log(rates))
-        # The inverse of the softplus
-        self.dt_bias = per_head("dt_bias", jnp.log(jnp.expm1(jnp.exp(log_steps))))
-        self.skip_scale = per_head("skip_scale", jnp.ones(shape, dtype))
-        norm_scale = None
-        if config.mamba_norm:
-            initial = jnp.ones(values.size, dtype)
-            norm_scale = parameter("scale", initial, P(TP), padding=((-1, values),))
-        self.norm_scale = norm_scale
-        self.norm_over_groups = config.mamba_norm
-        self.norm_eps = norm.norm_eps
-        self.out = RowParallelLinear(
-            values, d_model, context, use_bias=use_bias, target="o_proj", rngs=rngs
-        )
+
+    def _initial_dt_bias(self, rngs: nnx.Rngs) -> tuple[Array, PaddedDim]:
+        dim = self.config.delta_heads.numbers()
+        return initial_steps(dim, self.precision.param, rngs), dim
 
     def rule(self, tokens: Tokens, state: State = None) -> tuple[Array, Array]:
         """See `delta_rule`."""
