@@ -47,6 +47,7 @@ _Kimi = Literal["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 Target = Literal[_Llama, _Latent, "b_proj", "a_proj", _Kimi]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
+_OLD_TARGETS = TARGETS[: -len(get_args(_Kimi))]
 TOKEN_ROWS = "token_rows"
 """Attribute of a table's module: the rows of `LoraConfig.tokens`, or None."""
 _Module = TypeVar("_Module", bound=nnx.Module)
@@ -97,6 +98,12 @@ class LoraConfig(Settings):
     model, which the run's own evaluations see too. Exports, `jaxtp generate` and `jaxtp evaluate`
     use the original weights. Embedding, head, norms, biases and routers stay in
     model.precision.param."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # Files of runs before 0.3 list all targets of their version, which means all.
+        if self.targets == _OLD_TARGETS:
+            object.__setattr__(self, "targets", TARGETS)
 
     @property
     def scale(self) -> float:

@@ -132,7 +132,7 @@ def test_computing_commands_enable_the_cache(module, main, flags, monkeypatch):
     monkeypatch.setattr(module, "enable_compilation_cache", asked.append)
     source = SimpleNamespace(
         config=jaxtp.ModelConfig(),
-        load=_refuse,
+        stored=SimpleNamespace(load=_refuse),
         tokenizer=ByteTokenizer(),
         prefix=(),
         context=None,
@@ -143,5 +143,5 @@ def test_computing_commands_enable_the_cache(module, main, flags, monkeypatch):
     assert asked == ["cpu"]
 
 
-def _refuse(mesh):
+def _refuse(config, mesh):
     raise UserError("no weights")
