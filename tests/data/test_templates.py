@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from corpora import write
 from small_tokenizers import byte_fallback, byte_level
+from tables import read_table
 from tokenizers import Tokenizer
 
 from jaxtp.config.entry import UserError
@@ -23,60 +24,10 @@ if find_spec("trl") is None or not hasattr(rendering, "_alias_reasoning_fields")
     pytest.skip("needs the library trl, and transformers from 5.24 on", allow_module_level=True)
 pytestmark = [pytest.mark.wide, pytest.mark.filterwarnings("ignore")]
 FOLDER = Path(find_spec("trl").submodule_search_locations[0], "chat_templates")
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
-FUNCTION = {"name": "get_weather", "description": "Tells it.", "parameters": PARAMETERS}
+TABLES = read_table(__file__)
+SPECIAL = TABLES["special"]
 REASONING = ("reasoning", "thinking", "reasoning_content")
 WORD = "Zqvx"
-TOOLS = [{"type": "function", "function": FUNCTION}]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def answer(text, **more):
-    return {"role": "assistant", "content": text, **more}
-
-
-def calling(arguments, **more):
-    function = {"name": "get_weather", "arguments": arguments}
-    result = {"role": "tool", "content": "20", "name": "get_weather", "tool_call_id": "abcdefghi"}
-    call = answer("", tool_calls=[{"type": "function", "id": "abcdefghi", "function": function}])
-    return [user("Is it warm?"), call | more, result, answer("Yes.")]
-
-
-CALL = calling({"city": "Rom"})
-SYSTEM = {"role": "system", "content": "be brief"}
-SHAPES = {
-    "one": [user("hi"), answer("yo")],
-    "system": [SYSTEM, user("hi"), answer("yo")],
-    "several": [user("hi"), answer("yo"), user("more"), answer("<b>fine</b>")],
-    "system, several": [SYSTEM, user("hi"), answer("yo"), user("more"), answer("fine")],
-    "reasoning": [user("2+2?"), answer("4", reasoning="two and two")],
-    "thinking": [user("2+2?"), answer("4", thinking="two\n\nand two\n")],
-    "reasoning twice": [
-        *(user("2+2?"), answer("4", reasoning_content="two and two")),
-        *(user("+1?"), answer("5", reasoning_content="and one")),
-    ],
-    "in a text": [user("2+2?"), answer("<think>\ntwo and two\n</think>\n\n4")],
-    "line breaks": [user("hi\n"), answer("\n\nyo\n")],
-    "spaces": [user("  hi "), answer("  yo  ")],
-    "scripts": [user("Кто ты? 你是谁"), answer("機械です 🤖. Straße.")],
-    "short": [SYSTEM | {"content": "a"}, user("a"), answer("a"), user("a"), answer("a")],
-    "names": [user("hi") | {"name": "bob"}, answer("yo", name="ann")],
-    "two answers": [user("hi"), answer("yo"), answer("and more")],
-    "ends with a user": [user("hi"), answer("yo"), user("more")],
-    "parts": [user([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]), answer("yo")],
-    "nulls": [user("hi"), answer("yo", refusal=None, tool_calls=None, reasoning_content=None)],
-    "calls": calling({"city": 'a "b"', "day": 3}),
-    "calls, nested": calling({"city": ["a", {"b": None}], "day": 2.5, "is": True}),
-    "calls without arguments": calling({}),
-    "call at the end": CALL[:2],
-    "calls, system and more": [SYSTEM, *CALL, user("Thanks"), answer("Bye.")],
-    "text beside a call": calling({"city": "Rom"}, content="Let me look."),
-    "reasoning before a call": calling({"city": "Rom"}, reasoning_content="must look"),
-}
 
 
 def rendered(template, messages, **settings):
@@ -160,8 +111,8 @@ def test_what_is_prepared_is_what_transformers_renders(file, folder):
     config = PrepareConfig(template=file, tokenizer=Path("t"))
     conversations = Conversations(config, tokenizers[0])
     prepared = []
-    for name, messages in SHAPES.items():
-        tools = TOOLS if "call" in name else None
+    for name, messages in TABLES["shapes"].items():
+        tools = TABLES["tools"] if "call" in name else None
         try:
             turns = conversations.turns(messages, {"tools": tools})
         except UserError:

@@ -10,7 +10,7 @@ from made_once import made_once
 from numpy.testing import assert_allclose
 from small_tokenizers import CHAT_TOKENS, byte_level
 from support import assert_refused
-from tables import read_json, write_json
+from tables import read_json, read_table, write_json
 from variants import small_model
 
 import jaxtp
@@ -30,27 +30,11 @@ TEMPLATE = (
 """The header ends in a space, with which a word is one token."""
 OBJECTS = TEMPLATE.replace("ARGUMENTS", "|tojson")
 TEXTS = TEMPLATE.replace("ARGUMENTS", "+ ''")
-TOOLS = [{"name": "get", "description": "Gets a city's weather.", "parameters": {}}]
-CALL = {"name": "get", "arguments": '{"c": 1}'}
-ASKED = {"role": "user", "content": "Is it warm?"}
-ROWS = {
-    "a call": {"tools": TOOLS, "messages": [ASKED, {"role": "function_call", "content": CALL}]},
-    "reasoning": {"messages": [ASKED, {"role": "assistant", "content": "no", "thinking": "20"}]},
-    "a shared token": {"messages": [ASKED, {"role": "assistant", "content": "yes, yes"}]},
-}
-ROWS["a call"]["messages"][1]["content"] = json.dumps(CALL)
-LONG = {
-    "tools": TOOLS,
-    "messages": [
-        {"role": "system", "content": "Be <|stop|> brief."},
-        *ROWS["a call"]["messages"],
-        {"role": "tool", "content": "20"},
-        *ROWS["reasoning"]["messages"][1:],
-        {"from": "human", "value": "yes?"},
-        {"role": "assistant", "content": " yes"},
-    ],
-    "chat_template_kwargs": {"x": 1},
-}
+TABLES = read_table(__file__)
+TOOLS = TABLES["tools"]
+ASKED = TABLES["asked"]
+ROWS = TABLES["rows"]
+LONG = TABLES["long"]
 
 
 def make_model(folder):
@@ -92,20 +76,9 @@ def test_a_prompt_has_the_tokens_of_the_dataset(template, model):
     assert tokenizer.decode(tokenizer.chat([ASKED], thinks=False)).endswith(b"assistant: ")
 
 
-REFUSED = {
-    "message 1 has no 'role'": ([{"content": "a"}], {}),
-    'is from "nobody"': ([{"from": "nobody", "value": "a"}], {}),
-    "list of messages is empty": ([], {}),
-    "message 1 has <image>": ([{"role": "user", "content": [{"type": "image"}]}], {}),
-    "tool 1 has no name": ([ASKED], {"tools": [{}]}),
-    "may not have 'add_generation_prompt'": ([ASKED], {"add_generation_prompt": False}),
-    "does not write 'documents'": ([ASKED], {"documents": [{"text": "a"}]}),
-}
-
-
 def test_what_cannot_be_written_is_refused_by_name(model):
     tokenizer = open_tokenizer(model)
-    for words, (messages, arguments) in REFUSED.items():
+    for messages, arguments, words in TABLES["refused"]:
         with pytest.raises(UserError) as error:
             tokenizer.chat(messages, **arguments)
         assert words in str(error.value)
