@@ -69,12 +69,12 @@ class Mamba2(GatedDeltaNet):
             if config.mamba_conv_bias:
                 bias = per_feature("bias", jnp.zeros(dim.size, dtype), padding=((-1, dim),))
             setattr(self, name, bias)
-        ones = jnp.ones(config.delta_value_heads, dtype)
-        self.skip_scale = per_feature("skip_scale", ones, padding=((-1, heads.numbers()),))
+        skip = jnp.ones(config.delta_value_heads, dtype)
+        self.skip_scale = per_feature("skip_scale", skip, padding=((-1, heads.numbers()),))
         norm_scale = None
         if config.mamba_norm:
-            ones = jnp.ones(values.size, dtype)
-            norm_scale = per_feature("scale", ones, padding=((-1, values),))
+            scale = jnp.ones(values.size, dtype)
+            norm_scale = per_feature("scale", scale, padding=((-1, values),))
         self.norm_scale = norm_scale
         self.norm_over_groups = config.mamba_norm
 

@@ -30,8 +30,7 @@ class BlockConfig(
     LatentAttentionConfig,
     BranchConfig,
 ):
-    """Settings of a block: attention, Gated DeltaNet or a short convolution, then an MLP or
-    experts, with norms.
+    """Settings of a block: attention or another mixer, then an MLP or experts, with norms.
 
     It has the settings of all these layers. `heads` and `use` describe attention, which is latent
     if `kv_rank` is not 0.
