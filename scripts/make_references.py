@@ -52,6 +52,8 @@ IN_BLOCKS = "gpt_oss_mxfp4"
 """Whose experts are stored as OpenAI's are: in MXFP4."""
 TRANSPOSED = "qwen3_vl_moe"
 """Whose experts are stored as on the Hub: [E, in, out]."""
+DENSE_FIRST = "kimi_linear"
+"""Whose first MLP, without experts, is named as on the Hub."""
 SHAPES = [(64, 1e4), (80, 5e5), (128, 1e6)]
 """Widths of heads, and bases."""
 ORIGINAL = 8192
@@ -187,6 +189,12 @@ def make(name, seed):
         for kernel in tensors:
             if ".experts." in kernel:
                 tensors[kernel] = tensors[kernel].mT.contiguous()
+        rewrite(path, tensors)
+    if name == DENSE_FIRST:
+        path = folder / "model.safetensors"
+        tensors = {}
+        for kernel, tensor in load_file(path).items():
+            tensors[kernel.replace(".0.block_sparse_moe.", ".0.mlp.")] = tensor
         rewrite(path, tensors)
     if name in FAMILIES:
         write_short(folder / "model.safetensors")

@@ -99,6 +99,8 @@ class NonFinitePolicy(Hook):
         remedy = "leave such steps out with --train.non-finite skip"
         if self._may_skip:
             remedy = f"allow more than --train.max-skipped {self._max_skipped} such steps in a row"
+        if math.isfinite(step.metrics["loss"] + step.metrics["grad_norm"]):
+            remedy += ", or a higher limit by --train.spike-deviations"
         folder = self._folder / str(step.index)
         try:
             self._save(loop, step)

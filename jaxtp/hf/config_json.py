@@ -274,7 +274,7 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
     for block in plain:
         if not block.num_experts:
             plain[block] |= _EXPERT_DEFAULTS
-        if not block.delta_value_heads:
+        if block.parts == "mlp" or not block.delta_value_heads:
             plain[block] |= _STATE_DEFAULTS
     for name in fields.keys() & next(iter(plain.values())).keys():
         values = [plain[block][name] for block in config.layers()]

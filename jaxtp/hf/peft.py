@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from jaxtp.checkpoint.logical import named_variables, select_paths
 from jaxtp.config import reading
+from jaxtp.config.entry import say
 from jaxtp.config.reading import truncate
 from jaxtp.hf.adapters import ROWS, Adapter, adapters, initial_rows
 from jaxtp.hf.config_json import check_adaptable, choose_family
@@ -302,6 +303,7 @@ def save_adapters(
     attributes = _peft_config(config, used, are_short=are_short, diagonal=diagonal)
     attributes |= _row_attributes(config, chosen)
     attributes["base_model_name_or_path"] = None if base is None else str(base)
+    _report_refused(chosen, used)
     write_folder(
         Path(path),
         variables,
@@ -312,6 +314,15 @@ def save_adapters(
         allow_non_finite=allow_non_finite,
         progress=progress,
     )
+
+
+def _report_refused(family: Family, modules: Iterable[str]) -> None:
+    is_refused = any(name.endswith("out_proj") for name in modules)
+    if family.model_type == "nemotron_h" and is_refused and jax.process_index() == 0:
+        say(
+            "PEFT refuses adapters of out_proj in a nemotron_h; without o_proj in "
+            "--model.lora.targets it reads all others"
+        )
 
 
 def _trained(kernels: Iterable[TensorPart], trained: Container[str]) -> list[TensorPart]:

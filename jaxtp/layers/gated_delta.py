@@ -51,12 +51,11 @@ from jaxtp.mesh import CP, TP, current_device
 DELTA = "gated_delta"  # name in profiles of the layer without its projections
 
 _L2_EPS = 1e-6  # added to the squared norm of queries and keys, in every family
+_STEPS = (1e-3, 0.1)
+"""Bounds of the initial values of softplus(dt_bias) in Kimi Delta Attention and Mamba-2."""
 # Outputs of `in_proj`
 DELTA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "b_proj", "a_proj")
 KIMI_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "b_proj")
-"""Outputs of `in_proj` of Kimi Delta Attention."""
-_STEPS = (1e-3, 0.1)
-"""Bounds of the initial values of softplus(dt_bias) in Kimi Delta Attention and Mamba-2."""
 MAMBA_TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "a_proj")
 CONVOLUTIONS = ("q_conv", "k_conv", "v_conv")
 
@@ -177,8 +176,9 @@ class GatedDeltaNet(Branch):
         self.dt_bias = parameter("dt_bias", bias, P(TP), padding=((-1, bias_dim),))
         self.norm_scale = parameter("scale", jnp.ones(width, dtype), P())
         self.norm_eps = norm.norm_eps
+        use_bias = config.mamba_bias and config.delta_kind == "mamba2"
         self.out = RowParallelLinear(
-            values, d_model, context, use_bias=config.mamba_bias, target="o_proj", rngs=rngs
+            values, d_model, context, use_bias=use_bias, target="o_proj", rngs=rngs
         )
 
     def _add_projections(self, d_model: int, context: LayerContext, rngs: nnx.Rngs) -> None:

@@ -47,7 +47,7 @@ _Kimi = Literal["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
 Target = Literal[_Llama, _Latent, "b_proj", "a_proj", _Kimi]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
-_OLD_TARGETS = TARGETS[: -len(get_args(_Kimi))]
+OLD_TARGETS = TARGETS[: -len(get_args(_Kimi))]
 TOKEN_ROWS = "token_rows"
 """Attribute of a table's module: the rows of `LoraConfig.tokens`, or None."""
 _Module = TypeVar("_Module", bound=nnx.Module)
@@ -101,8 +101,8 @@ class LoraConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Files of runs before 0.3 list all targets of their version, which means all.
-        if self.targets == _OLD_TARGETS:
+        # The file of a run lists all targets of its version, which means all.
+        if self.targets == OLD_TARGETS:
             object.__setattr__(self, "targets", TARGETS)
 
     @property

@@ -1,6 +1,6 @@
 """Mamba-2 (arXiv 2405.21060): Gated DeltaNet that adds values to its states, and subtracts nothing.
 
-Nemotron-H, Granite 4 H and Bamba have it. In their words x are the values, B the keys and C the
+Nemotron-H and Granite 4 H have it. In their words x are the values, B the keys and C the
 queries of a group, and dt, the time step, is the strength of writing, which also decays the state.
 A head's result gets `skip_scale` times its value, and is gated; then each group of heads is
 normalised. Devices that share a group, like kv heads, sum its squares over tp.
@@ -32,7 +32,7 @@ from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter
 from jaxtp.mesh import TP
 
-_CHUNK = 128  # A state has the size of `delta_key_dim` values; a chunk, of `_CHUNK` scores a token.
+_CHUNK = 128  # Tokens; a token costs as many scores, and this share of its chunk's state.
 _BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
 
 

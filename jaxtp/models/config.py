@@ -70,12 +70,18 @@ from jaxtp.layers.linear import (
     RowParallelLinear,
     matmul_obstacle,
 )
-from jaxtp.layers.lora import LLAMA_TARGETS, TARGETS, LoraConfig, has_whole_blocks
+from jaxtp.layers.lora import (
+    LLAMA_TARGETS,
+    OLD_TARGETS,
+    TARGETS,
+    LoraConfig,
+    has_whole_blocks,
+)
 from jaxtp.layers.mamba2 import Mamba2
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormKind
 from jaxtp.layers.overlap import Overlap
-from jaxtp.layers.parameter import DType, Precision, logical_shape, spec_of
+from jaxtp.layers.parameter import DType, PaddedDim, Precision, logical_shape, spec_of
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import AXES, CP, STORAGE, abstract_mesh, as_only, axes_of, parts
 from jaxtp.models.block import BlockConfig, adapter_kernels, base_kernels, padded_dims
@@ -394,7 +400,9 @@ def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool 
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
     """Returns (size, padded size) of each size that tp pads, by name."""
-    sizes = chain.from_iterable(padded_dims(block, tp) for block in config.block_kinds())
+    sizes = [*chain.from_iterable(padded_dims(block, tp) for block in config.block_kinds())]
+    if any(block.short_conv for block in config.block_kinds()):
+        sizes.append(("channels", config.d_model, PaddedDim((config.d_model,)).padded(tp)))
     return {name: (size, padded) for name, size, padded in sizes if padded != size}
 
 
@@ -420,6 +428,8 @@ def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     if "from" in lora:
         lora["from_peft"] = lora.pop("from")
     if "kv_rank" not in plain and tuple(lora.get("targets", ())) == LLAMA_TARGETS:
+        lora["targets"] = [*TARGETS]
+    if tuple(lora.get("targets", ())) == OLD_TARGETS:
         lora["targets"] = [*TARGETS]
     precision = {**plain["precision"]}
     # Another pattern than this one left layers out, so such a model is refused.

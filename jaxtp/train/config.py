@@ -323,15 +323,16 @@ class LoopConfig(Settings):
     loss has the weight 0, are always skipped, and are counted separately."""
 
     spike: Annotated[Literal["keep", "skip"], NUMBERS] = "keep"
-    """Whether a step whose loss or gradient norm is a spike keeps its update or skips it, with
+    """Skip a step whose loss or gradient norm is far above those of the steps before; needs
     non_finite=skip."""
 
     spike_deviations: Annotated[Positive, NUMBERS] = 6.0
-    """Standard deviations above the mean of the window, from which on a number is a spike."""
+    """A number is a spike if it is more than so many standard deviations above the mean of the
+    window."""
 
     spike_window: Annotated[int, Field(ge=2, le=10_000), NUMBERS] = 100
-    """Number of steps that a step is compared with: the last ones with an update, without the step
-    just before. No step is skipped before there are as many."""
+    """Number of earlier steps to compare with: the last ones with an update, not counting the
+    previous step. Until there are as many, no step is skipped."""
 
     allow_oversize: Annotated[bool, NOTHING] = False
     """Train even if a step needs more memory than a device has. The estimate is partly a model, and

@@ -33,6 +33,7 @@ _VECTORS = {
     "q_conv",
     "k_conv",
     "v_conv",
+    "taps",
     "decay_log",
 }
 _TABLES = {"embedding", "head"}

@@ -244,7 +244,7 @@ def _data_rows(plan: "RunPlan", sizes: Sizes, progress: tuple[int, int]) -> Mapp
 def describe_kernels(
     model: ModelConfig, attention_kernels: Mapping[KernelName, str], platform: str
 ) -> str:
-    """Describes the kernels of attention (`chosen_kernels`), Gated DeltaNet and experts."""
+    """Describes the kernels of attention (`chosen_kernels`), of layers with states and experts."""
     attention = " and ".join(f"{name} attention ({why})" for name, why in attention_kernels.items())
     delta = describe_delta(model, platform)
     experts = describe_grouped(model, platform)
@@ -252,14 +252,18 @@ def describe_kernels(
 
 
 def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
-    """Yields the implementations that compute the states of Gated DeltaNet and Mamba-2."""
-    blocks = [block for block in model.block_kinds() if block.delta_value_heads]
+    """Yields the implementations that compute the states of each kind of layer."""
+    blocks = []
+    for block in model.block_kinds():
+        if block.delta_value_heads and block.parts != "mlp":
+            blocks.append(block)
     if any(block.delta_kind == "mamba2" for block in blocks):
         yield "xla states of Mamba-2"
     blocks = [block for block in blocks if block.delta_kind == "gated_delta"]
-    for width in dict.fromkeys(block.delta_key_dim for block in blocks):
+    for width, rank in dict.fromkeys((each.delta_key_dim, each.delta_gate_rank) for each in blocks):
         scan, why = pick_scan(width, platform)
-        yield f"{'pallas' if scan else 'xla'} states of Gated DeltaNet ({why})"
+        layer = "Kimi Delta Attention" if rank else "Gated DeltaNet"
+        yield f"{'pallas' if scan else 'xla'} states of {layer} ({why})"
 
 
 def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
@@ -314,7 +318,7 @@ def describe_matmul(model: ModelConfig) -> str | None:
 
 
 def describe_context(model: ModelConfig, share: LocalShape) -> str | None:
-    """Describes how cp splits attention and Gated DeltaNet; None if cp is 1."""
+    """Describes how cp splits attention and other mixers; None if cp is 1."""
     if share.sizes[CP] == 1:
         return None
     methods: dict[str, bool] = {}
@@ -338,6 +342,8 @@ def describe_context(model: ModelConfig, share: LocalShape) -> str | None:
         layers.append(f"attention by {' and '.join(methods)}")
     if any(block.delta_value_heads and block.parts != "mlp" for block in model.block_kinds()):
         layers.append("layers with states by their chunks' maps of states")
+    if any(block.short_conv for block in model.block_kinds()):
+        layers.append("short convolutions by the tokens before each chunk")
     return f"sequences over cp {share.sizes[CP]}, {chunks}; {', '.join(layers)}"
 
 

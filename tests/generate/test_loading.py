@@ -193,7 +193,7 @@ def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     asked = GenerateConfig(adapters=folder.parent / "adapters", dtype="float16")
     source = open_source(folder, asked)
     assert source.name == f"{folder} with {asked.adapters}"
-    loaded = source.load(make_mesh(tp=2))
+    loaded = source.stored.load(source.config, make_mesh(tp=2))
     assert loaded.config.precision == Precision(param="float16", compute="float16")
     merged = values(merge_adapters(adapted))
     assert_same(values(loaded), {name: array.astype("float16") for name, array in merged.items()})

@@ -133,7 +133,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"
     ),
-    **dict.fromkeys(("falcon_h1", "mamba2", "bamba"), "their own blocks of Mamba-2 layers"),
+    **dict.fromkeys(("falcon_h1", "mamba2", "bamba"), "Mamba-2 layers in blocks of another form"),
     "llama4": "chunked attention",
     "gemma3n": "embeddings and caches that layers share",
     "phimoe": "sparsemixer routing, which is random in training and has gradients of its own",

@@ -13,7 +13,6 @@ from jaxtp.hf.families.family import (
     DOWN,
     EXPERTS,
     GATE_UP,
-    LINEAR_LAYERS,
     ROPE,
     ROUTER,
     SELECTION_BIAS,
@@ -269,7 +268,8 @@ KIMI_LINEAR = Family(
         rms_norm_eps=1e-5,
         routed_scaling_factor=2.446,
     ),
-    layer_attributes=LINEAR_LAYERS | {"first_k_dense_replace", "mlp_layer_types"},
+    layer_attributes={"layer_types", "first_k_dense_replace", "mlp_layer_types"},
+    layer_types={"linear_attention": "linear_attention"},
     default_dense_layers=1,
     by_type={
         "linear_attention": (Attribute("linear_num_heads", "delta_value_heads", int, 32),),

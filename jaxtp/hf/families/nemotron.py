@@ -92,7 +92,10 @@ NEMOTRON_H = Family(
         *_SIZES,
         Attribute("layer_norm_epsilon", "norm_eps", float, 1e-5, alias="norm_eps"),
         Attribute("mlp_hidden_act", "activation", ACTIVATIONS, "relu2"),
-        *grouped_experts(8, 2, normalize=True),
+        *(
+            replace(attribute, can_be_zero=attribute.name == "n_routed_experts")
+            for attribute in grouped_experts(8, 2, normalize=True)
+        ),
     ),
     layer_attributes={"head_dim", "layers_block_type", "hybrid_override_pattern"},
     by_type={
@@ -111,7 +114,7 @@ NEMOTRON_H = Family(
             Attribute("use_bias", "mamba_bias", bool, False),
         ),
     },
-    always_by_type=MAMBA,
+    always_by_type={**MAMBA, "experts": {"selection_bias": True}},
     layer_types={
         **{"mamba": "linear_attention", "attention": "full_attention"},
         **{"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
@@ -125,9 +128,9 @@ NEMOTRON_H = Family(
         "mlp": "plain",
         "rope_theta": None,
         "router_scores": "sigmoid",
-        "selection_bias": True,
     },
-    # transformers reads another limit of time steps, which no published model has.
+    # transformers 5.24 clamps time steps at time_step_min, which the models' own code does not
+    # (transformers#48989).
     required={
         "mamba_hidden_act": "silu",
         "moe_latent_size": None,

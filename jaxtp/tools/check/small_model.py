@@ -120,9 +120,9 @@ def shrink_block(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
         "sliding_window": block.sliding_window and small.positions(block.sliding_window),
         "attention": small_attention(block.attention),
         "delta_key_dim": small.size(delta_key_dim, min(delta_key_dim, _SMALL_DELTA_KEY)),
-        # Unlike the width of keys, so that the check notices if both are mixed up
         "delta_gate_rank": block.delta_gate_rank
         and smallest_congruent(0, small.shards, _SMALL_RANK),
+        # Unlike the width of keys, so that the check notices if both are mixed up
         "delta_value_dim": min(block.delta_value_dim, _SMALL_DELTA_VALUE),
         "d_ff": small.width(block.d_ff),
         **_shrink_experts(block, small),

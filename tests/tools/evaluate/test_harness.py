@@ -76,7 +76,7 @@ def most_likely(logprobs, ids, count, vocab_size=None):
 
 def opened(model, batch_size=8, sequence_length=2048, **mesh):
     source = open_source(model, SourceConfig(special_tokens=True))
-    decoder = source.load(jaxtp.make_mesh(**mesh))
+    decoder = source.stored.load(source.config, jaxtp.make_mesh(**mesh))
     return JaxtpLM(
         decoder, source, batch_size=batch_size, max_length=sequence_length, interrupt=Interrupt()
     )
