@@ -1,5 +1,5 @@
-"""References of Gated DeltaNet, Kimi Delta Attention and Mamba-2 without the package's code: token
-by token. They equal transformers' in float64.
+"""References of Gated DeltaNet, Kimi Delta Attention, Mamba-2 and short convolutions without the
+package's code: token by token. They equal transformers' in float64.
 """
 
 import jax
@@ -17,9 +17,7 @@ def gated_delta(x, segments, w, config, eps, scale=0):
     by_channel = config.delta_gate_rank > 0
 
     def projected(i, x=x, name="in_proj"):
-        kernel = w[f"{name}.kernels.{i}"]
-        adapter = f"{name}.loras.{i}"
-        return x @ (kernel + scale * w[f"{adapter}.a"] @ w[f"{adapter}.b"] if scale else kernel)
+        return x @ effective(w, name, scale, i)
 
     q, k, v = (convolved(projected(i), segments, w[f"{name}_conv"]) for i, name in enumerate("qkv"))
     if by_channel:
@@ -32,10 +30,7 @@ def gated_delta(x, segments, w, config, eps, scale=0):
         gate, write, decay = (projected(i) for i in (3, 4, 5))
     q, k = (each.reshape(*each.shape[:2], -1, config.delta_key_dim) for each in (q, k))
     q, k = (each / jnp.sqrt((each**2).sum(-1, keepdims=True) + 1e-6) for each in (q, k))
-    q, k = (
-        jnp.stack([each] * group, axis=3).reshape(*each.shape[:2], -1, each.shape[3])
-        for each in (q, k)
-    )
+    q, k = (jnp.repeat(each, group, axis=2) for each in (q, k))
     values = (*v.shape[:2], -1, config.delta_value_dim)
     steps = jnp.log1p(jnp.exp(decay + w["dt_bias"]))
     rates = jnp.exp(w["decay_log"])
@@ -43,10 +38,9 @@ def gated_delta(x, segments, w, config, eps, scale=0):
         rates = rates[:, None]
         steps = steps.reshape(*steps.shape[:2], len(rates), -1)
     kept = jnp.exp(-rates * steps)
-    begins = np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    y, _ = read(
-        q / config.delta_key_dim**0.5, k, v.reshape(values), kept, 1 / (1 + jnp.exp(-write)), begins
-    )
+    q /= config.delta_key_dim**0.5
+    write = 1 / (1 + jnp.exp(-write))
+    y, _ = read(q, k, v.reshape(values), kept, write, begins_of(segments))
     gate = gate.reshape(values)
     gate = 1 / (1 + jnp.exp(-gate)) if by_channel else silu(gate)
     y = reference.rms_norm(y, w["norm_scale"], eps) * gate
@@ -58,10 +52,7 @@ def mamba2(x, segments, w, config, eps, scale=0):
     groups = config.delta_key_heads
 
     def projected(i):
-        kernel = w[f"in_proj.kernels.{i}"]
-        adapter = f"in_proj.loras.{i}"
-        kernel = kernel + scale * w[f"{adapter}.a"] @ w[f"{adapter}.b"] if scale else kernel
-        return x @ kernel + w.get(f"in_proj.biases.{i}", 0)
+        return x @ effective(w, "in_proj", scale, i) + w.get(f"in_proj.biases.{i}", 0)
 
     q, k, v = (
         convolved(projected(i), segments, w[f"{name}_conv"], w.get(f"{name}_conv_bias", 0))
@@ -75,15 +66,24 @@ def mamba2(x, segments, w, config, eps, scale=0):
         for each in (q, k)
     )
     v = v.reshape(heads)
-    begins = np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     kept = jnp.exp(-jnp.exp(w["decay_log"]) * step)
-    y, _ = read(q, k, v, kept, step, begins, subtracts=False)
+    y, _ = read(q, k, v, kept, step, begins_of(segments), subtracts=False)
     y = (y + w["skip_scale"][:, None] * v).reshape(x.shape[0], x.shape[1], groups, -1)
     y = y * silu(projected(3)).reshape(y.shape)
     if config.mamba_norm:
         scales = w["norm_scale"].reshape(groups, -1)
         y = reference.rms_norm(y, scales, eps)
     return y.reshape(*x.shape[:2], -1) @ effective(w, "out", scale) + w.get("out.bias", 0)
+
+
+def short_convolution(x, segments, w):
+    """Returns the output of a gated short convolution."""
+    scale, gate, value = (x @ effective(w, "in_proj", 0, i) for i in range(3))
+    return (gate * sums_of_taps(scale * value, segments, w["taps"])) @ w["out.kernel"]
+
+
+def begins_of(segments):
+    return np.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
 def long_memory(weights):
@@ -97,13 +97,17 @@ def silu(x):
 
 
 def convolved(x, segments, taps, bias=0):
+    return silu(sums_of_taps(x, segments, taps) + bias)
+
+
+def sums_of_taps(x, segments, taps):
     """Tap i reads the token W - 1 - i before, if both are of one document."""
     rows, length = segments.shape
     reads = np.zeros((rows, len(taps), length, length))
     for row, tap, t in np.ndindex(rows, len(taps), length):
         s = t - (len(taps) - 1 - tap)
         reads[row, tap, t, s] = s >= 0 and len(set(segments[row, s : t + 1])) == 1
-    return silu(jnp.einsum("bits,ic,bsc->btc", reads, taps, x) + bias)
+    return jnp.einsum("bits,ic,bsc->btc", reads, taps, x)
 
 
 def read(q, k, v, kept, strength, begins, state=None, *, subtracts=True):

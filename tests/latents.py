@@ -6,14 +6,11 @@ import numpy as np
 import reference
 
 
-def effective(weights, module, scale):
-    """Returns a kernel with its adapter."""
-    kernel = weights.get(f"{module}.kernel", weights.get(f"{module}.kernels.0"))
-    return (
-        kernel + scale * weights[f"{module}.loras.0.a"] @ weights[f"{module}.loras.0.b"]
-        if scale
-        else kernel
-    )
+def effective(weights, module, scale, i=0):
+    """Returns a kernel of a module, or its kernel i, with its adapter."""
+    kernel = weights.get(f"{module}.kernel", weights.get(f"{module}.kernels.{i}"))
+    adapter = f"{module}.loras.{i}"
+    return kernel + scale * weights[f"{adapter}.a"] @ weights[f"{adapter}.b"] if scale else kernel
 
 
 def attention(x, segments, w, config, scale):

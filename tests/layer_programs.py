@@ -3,15 +3,49 @@
 from contextlib import nullcontext
 
 import jax
+import numpy as np
 from flax import nnx
 from support import by_name, sizes_of, state_on_mesh, without_mesh
 
 import jaxtp
+from jaxtp.layers.context import Sequences
+from jaxtp.layers.gated_delta import GatedDeltaNet, KimiDeltaAttention
+from jaxtp.layers.linear import LayerContext
+from jaxtp.layers.mamba2 import Mamba2
 from jaxtp.mesh import mesh_of
 
 
 def called(layer, x, *others):
     return layer(x, *others)
+
+
+def delta_layer(config, features, **context):
+    """Returns a function that builds the layer with states of a configuration."""
+    kind = Mamba2 if config.delta_kind == "mamba2" else GatedDeltaNet
+    if config.delta_gate_rank:
+        kind = KimiDeltaAttention
+    context = LayerContext(lora=config.lora, **context)
+    return lambda: kind(features, config, context, norm=config, rngs=nnx.Rngs(0))
+
+
+def in_order(zigzag, packed=True):
+    """Returns a call of a layer whose tokens are in their natural order, before and after it."""
+
+    def call(layer, x, segments):
+        sequences = Sequences(segments=segments if packed else None, zigzag=zigzag)
+        order = sequences.positions(x.shape[1])
+        return sequences.natural(layer(x[:, order], sequences))
+
+    return call
+
+
+def in_float64(formula, weights, x, grad):
+    """Returns what a `LayerProgram` does, of `formula(weights, x)` in float64."""
+    with jax.enable_x64(True):
+        wide = {path: np.asarray(array, np.float64) for path, array in weights.items()}
+        y, backward = jax.vjp(jax.jit(formula), wide, x)
+        grads, grad_x = backward(grad)
+        return {"y": y, "x": grad_x, **grads}
 
 
 class LayerProgram:

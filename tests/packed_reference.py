@@ -50,15 +50,7 @@ def logits_of(weights, config):
             x = x + deltas.gated_delta(read, segments, inner, block, block.norm_eps, scale)
         else:
             x = x + latents.attention(read, segments, inner, block, scale)
-        gate, up = (
-            w[f"mlp.gate_up.kernels.{i}"]
-            + (
-                scale * w[f"mlp.gate_up.loras.{i}.a"] @ w[f"mlp.gate_up.loras.{i}.b"]
-                if scale
-                else 0
-            )
-            for i in (0, 1)
-        )
+        gate, up = (latents.effective(w, "mlp.gate_up", scale, i) for i in (0, 1))
         mlp = {"gate": gate, "up": up, "down": latents.effective(w, "mlp.down", scale)}
         x = x + reference.swiglu(norm(x, w["mlp_norm.scale"]), mlp)
     return norm(x, weights["norm.scale"]) @ weights["head.kernel"].T

@@ -1,6 +1,7 @@
 """Runs of seconds, which share their compiled programs, and the processes of some of them."""
 
-from runs import SMALL, free_address, mesh
+import pytest
+from runs import SMALL, TEXT, free_address, mesh
 
 QUICK = [
     *SMALL,
@@ -20,6 +21,22 @@ def quick_flags(folder, text, *sizes):
         *mesh(*(sizes or (1, 2, 2))),
         f"--run.dir={folder}",
     ]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file of text to train on."""
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def command(tmp_path, text):
+    """The flags of a quick run in `run`, on four devices; a flag that follows them replaces one
+    of them.
+    """
+    return quick_flags(tmp_path / "run", text)
 
 
 def start_together(start, flags, count, devices):

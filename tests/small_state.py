@@ -6,6 +6,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.layers.attention import PaddedHeads
+from jaxtp.layers.parameter import PaddedDim, parameter
 from jaxtp.mesh import make_mesh
 
 
@@ -40,3 +42,12 @@ def save_steps(folder, *steps, **options):
         checkpoints.save(step, small_state(step), make_mesh(), {"next_sample": step})
     checkpoints.wait()
     return checkpoints
+
+
+PADDINGS = {"queries": PaddedHeads((3, 3, 4), 4), "hidden": PaddedDim((22,))}
+
+
+def padded_variable(name, array, row):
+    """Returns a parameter on the mesh in context, split and padded as a row of a table says."""
+    padding = tuple((dim, PADDINGS[kind]) for dim, kind in row.get("padding", {}).items())
+    return parameter(name, array, PartitionSpec(*row["spec"]), padding=padding)

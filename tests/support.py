@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from numpy.random import default_rng
+from tables import read_table
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables, replace_arrays
@@ -22,7 +23,7 @@ from jaxtp.layers.parameter import PARAMETERS
 from jaxtp.mesh import mesh_shape
 from jaxtp.tools.check.parity import on_host, place
 
-MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
+MESHES = [tuple(mesh) for mesh in read_table(__file__)]
 TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
 
 

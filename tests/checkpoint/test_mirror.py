@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from mirror_failures import CREDENTIALS, FaultyProxy, no_fault, one_in_three_is_500, s3_server
-from quick_run import quick_flags
-from runs import TEXT, contents, records, wait_until
+from runs import contents, records, wait_until
 from tables import write_json
 
 from jaxtp.checkpoint import mirror
@@ -54,13 +53,6 @@ def url(request, tmp_path, monkeypatch):
 def _quick(monkeypatch):
     monkeypatch.setattr(mirror, "SILENT_SECONDS", 4.0)
     monkeypatch.setattr(mirror, "BEAT_SECONDS", 0.3)
-
-
-@pytest.fixture
-def quick_command(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(TEXT)
-    return quick_flags(tmp_path / "run", text)
 
 
 def mirrored(url, run, **settings):
@@ -164,23 +156,23 @@ def test_an_upload_that_ends_in_the_middle_is_not_a_checkpoint(bucket, server, t
     ("fault", "cause"), [("ignore", "ignores conditional"), (403, "rights"), (None, "jaxtp.s3")]
 )
 def test_a_store_that_cannot_be_used_is_refused_before_the_work(
-    bucket, server, quick_command, capsys, monkeypatch, fault, cause
+    bucket, server, command, capsys, monkeypatch, fault, cause
 ):
     server.fault = lambda *_: fault
     if fault is None:
         monkeypatch.setitem(sys.modules, "boto3", None)
         monkeypatch.delitem(sys.modules, "obstore.auth.boto3", raising=False)
-    assert main([*quick_command, f"--run.mirror={bucket}"]) == MISTAKE
+    assert main([*command, f"--run.mirror={bucket}"]) == MISTAKE
     error = capsys.readouterr().err
     assert bucket in error
     assert cause in error.replace("[", ".")
 
 
 def test_a_run_goes_on_elsewhere_and_says_where_the_url_is_behind(
-    bucket, server, quick_command, tmp_path, capsys, monkeypatch
+    bucket, server, command, tmp_path, capsys, monkeypatch
 ):
-    flags = [*quick_command, "--checkpoint.every=2", f"--run.mirror={bucket}"]
-    assert main([*quick_command, "--train.steps=6", f"--run.dir={tmp_path}/whole"]) == 0
+    flags = [*command, "--checkpoint.every=2", f"--run.mirror={bucket}"]
+    assert main([*command, "--train.steps=6", f"--run.dir={tmp_path}/whole"]) == 0
     server.fault = one_in_three_is_500
     assert main([*flags, "--train.steps=3"]) == 0
     elsewhere = [*flags, "--train.steps=6", f"--run.dir={tmp_path}/elsewhere"]

@@ -16,6 +16,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 from runs import free_address, run_program
 from support import swept
+from tables import read_table
 
 from jaxtp.config.entry import MISTAKE, TEMPORARY, WRONG
 from jaxtp.distributed import agreement, peers
@@ -255,19 +256,7 @@ def test_rejected_connections_are_counted_and_one_host_listens_on_loopback(
     )
 
 
-FAILED = "process {} (on {{host}}) failed: RuntimeError: the disk is gone"
-ENDINGS = {
-    "killed": ([TEMPORARY, -9, TEMPORARY], "process 1 (on {host}) has ended without a message"),
-    "stopped": (
-        [TEMPORARY, None, TEMPORARY],
-        "process 1 (on {host}) has sent no heartbeat for 4 s",
-    ),
-    "1": ([TEMPORARY, 1, TEMPORARY], FAILED.format(1)),
-    "0": ([1, TEMPORARY, TEMPORARY], FAILED.format(0)),
-    "mistake": ([2, 2, 2], "program: error: a mistake of all"),
-    "flags": ([2, 2, 2], "process 1 (on {host}) cannot continue: its command line is invalid"),
-    "none": ([0, 0, 0], ""),
-}
+ENDINGS = read_table(__file__)
 
 
 @pytest.mark.journey

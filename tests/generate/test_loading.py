@@ -210,17 +210,8 @@ def test_adapters_are_added_before_the_cast(folder, refusal, capsys):
     assert f"give the model by --model and these by --adapters {asked.adapters}" in error
 
 
-DTYPES = [  # attributes, the kind of device, and the dtype
-    ({"torch_dtype": "bfloat16"}, "gpu", "bfloat16"),
-    ({"torch_dtype": "bfloat16"}, "cpu", "float32"),
-    ({"torch_dtype": "float64"}, "gpu", "float32"),
-    ({"torch_dtype": None}, "gpu", "float32"),
-    ({"dtype": "bfloat16"}, "gpu", "bfloat16"),
-]
-
-
 def test_the_dtype_is_the_models_on_gpus_and_float32_on_cpus(folder, monkeypatch):
-    for attributes, backend, dtype in DTYPES:
+    for attributes, backend, dtype in read_table(__file__):
         change(folder, **attributes)
         monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
         for asked in (None, "bfloat16"):

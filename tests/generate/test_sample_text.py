@@ -26,6 +26,20 @@ SETTINGS = jaxtp.generate.Settings(max_tokens=6, temperature=1.0, seed=3)
 PROMPTS = ["line", "the quick"]
 
 
+def run_of(model, mesh, folder, batches=None):
+    """Returns what a callback sees of a run without data, which collects its `lines`."""
+    data = SimpleNamespace(batches=batches, path=None, mixture={})
+    lines = []
+    return SimpleNamespace(
+        model=model,
+        mesh=mesh,
+        config=SimpleNamespace(data=data, run=SimpleNamespace(dir=folder)),
+        paused=lambda what: nullcontext(),
+        line=lines.append,
+        lines=lines,
+    )
+
+
 def run(tmp_path, mesh, callbacks):
     (tmp_path / "text.txt").write_text(TEXT)
     settings = {
@@ -74,16 +88,12 @@ def test_texts_are_those_of_the_checkpoints(tmp_path, capsys):
     assert row["lost_to_sample_text"] > 0
 
 
-def test_invalid_settings_and_a_missing_tokenizer_are_refused():
+def test_invalid_settings_and_a_missing_tokenizer_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="every=0: should be 1 or more"):
         jaxtp.generate.sample_text("a", every=0)
     with pytest.raises(ConfigError, match="max_tokens"):
         jaxtp.generate.sample_text("a", settings=jaxtp.generate.Settings(max_tokens=0))
-    data = SimpleNamespace(batches="mine.py:batches")
-    model = nnx.eval_shape(decoder(MODEL))
-    run = SimpleNamespace(
-        model=model, mesh=None, config=SimpleNamespace(data=data), paused=lambda what: nullcontext()
-    )
+    run = run_of(nnx.eval_shape(decoder(MODEL)), None, tmp_path, batches="mine.py:batches")
     sample = jaxtp.generate.sample_text("a", every=1)
     with pytest.raises(GenerationError, match="name no tokenizer; give one by tokenizer="):
         sample(run, SimpleNamespace(index=1))
@@ -96,21 +106,14 @@ def test_invalid_settings_and_a_missing_tokenizer_are_refused():
 def test_a_text_starts_with_the_first_token_of_a_given_tokenizer(tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(begins_texts())
     tokenizer = open_tokenizer(tmp_path)
-    lines = []
     with use_mesh() as mesh:
         model = decoder(small_model(vocab_size=tokenizer.info.vocab_size))()
-        run = SimpleNamespace(
-            model=model,
-            mesh=mesh,
-            config=SimpleNamespace(run=SimpleNamespace(dir=tmp_path)),
-            paused=lambda what: nullcontext(),
-            line=lines.append,
-        )
+        run = run_of(model, mesh, tmp_path)
         sample = jaxtp.generate.sample_text("ab", settings=SETTINGS, tokenizer=tmp_path)
         sample(run, SimpleNamespace(index=100))
         (result,) = jaxtp.generate.Generator(model, tokenizer).generate(["ab"], SETTINGS)
     assert tokenizer.info.prefix
-    assert lines == [f"step 100: {json.dumps('ab' + result.text, ensure_ascii=False)}"]
+    assert run.lines == [f"step 100: {json.dumps('ab' + result.text, ensure_ascii=False)}"]
 
 
 @pytest.mark.wide
@@ -119,17 +122,9 @@ def test_a_text_ends_where_the_mesh_still_divides_the_learned_positions(tmp_path
     sample = jaxtp.generate.sample_text("ab", every=1)
     with use_mesh(cp=2, tp=2) as mesh:
         model = decoder(config)()
-    lines = []
-    data = SimpleNamespace(batches=None, path=None, mixture={})
-    run = SimpleNamespace(
-        model=model,
-        mesh=mesh,
-        config=SimpleNamespace(data=data, run=SimpleNamespace(dir=tmp_path)),
-        paused=lambda what: nullcontext(),
-        line=lines.append,
-    )
+    run = run_of(model, mesh, tmp_path)
     sample(run, SimpleNamespace(index=1))
     run.model = jax.tree.map(lambda x: jax.numpy.full_like(x, jax.numpy.nan), model)
     with pytest.raises(NumericsError, match="logits after prompt 0 are not finite"):
         sample(run, SimpleNamespace(index=2))
-    assert [line.startswith('step 1: "ab') for line in lines] == [True]
+    assert [line.startswith('step 1: "ab') for line in run.lines] == [True]

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
+from tables import read_table
 
 import jaxtp
 from jaxtp.generate import sampling
@@ -75,13 +76,7 @@ def plainly(logits, chosen):
 
 LOGITS = default_rng(3).normal(0, 0.8, V)
 DRAWS = 4096
-CASES = {
-    "cold": {"temperature": 0.4},
-    "top-k": {"temperature": 1.0, "top_k": 4},
-    "top-p": {"temperature": 1.0, "top_p": 0.6},
-    "min-p": {"temperature": 1.0, "min_p": 0.2},
-    "all": {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
-}
+CASES = read_table(__file__)
 
 
 @cache

@@ -197,6 +197,7 @@ def test_a_state_has_one_size_for_rows_of_any_length():
 
 DELTA = GatedDeltaConfig(delta_value_heads=4, delta_key_heads=2, delta_key_dim=6, delta_value_dim=8)
 KIMI = replace(DELTA, delta_key_heads=4, delta_gate_rank=4)
+LAYERS = [(GatedDeltaNet, DELTA), (KimiDeltaAttention, KIMI)]
 ROWS = 5
 PACKED = 96
 DOCUMENTS = 8
@@ -204,13 +205,11 @@ LONGEST = 240
 
 
 @cache
-def layer_programs(kimi):
+def layer_programs(kind, config):
     """Returns programs of a layer, documents, the layer's outputs of whole documents, and empty
     states.
     """
-    layer = (KimiDeltaAttention if kimi else GatedDeltaNet)(
-        8, KIMI if kimi else DELTA, rngs=nnx.Rngs(0)
-    )
+    layer = kind(8, config, rngs=nnx.Rngs(0))
     layer.decay_log[...] -= 6  # else states forget at once
     inputs = default_rng(1).normal(size=(DOCUMENTS, LONGEST, 8)).astype(np.float32)
     decode = jax.jit(layer.decode)
@@ -260,10 +259,10 @@ class Rows:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("kimi", [False, True])
-def test_rows_that_begin_continue_wait_and_begin_again(kimi):
+@pytest.mark.parametrize(("kind", "config"), LAYERS)
+def test_rows_that_begin_continue_wait_and_begin_again(kind, config):
     """Any order of packed tokens and single ones: each row reads on from its own tokens."""
-    decode, inputs, expected, empty = layer_programs(kimi)
+    decode, inputs, expected, empty = layer_programs(kind, config)
     for seed in range(6):
         rows = Rows(default_rng(seed))
         caches = empty

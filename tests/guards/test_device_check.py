@@ -5,8 +5,6 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quick_run import quick_flags
-from runs import TEXT
 from support import swept
 from tables import read_table
 
@@ -142,7 +140,7 @@ def test_the_numbers_that_collectives_sum_are_exact_for_a_thousand_devices():
     read_table(__file__),
 )
 def test_a_run_checks_its_gpus_unless_self_check_is_off(
-    checked, platform, flags, code, tmp_path, monkeypatch, capsys
+    checked, platform, flags, code, command, monkeypatch, capsys
 ):
     def broken(*_):
         return findings("devices", "all", [NumericsError("device 0 is wrong")])
@@ -150,8 +148,6 @@ def test_a_run_checks_its_gpus_unless_self_check_is_off(
     def reached(*_):
         raise ConfigError("the folder is locked next")
 
-    (tmp_path / "text.txt").write_text(TEXT)
-    command = quick_flags(tmp_path / "run", tmp_path / "text.txt")
     monkeypatch.setattr(setup, "platform_of", lambda device: platform)
     monkeypatch.setattr(doctor, checked, broken)
     monkeypatch.setattr(setup.run_folder, "locked", reached)

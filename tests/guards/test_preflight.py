@@ -69,9 +69,7 @@ def processes(*shape, devices_each=1):
     )
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 2, 1, 4), (2, 2, 1, 2), (2, 1, 1, 4), (1, 1, 4, 2), (1, 1, 1, 8)]
-)
+@pytest.mark.parametrize("sizes", TABLES["meshes"])
 def test_layers_stay_on_one_host(sizes):
     """Two hosts of two processes of two devices; sequences may reach over them."""
     mesh = processes(*sizes, devices_each=2)

@@ -43,6 +43,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.tools.convert.__main__ import main as convert
 
 BFLOAT16 = jnp.dtype("bfloat16")
+TABLES = read_table(__file__)
 VISION = {
     "vision_tower.embeddings.weight": np.arange(12).reshape(3, 4).astype(BFLOAT16),
     "vision_tower.position_ids": np.arange(5),
@@ -152,21 +153,10 @@ def test_a_shared_expert_of_width_zero_is_none(tmp_path):
     )
 
 
-PREFIX = FORMS["older"][0]
-MIXED_UP = {
-    "begin in two ways": {"add": {"model.language_model.norm.weight": (40,)}},
-    f"{PREFIX}norm.weight and model.norm.weight": {"add": {"model.norm.weight": (40,)}},
-    "missing: model.norm.weight": {"drop": f"{PREFIX}norm.weight"},
-    "unexpected: model.layers.0.more.weight": {"add": {f"{PREFIX}layers.0.more.weight": (3,)}},
-    "unexpected: audio_tower.weight": {"add": {"audio_tower.weight": (3,)}},
-    "no tensor's name begins with": {"drop": PREFIX},
-}
-
-
 @pytest.mark.wide
 def test_no_tensor_of_a_multimodal_folder_is_made_up_or_skipped(tmp_path):
     refusals = {}
-    for words, change in MIXED_UP.items():
+    for words, change in TABLES["mixed up"].items():
         folder = multimodal(tmp_path / words, change=partial(changed_tensors, change=change))
         refusals[words] = partial(hf.load, folder), [words]
     assert_all_refused(refusals)
@@ -259,7 +249,7 @@ def test_adapters_need_pairs_next_to_each_other(tmp_path):
     )
 
 
-SMALL = read_table(__file__)
+SMALL = TABLES["small"]
 SMALL["glm4_moe"] = SMALL["glm4"] | {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

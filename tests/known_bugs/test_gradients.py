@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from accounts import equations
 from flax import nnx
+from layer_programs import LayerProgram, in_float64
 from numpy.random import default_rng
 from numpy.testing import assert_array_equal
 from planted import errors_of, plant_weights, with_gradient
@@ -63,20 +64,9 @@ def row_layer():
     return RowParallelLinear(F, D, context, use_bias=True, target="o_proj", rngs=nnx.Rngs(0))
 
 
-def found_on(mesh, layer, weights, x, g):
-    """Returns output and gradients of a layer on a mesh, where `g` is the gradient at the
-    output.
-    """
-    graph, state = state_on_mesh(layer, weights, mesh)
-
-    @jax.jit
-    def run(state, x):
-        y, backward = jax.vjp(lambda state, x: nnx.merge(graph, state)(x), state, x)
-        return y, *backward(jnp.float32(g))
-
-    with jax.set_mesh(mesh):
-        y, grads, grad_x = run(state, np.float32(x))
-        return {"output": y, "input": grad_x, **by_name(grads, mesh)}
+def found_on(tp, layer, weights, x, g):
+    """Returns output and gradients of a layer over tp, where `g` is the gradient at the output."""
+    return LayerProgram(layer, weights, (1, 1, tp))(np.float32(x), np.float32(g))
 
 
 def reference(layer, formula, features):
@@ -87,26 +77,13 @@ def reference(layer, formula, features):
     random = default_rng(0)
     x = random.standard_normal((B, T, features))
     g = random.standard_normal((B, T, D))
-
-    @jax.jit
-    def run(wide, x, g):
-        y, backward = jax.vjp(formula, wide, x)
-        grads, grad_x = backward(g)
-        return {"output": y, "input": grad_x, **grads}
-
-    with jax.enable_x64(True):
-        return (
-            weights,
-            x,
-            g,
-            jax.device_get(run({name: np.float64(array) for name, array in weights.items()}, x, g)),
-        )
+    return weights, x, g, in_float64(formula, weights, x, g)
 
 
 def errors_over_tp(layer, given):
     """How far output and gradients over tp 4 are from a reference."""
     *arrays, expected = given
-    return errors_of(found_on(make_mesh(tp=4), layer, *arrays), expected)
+    return errors_of(found_on(4, layer, *arrays), expected)
 
 
 @cache
@@ -144,7 +121,7 @@ def test_text_generation_inference_1036_a_row_layer_adds_its_bias_once(monkeypat
     """
     assert max(right_row().values()) < RIGHT
     plant_weights(monkeypatch, lambda bias: bias * axis_size(TP), is_vector)
-    assert row_errors()["output"] > WRONG
+    assert row_errors()["y"] > WRONG
 
 
 def test_torchtitan_4332_the_gradient_of_a_row_layers_bias_is_whole(monkeypatch):
@@ -154,7 +131,7 @@ def test_torchtitan_4332_the_gradient_of_a_row_layers_bias_is_whole(monkeypatch)
     assert right_row()["bias"] < RIGHT
     plant_weights(monkeypatch, with_gradient(lambda grad: grad / axis_size(TP)), is_vector)
     errors = row_errors()
-    assert errors["output"] < RIGHT
+    assert errors["y"] < RIGHT
     assert abs(errors["bias"] - 0.75) < RIGHT
 
 
@@ -166,7 +143,7 @@ def test_mcore_bridge_173_gradients_of_adapters_are_summed_over_the_sequence(mon
     assert max(right_row().values()) < RIGHT
     plant_weights(monkeypatch, with_gradient(of_first_device), lambda shape: shape == (RANK, D))
     errors = row_errors()
-    assert errors["output"] < RIGHT
+    assert errors["y"] < RIGHT
     assert errors["loras.0.b"] > WRONG
 
 
@@ -218,7 +195,7 @@ def test_torchtitan_1373_the_gradient_of_a_latent_is_summed_once(split, monkeypa
     change = of_first_device if split else lambda grad: vary(all_reduce(grad, TP), TP)
     planted_gradient(monkeypatch, slice(None), change)
     errors = latent_errors(split)
-    assert errors["output"] < RIGHT
+    assert errors["y"] < RIGHT
     down = [errors[f"{name}_down.kernel"] for name in ("query", "latent")]
     assert min(*down, errors["latent_norm.scale"]) > WRONG
 
@@ -233,7 +210,7 @@ def test_megatron_lm_37_the_gradient_of_a_shared_key_is_of_all_heads(monkeypatch
     planted_gradient(monkeypatch, shared, of_first_device)
     errors = latent_errors(True)
     assert errors["latent_down.kernel"] > WRONG
-    assert max(errors["output"], errors["query_down.kernel"], errors["latent_norm.scale"]) < RIGHT
+    assert max(errors["y"], errors["query_down.kernel"], errors["latent_norm.scale"]) < RIGHT
 
 
 DELTA = GatedDeltaConfig(delta_value_heads=8, delta_key_heads=4, delta_key_dim=4, delta_value_dim=3)
@@ -255,12 +232,10 @@ def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
     cut = {
         name: np.concatenate(parts, axis=1) for name, *parts in zip(names, *of_devices, strict=True)
     }
-    expected = found_on(make_mesh(), layer, weights, x, g)
-    assert (
-        max(errors_of(found_on(make_mesh(tp=4), layer, weights, x, g), expected).values()) < RIGHT
-    )
-    wrong = found_on(make_mesh(tp=4), layer, weights | cut, x, g)
-    assert relative_error(wrong["output"], expected["output"]) > WRONG
+    expected = found_on(1, layer, weights, x, g)
+    assert max(errors_of(found_on(4, layer, weights, x, g), expected).values()) < RIGHT
+    wrong = found_on(4, layer, weights | cut, x, g)
+    assert relative_error(wrong["y"], expected["y"]) > WRONG
 
 
 V = 5
@@ -444,7 +419,7 @@ def gathered_in_float8():
     weights = random_weights(column_in_float8)
     x = default_rng(0).standard_normal((B, T, D))
     g = np.ones((B, T, F))
-    found = (found_on(make_mesh(tp=tp), column_in_float8, weights, x, g)["output"] for tp in (4, 1))
+    found = (found_on(tp, column_in_float8, weights, x, g)["y"] for tp in (4, 1))
     return relative_error(*found)
 
 

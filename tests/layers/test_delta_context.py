@@ -13,7 +13,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from layer_programs import LayerProgram
+from layer_programs import LayerProgram, delta_layer, in_order
 from numpy.random import default_rng
 from support import (
     TOLERANCE,
@@ -32,8 +32,7 @@ from jaxtp.analysis.collective import ALL_GATHER, PERMUTE, REDUCE_SCATTER
 from jaxtp.analysis.work import work_of
 from jaxtp.collectives import device_view
 from jaxtp.layers.context import Sequences, routes
-from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet, KimiDeltaAttention
-from jaxtp.layers.mamba2 import Mamba2
+from jaxtp.layers.gated_delta import DELTA, GatedDeltaNet
 from jaxtp.mesh import BATCH, CONTEXT, TP, mesh_of, mesh_shape
 from jaxtp.tools.check.shrink import methods_of
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -90,32 +89,14 @@ CONFIG = variant(jaxtp.ModelConfig(d_model=D), TABLE["model"])
 """Results of a head can be small, and their norm would amplify rounding: its epsilon is large."""
 
 
-KIMI = {"delta_key_heads": CONFIG.delta_value_heads, "delta_gate_rank": 8}
-LAYERS = {
-    "gated_delta": (GatedDeltaNet, {}),
-    "kimi": (KimiDeltaAttention, KIMI),
-    "mamba2": (Mamba2, {"delta_kind": "mamba2"}),
-}
-
-
 @cache
 def program(mesh, zigzag, packed=True, kind="gated_delta"):
     """Returns a function from rows, the output's gradient and segments to the output and all
     gradients.
     """
-
-    layer, changes = LAYERS[kind]
-    config = variant(CONFIG, changes)
-
-    def build():
-        return layer(D, config, norm=config, rngs=nnx.Rngs(0))
-
-    def call(layer, x, segments):
-        sequences = Sequences(segments=segments if packed else None, zigzag=zigzag)
-        order = sequences.positions(x.shape[1])
-        return sequences.natural(layer(x[:, order], sequences))
-
-    return LayerProgram(build, deltas.long_memory(random_weights(build)), mesh, call=call)
+    build = delta_layer(variant(CONFIG, TABLE["kinds"][kind]), D)
+    weights = deltas.long_memory(random_weights(build))
+    return LayerProgram(build, weights, mesh, call=in_order(zigzag, packed))
 
 
 @st.composite

@@ -73,14 +73,17 @@ def found(arguments, grads, chunk=64, subtracts=True):
 RULES = [{}, {"by_channel": True}, {"subtracts": False}]
 
 
+def assert_exact(chunk, length, subtracts=True, **sizes):
+    with jax.enable_x64(True):
+        given = draw(length, **sizes)
+        right = expected(*given, subtracts)
+        assert_close(found(*given, chunk, subtracts), right, EXACT)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_chunks_are_the_rule_token_by_token(rule):
     """Of packed documents; neither the initial state nor its gradient passes a start."""
-    with jax.enable_x64(True):
-        arguments, grads = draw(37, by_channel="by_channel" in rule)
-        subtracts = rule.get("subtracts", True)
-        right = expected(arguments, grads, subtracts)
-        assert_close(found(arguments, grads, 8, subtracts), right, EXACT)
+    assert_exact(8, 37, **rule)
 
 
 @pytest.mark.wide  # each example is a program
@@ -93,11 +96,7 @@ def test_chunks_are_the_rule_token_by_token(rule):
     st.sampled_from(RULES),
 )
 def test_any_length_chunk_heads_and_width(length, chunk, heads, width, rule):
-    with jax.enable_x64(True):
-        arguments, grads = draw(length, heads, (width, 3), by_channel="by_channel" in rule)
-        subtracts = rule.get("subtracts", True)
-        right = expected(arguments, grads, subtracts)
-        assert_close(found(arguments, grads, chunk, subtracts), right, EXACT)
+    assert_exact(chunk, length, heads=heads, widths=(width, 3), **rule)
 
 
 @pytest.mark.parametrize("rule", RULES)

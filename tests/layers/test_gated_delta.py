@@ -9,7 +9,7 @@ import deltas
 import jax
 import numpy as np
 from flax import nnx
-from layer_programs import LayerProgram
+from layer_programs import LayerProgram, delta_layer, in_float64, in_order
 from numpy.random import default_rng
 from packed_reference import D, V, batch
 from support import assert_close, by_name, random_weights, swept
@@ -18,10 +18,7 @@ from variants import variant, variants
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.layers.context import Sequences
-from jaxtp.layers.gated_delta import GatedDeltaNet, KimiDeltaAttention
-from jaxtp.layers.linear import LayerContext
-from jaxtp.layers.mamba2 import Mamba2
+from jaxtp.layers.gated_delta import GatedDeltaNet
 from jaxtp.mesh import mesh_shape
 from jaxtp.models.config import padded_sizes, violations
 from jaxtp.tools.check.small_model import ShrinkSpec, shrink_model
@@ -33,30 +30,17 @@ CONFIGS = variants(CONFIG, TABLE["configs"])
 CASES = [(name, tuple(mesh), split) for name, mesh, split in TABLE["cases"]]
 
 
-def layer_of(config, **context):
-    context = LayerContext(lora=config.lora, **context)
-    norm = jaxtp.NormConfig(norm_eps=config.norm_eps)
-    kind = Mamba2 if config.delta_kind == "mamba2" else GatedDeltaNet
-    if config.delta_gate_rank:
-        kind = KimiDeltaAttention
-    return lambda: kind(D, config, context, norm=norm, rngs=nnx.Rngs(0))
-
-
 @cache
 def expected(name):
     """Returns weights, input and the output's gradient in float32; and results in float64."""
     config = CONFIGS[name]
     *_, segments = batch()
-    weights = deltas.long_memory(random_weights(layer_of(config)))
+    weights = deltas.long_memory(random_weights(delta_layer(config, D)))
     arrays = default_rng(0).standard_normal((2, *segments.shape, D))
     scale = config.lora.scale if config.lora.rank else 0
     layer = deltas.mamba2 if config.delta_kind == "mamba2" else deltas.gated_delta
     rule = lambda w, x: layer(x, segments, w, config, config.norm_eps, scale)
-    with jax.enable_x64(True):
-        wide = {path: np.asarray(array, np.float64) for path, array in weights.items()}
-        y, backward = jax.vjp(jax.jit(rule), wide, arrays[0])
-        grads, grad_x = backward(arrays[1])
-        return weights, arrays.astype(np.float32), {"y": y, "x": grad_x, **grads}
+    return weights, arrays.astype(np.float32), in_float64(rule, weights, *arrays)
 
 
 @swept("case", CASES)
@@ -65,10 +49,8 @@ def test_a_layer_is_the_recurrence_on_every_mesh(case):
     name, mesh, split = case
     weights, arrays, right = expected(name)
     trained = nnx.LoRAParam if CONFIGS[name].lora.rank else nnx.Param
-    call = lambda layer, x, segments: layer(x, Sequences(segments=segments))
-    run = LayerProgram(
-        layer_of(CONFIGS[name], sequence_parallel=split), weights, mesh, trained=trained, call=call
-    )
+    build = delta_layer(CONFIGS[name], D, sequence_parallel=split)
+    run = LayerProgram(build, weights, mesh, trained=trained, call=in_order(zigzag=False))
     found = run(*arrays, batch()[2])
     assert_close(found, {path: right[path] for path in found})
 

@@ -27,17 +27,8 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import stored_arrays
 
 POLICIES = ["none", "save_dots", "save_gathered", "save_reduced", "full"]
-PLAIN = jaxtp.ModelConfig(
-    vocab_size=64,
-    d_model=64,
-    num_layers=4,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=8,
-    d_ff=96,
-    loss_chunk=5,
-)
 SETTINGS = read_table(__file__)
+PLAIN = variant(jaxtp.ModelConfig(), SETTINGS["plain"])
 MODELS = {
     kind: variants(PLAIN, SETTINGS[kind]) for kind in ("dense", "experts", "ulysses", "gather")
 }

@@ -34,13 +34,9 @@ MODEL = replace(
 IDS = default_rng(0).integers(0, PLAIN.vocab_size, (B, T), np.int32)
 
 
-def build(config):
-    return decoder(config)
-
-
 def loss_of(config, weights, dropout_keys):
     """Returns the loss without a mesh."""
-    graph, state = without_mesh(build(config), weights)
+    graph, state = without_mesh(decoder(config), weights)
     loss = lambda state: nnx.merge(graph, state).loss(IDS, IDS, dropout_keys=dropout_keys)[0]
     return jax.jit(loss)(state)
 
@@ -50,7 +46,7 @@ def test_scan_pattern_and_unrolling_draw_the_same_dropout():
     """A window of all positions makes another kind of block of the same mathematics."""
     alike = replace(PLAIN, num_layers=4, dropout=0.4)
     in_turn = replace(alike, pattern=({"sliding_window": T}, {}))
-    weights = random_weights(build(alike))
+    weights = random_weights(decoder(alike))
     blocks = {
         name.removeprefix("blocks."): array
         for name, array in weights.items()
@@ -112,7 +108,7 @@ def test_in_python_too(pattern):
 def test_a_run_of_the_first_version_goes_on_without_a_word():
     """Its blocks are of one kind, and keep their paths; what it does not know had no effect on
     it."""
-    paths = nnx.to_flat_state(nnx.state(nnx.eval_shape(build(PLAIN)))).paths
+    paths = nnx.to_flat_state(nnx.state(nnx.eval_shape(decoder(PLAIN)))).paths
     assert {path[1] for path in paths if path[0] == "blocks"} == {
         "attention_norm",
         "attention",

@@ -16,6 +16,7 @@ from flax_parity import assert_same, train_alone, train_on
 from numpy.random import default_rng
 from numpy.testing import assert_allclose, assert_array_equal
 from support import use_mesh
+from tables import read_table
 
 import jaxtp
 from jaxtp.plans import (
@@ -113,15 +114,7 @@ CASES = {
     "grouped": (models.Grouped, {}),
 }
 """Models and plans."""
-MESHES = [
-    (1, 2, 2, 2),
-    (1, 1, 1, 8),
-    (2, 2, 1, 2),
-    (8, 1, 1, 1),
-    (1, 2, 1, 4),
-    (1, 1, 4, 2),
-    (1, 8, 1, 1),
-]
+MESHES = [tuple(mesh) for mesh in read_table(__file__, "meshes")["models"]]
 """Devices along dp, fsdp, cp and tp."""
 PLACES = [
     pytest.param("containers", (1, 2, 1, 2)),

@@ -9,6 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from numpy.random import default_rng
 from support import sizes_of
+from tables import read_table
 
 import jaxtp
 from jaxtp.mesh import mesh_of
@@ -22,7 +23,7 @@ from jaxtp.plans import (
     Shard,
 )
 
-MESHES = [(1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 4), (1, 1, 8), (1, 4, 2)]
+MESHES = read_table(__file__, "meshes")["random"]
 X = default_rng(0).standard_normal((8, T, D))
 BRANCHES = (Attention, FeedForward, General)
 

@@ -10,6 +10,7 @@ from flax import nnx
 from flax_models import D, F, H, N, T
 from moves import assert_weights_alone_move, audit_gradients, sent
 from support import use_mesh
+from tables import read_table
 
 import jaxtp
 from jaxtp import parallelize
@@ -47,7 +48,7 @@ GIVEN = (B, T, D)
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("mesh", "sequence", "kv_heads"),
-    [((1, 2, 4), True, 8), ((1, 1, 8), False, 8), ((1, 1, 8), True, 2), ((1, 2, 4), False, 2)],
+    read_table(__file__, "meshes")["volume"],
 )
 def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_heads):
     config = jaxtp.ModelConfig(

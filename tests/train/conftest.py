@@ -4,8 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from quick_run import quick_flags
-from runs import TEXT
 
 
 @pytest.fixture
@@ -32,19 +30,3 @@ def start():
     for process in processes:
         process.kill()
         process.communicate()
-
-
-@pytest.fixture
-def text(tmp_path):
-    """A file of text to train on."""
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-@pytest.fixture
-def command(tmp_path, text):
-    """The flags of a quick run in `run`, on four devices; a flag that follows them replaces one
-    of them.
-    """
-    return quick_flags(tmp_path / "run", text)

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 from numpy.random import default_rng
 from numpy.testing import assert_array_equal
+from small_state import padded_variable
 from support import sizes_of, swept
-from variants import small_model
+from tables import read_table
+from variants import small_model, variant
 
 from jaxtp.config.schema import to_plain
-from jaxtp.layers.attention import PaddedHeads
-from jaxtp.layers.parameter import PaddedDim, padding_of, parameter, unpad
+from jaxtp.layers.parameter import padding_of, unpad
 from jaxtp.mesh import mesh_of, mesh_shape
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 from jaxtp.train.optimizer import noise_of, round_stochastically
 from jaxtp.train.resume import check_resumable
@@ -30,6 +30,7 @@ from jaxtp.train.run_folder import RunFolderError
 from jaxtp.train.validation import violations_on
 
 SHAPE = (32, 1024)
+TABLES = read_table(__file__)
 
 
 def config_of(name, **settings):
@@ -99,25 +100,15 @@ def test_a_slow_decay_shrinks_a_moment():
     assert float(mean_after_50_updates()) == pytest.approx(0.999**50, rel=1e-4)
 
 
-QUERIES = PaddedHeads((3, 3, 4), 4)
-HIDDEN = PaddedDim((22,))
-SHAPES = {
-    # 9 heads of 4
-    "blocks.query.kernel": ((2, 16, 36), PartitionSpec(None, "fsdp", "tp"), ((-1, QUERIES),)),
-    "blocks.down.kernel": ((2, 22, 16), PartitionSpec(None, "tp", "fsdp"), ((-2, HIDDEN),)),
-    "blocks.norm.scale": ((2, 16), PartitionSpec(None, "fsdp"), ()),
-}
-
-
 def moments(name, sizes):
     """The first moments after two updates, unpadded."""
     random = default_rng(0)
     rule = optimizers.build(config_of(name), 10)
     variables = {}
     with jax.set_mesh(mesh_of(sizes)):
-        for path, (shape, spec, padding) in SHAPES.items():
-            weight = jnp.asarray(random.standard_normal(shape, np.float32))
-            variables[path] = parameter(path, weight, spec, padding=padding)
+        for path, row in TABLES["weights"].items():
+            weight = jnp.asarray(random.standard_normal(row["shape"], np.float32))
+            variables[path] = padded_variable(path, weight, row)
 
         @jax.jit
         def two_updates(gradients):
@@ -149,14 +140,7 @@ def test_every_mesh_rounds_alike(case):
         assert_array_equal(array, expected[path], err_msg=path)
 
 
-RUN = TrainConfig(
-    model=small_model(num_heads=3, num_kv_heads=3, head_dim=8, d_ff=26, rope_theta=2.0),
-    data=DataConfig(sequence_length=8, global_batch_size=8),
-    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, first_moment="bfloat16"),
-    train=LoopConfig(steps=10),
-)
-
-
+RUN = variant(TrainConfig(model=small_model()), TABLES["run"])
 WIDE = replace(RUN, optimizer=OptimizerConfig())
 
 

@@ -55,13 +55,13 @@ def texts_of(record):
 def test_rows_are_those_of_the_step_also_after_a_resume_with_larger_batches(
     commands, packing, capsys
 ):
-    write_json(Path("m.yaml"), {"data": {"mixture": {"da": 0.7, "db": 0.3}, "packing": packing}})
+    mixture = {"da": 0.7, "db": 0.3}
+    write_json(Path("m.yaml"), {"data": {"mixture": mixture, "packing": packing}})
     flags = [*QUICK, "--config=m.yaml", "--eval.every=0", "--run.dir=r"]
     sizes = ["--data.global-batch-size=4", "--train.steps=2"]
     assert train([*flags, *mesh(1, 2, 1), *sizes]) == 0
     assert train([*flags, *mesh(1, 1, 2), "--train.steps=5"]) == 0
 
-    mixture = {"da": 0.7, "db": 0.3}
     data = Data(load_corpus(None, mixture), RowSettings(32, 256, packing), seed=0)
     first = 0
     files = set()
@@ -80,8 +80,8 @@ def test_rows_are_those_of_the_step_also_after_a_resume_with_larger_batches(
     assert files == {"a.jsonl", "b.txt"}
     shown = capsys.readouterr().out
     assert "step 5 of r: samples 24 to 31 of the run" in shown
-    line = record["rows"][0][0]["line"]
-    assert f"{record['rows'][0][0]['file']}, line {line}" in shown
+    piece = record["rows"][0][0]
+    assert f"{piece['file']}, line {piece['line']}" in shown
     assert_refused(
         checkpoint, ["rows", "r", "--step=6"], "--step 6: the last step of r is 5", capsys
     )
@@ -89,7 +89,7 @@ def test_rows_are_those_of_the_step_also_after_a_resume_with_larger_batches(
     for name in ("da", "db"):
         as_of_an_older_version(Path(name))
     command = "jaxtp prepare a.jsonl b.txt --out da --overwrite"
-    if record["rows"][0][0]["document"].startswith("db"):
+    if piece["document"].startswith("db"):
         command = "jaxtp prepare b.txt --out db --overwrite"
     assert_refused(checkpoint, ["rows", "r", "--step=5"], command, capsys)
     for arguments in commands:
@@ -120,5 +120,5 @@ def test_a_dataset_that_an_older_version_began_is_finished_without_lines(command
     write_json(Path("d/journal.json"), journal)
     Path("d/train-00000.origins").unlink()
     assert prepare(["a.json", "--out=d", "--on-error=skip"]) == 0
-    assert not [*Path("d").glob("*.origins")]
+    assert not any(Path("d").glob("*.origins"))
     assert prepare(["--verify=d"]) == 0

@@ -57,16 +57,16 @@ def test_the_trainer_logs_evaluates_saves_and_stops(tmp_path, capsys):
 
 
 def test_a_run_goes_back_to_an_older_checkpoint_in_a_new_folder(tmp_path):
-    settings = {"checkpoint.every": 2, "checkpoint.keep": 9, "train.log_every": 1}
-    train(tmp_path / "a", steps=5, settings=settings)
-    error = raised_by(
-        lambda: train(tmp_path / "a", steps=5, settings=settings | {"run.resume_at": 3}),
-        kind=UserError,
-    )
-    assert "keeps the checkpoints 2, 4, 5; the nearest is --run.resume-at 2" in error
+    def run(steps, **settings):
+        kept = {"checkpoint.every": 2, "checkpoint.keep": 9, "train.log_every": 1}
+        train(tmp_path / "a", steps=steps, settings=kept | settings)
+
+    run(5)
+    with pytest.raises(UserError, match=r"checkpoints 2, 4, 5; the nearest is --run.resume-at 2"):
+        run(5, **{"run.resume_at": 3})
     # The second of these resumes in the new folder.
     for steps in (4, 5):
-        train(tmp_path / "a", steps=steps, settings=settings | {"run.resume_at": 2})
+        run(steps, **{"run.resume_at": 2})
     whole = records(tmp_path / "a")
     assert records(tmp_path / "a-at-2") == {step: whole[step] for step in (3, 4, 5)}
     assert checkpoints_in(tmp_path / "a") == checkpoints_in(tmp_path / "a-at-2") == [2, 4, 5]

@@ -58,6 +58,7 @@ CHANNELS = (
 )
 """As gpt-oss's: <|end|> only after the last answer, which alone has its reasoning."""
 
+TABLES = read_table(__file__)
 ROWS = [
     conversation("naïve?", "yes", "and 🙂", "no\n"),
     conversation("a", "b <|stop|> c"),
@@ -81,10 +82,7 @@ def messages_of(line):
 
 
 def test_images_are_refused_counted_or_read_as_words():
-    parts = [
-        {"type": "text", "text": "What is "},
-        {"type": "image_url", "image_url": {"url": "x.png"}},
-    ]
+    parts = TABLES["images"]
     heard = conversation("<audio> and?", "the tag <video> and <audio>...</audio>")
     write(
         "b.jsonl", [ROWS[0], conversation(parts, "a cat"), heard, conversation(parts[:1], "this")]
@@ -296,13 +294,7 @@ def test_sharegpt_is_read_as_messages_are(name):
 
 @pytest.mark.parametrize("name", ["s.jsonl", "s.parquet"])
 def test_alpaca_is_read_as_a_question_and_its_answer(name):
-    rows = [
-        {"instruction": "Add.", "input": "1 2", "output": "3"},
-        {"instruction": "Say.", "output": "so"},
-        {"instruction": "Be.", "input": "", "output": ""},
-        {"instruction": "Go.", "input": None, "output": "on", "system": "Be brief."},
-        {"instruction": "Try.", "output": "so", "history": [["q", "a"]]},
-    ]
+    rows = TABLES["alpaca"]
     absent = dict.fromkeys(("input", "system", "history")) if name == "s.parquet" else {}
     write(name, [absent | row for row in rows])
     user = "<|begin|><|turn|>user\n"
@@ -321,38 +313,10 @@ def test_alpaca_is_read_as_a_question_and_its_answer(name):
     assert [spelled(prompt) + "|" + spelled(answer) for prompt, answer in pairs] == expected
 
 
-FOUND = {
-    "messages": (conversation("a", "b"), "--messages messages", "conversations, 'messages'"),
-    "conversations": (
-        sharegpt(0, conversation("a", "b")),
-        "--messages conversations",
-        "conversations, 'conversations'",
-    ),
-    "alpaca": (
-        {"instruction": "a", "output": "b"},
-        "--messages instruction",
-        "conversations, 'instruction' and 'output'",
-    ),
-    "texts": (
-        {"prompt": "a", "completion": "b"},
-        "--prompt-field prompt --completion-field completion",
-        "prompts and completions, 'prompt' and 'completion'",
-    ),
-    "prompts": (
-        {
-            "prompt": conversation("a")["messages"],
-            "completion": [{"role": "assistant", "content": "b"}],
-        },
-        "--prompt-field prompt --completion-field completion",
-        "conversations, 'prompt' and 'completion'",
-    ),
-}
-
-
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("name", TABLES["layouts"])
 def test_the_layout_is_found_and_said(name, suffix):
-    row, flags, layout = FOUND[name]
+    row, flags, layout = TABLES["layouts"][name]
     file = write(f"f.{suffix}", [{**row, "source": "web"}])
     command = f"{file} --tokenizer t --held-out 0"
     out = output(command)
@@ -469,7 +433,7 @@ WRITES_ALL = (
     "|tojson }}]{% endfor %}<|stop|>\n{% endfor %}{%- if add_generation_prompt %}<|turn|>assistant"
     "\n{% if thinks %}<think>\n{% endif %}{% endif %}"
 )
-TOOLS = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+TOOLS = TABLES["tools"]
 
 
 def texts_of(rows, flags="", template=WRITES_ALL):
@@ -552,13 +516,7 @@ def test_tools_reach_the_template_as_a_list_or_as_json():
 
 
 def test_sharegpt_calls_are_messages_of_the_assistant():
-    turns = [
-        {"from": "human", "value": "Is it warm?"},
-        {"from": "function_call", "value": '{"name": "get", "arguments": {"city": "Rom"}}'},
-        {"from": "function_call", "value": '{"name": "get", "arguments": {"city": "Pisa"}}'},
-        {"from": "observation", "value": "20"},
-        {"from": "gpt", "value": "Yes."},
-    ]
+    turns = TABLES["sharegpt"]
     roles = [
         {"role": turn["from"].replace("function", "tool"), "content": turn["value"]}
         for turn in turns
