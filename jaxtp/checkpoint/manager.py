@@ -58,6 +58,7 @@ from jaxtp.checkpoint.storage import (
     DeferredInfoHandler,
     Info,
     describe_arrays,
+    move_aside,
     newest_checkpoint,
     read_info,
     read_info_on_all,
@@ -364,22 +365,10 @@ class Checkpoints:
 
         Raises `CheckpointError` if the move fails.
         """
-        source = self.folder / str(step)
-        target = self.folder.parent / "damaged" / str(step)
 
         def move() -> str:
-            free = target
-            if jax.process_index() == 0:
-                try:
-                    free.parent.mkdir(parents=True, exist_ok=True)
-                    while free.exists():
-                        free = free.with_name(free.name + "_")
-                    source.rename(free)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{source} is damaged, and cannot be moved to {free} ({error.strerror})"
-                    ) from None
-            return str(free)
+            source = self.folder / str(step)
+            return str(move_aside(source)) if jax.process_index() == 0 else ""
 
         moved = Path(all_gather_json(read_on_all(move))[0])
         self._manager.reload()

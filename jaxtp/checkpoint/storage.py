@@ -400,6 +400,24 @@ def newest_with_info(run: Path) -> tuple[Path, Info] | None:
     return None
 
 
+def move_aside(checkpoint: Path) -> Path:
+    """Moves a damaged checkpoint to `damaged/` next to its folder; returns its new place.
+
+    Raises `CheckpointError` if the move fails.
+    """
+    free = checkpoint.parent.parent / "damaged" / checkpoint.name
+    try:
+        free.parent.mkdir(parents=True, exist_ok=True)
+        while free.exists():
+            free = free.with_name(free.name + "_")
+        checkpoint.rename(free)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} is damaged, and cannot be moved to {free} ({error.strerror})"
+        ) from None
+    return free
+
+
 @dataclass(frozen=True)
 class StoredCheckpoint:
     """A checkpoint whose arrays are read whole, one at a time, onto one device."""
