@@ -186,10 +186,8 @@ class Mirror:
     folder: Path
     # Prints a line
     say: Callable[[str], None]
-    # Which checkpoints stay at the URL, as in `Checkpoints`
-    keep: int
-    keep_every: int
-    keep_best: bool
+    # Returns the steps of the checkpoints that stay at the URL, of those with these losses
+    rule: Callable[[dict[int, float | None]], set[int]]
 
     def __post_init__(self) -> None:
         self._store = ObjectStore(self.url)
@@ -473,32 +471,24 @@ class Mirror:
 
         Later steps than the last upload were damaged, or the run has gone back before them.
         """
-        steps = sorted(step for step in self._losses if step <= self._uploaded)
-        preserved = set(steps[-self.keep :])
-        if self.keep_every:
-            preserved |= {step for step in steps if step % self.keep_every == 0}
-        losses = {step: self._losses[step] for step in steps if self._losses[step] is not None}
-        if self.keep_best and losses:
-            preserved.add(min(losses, key=lambda step: (losses[step], -step)))
-        for step in self._losses.keys() - preserved:
+        losses = {step: loss for step, loss in self._losses.items() if step <= self._uploaded}
+        for step in self._losses.keys() - self.rule(losses):
             self._delete(step)
-        unfinished = []
-        for key in self._everything(*_FOLDERS):
-            name = key.split("/")[1]
-            if name.isdecimal() and int(name) not in self._losses:
-                unfinished.append(key)
-        self._store.delete(*unfinished)
+        for folder in _FOLDERS:
+            unfinished = []
+            for key in self._store.sizes(folder):
+                name = key.split("/")[1]
+                if name.isdecimal() and int(name) not in self._losses:
+                    unfinished.append(key)
+            self._store.delete(*unfinished)
 
     def _delete(self, step: int) -> None:
         self._require_ownership()
         # First, because without it the rest is unfinished
         self._store.delete(f"commits/{step}.json")
         self._losses.pop(step, None)
-        self._store.delete(*self._everything(*(f"{folder}/{step}" for folder in _FOLDERS)))
-
-    def _everything(self, *folders: str) -> list[str]:
-        """Returns the keys below folders."""
-        return [key for folder in folders for key in self._store.sizes(folder)]
+        for folder in _FOLDERS:
+            self._store.delete(*self._store.sizes(f"{folder}/{step}"))
 
     def _finish(self) -> None:
         newest = self._newest_here()

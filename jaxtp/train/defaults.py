@@ -181,13 +181,13 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     if step is not None:
         folder = run.with_name(f"{run.name}-at-{step}")
         config = replace_nested(config, {RUN_DIR: folder, "run.resume_at": None})
-    here = newest_with_info(config.run.dir / CHECKPOINTS)
-    newest = here
+    local = newest_with_info(config.run.dir / CHECKPOINTS)
+    newest = local
     if config.run.mirror is not None:
         from jaxtp.checkpoint.mirror import newer_info
 
-        newest = newer_info(config.run.mirror, here)
-    if step is not None and here is None and not _is_of_folder(newest, config.run.dir):
+        newest = newer_info(config.run.mirror, local)
+    if step is not None and local is None and not _is_of_folder(newest, config.run.dir):
         older = kept_checkpoint(run, step)
         if newest is not None and int(newest[0].name) > step:
             raise ConfigError(
@@ -251,8 +251,8 @@ class Defaults:
         self.config = self.decided.config
         if devices is not None:
             # A file that the command writes has all settings.
-            given = {"run.mirror": run.mirror, "run.resume_at": run.resume_at}
-            self.config = replace_nested(self.config, given)
+            settings = {"run.mirror": run.mirror, "run.resume_at": run.resume_at}
+            self.config = replace_nested(self.config, settings)
         self.resumed = self.decided.resumed
         self.has_model = self.decided.init.path is not None
 

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Traced, Wrapped
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.storage import Info, starts_of
+from jaxtp.checkpoint.storage import Info, kept_steps, starts_of
 from jaxtp.config import entry
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
@@ -284,7 +284,8 @@ def _open_checkpoints(
         from jaxtp.checkpoint.mirror import Mirror
 
         # Closed after the checkpoints, of which it uploads the last one
-        mirror = Mirror(plan.config.run.mirror, folder, report.line, **options)
+        rule = partial(kept_steps, **options)
+        mirror = Mirror(plan.config.run.mirror, folder, report.line, rule)
         exit_stack.enter_context(mirror)
     return exit_stack.enter_context(Checkpoints(folder, **options)), mirror
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 
 import pytest
 from mirror_failures import CREDENTIALS, FaultyProxy, no_fault, one_in_three_is_500, s3_server
@@ -17,7 +18,7 @@ from tables import write_json
 from jaxtp.checkpoint import mirror
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.mirror import Mirror, TakenOverError
-from jaxtp.checkpoint.storage import seal, steps_in
+from jaxtp.checkpoint.storage import kept_steps, seal, steps_in
 from jaxtp.config.entry import FILES, MISTAKE
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.__main__ import main
@@ -77,8 +78,8 @@ class BegunMirror(Mirror):
 
 def mirrored(url, run, kind=BegunMirror, **settings):
     run.mkdir(exist_ok=True)
-    kept = {"keep": 2, "keep_every": 0, "keep_best": False}
-    return kind(url, run / "checkpoints", print, **kept | settings)
+    kept = {"keep": 2, "keep_every": 0, "keep_best": False} | settings
+    return kind(url, run / "checkpoints", print, partial(kept_steps, **kept))
 
 
 def save(run, step):
