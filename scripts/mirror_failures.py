@@ -253,7 +253,7 @@ def main(argv=None):
                 f"{len(lines_of(output, 'uploaded step'))} uploads",
                 flush=True,
             )
-            for line in lines_of(output, "tried", "can be used again", "damaged", "was alive"):
+            for line in lines_of(output, "tried", "succeed again", "damaged", "was alive"):
                 print(f"    {line[:160]}", flush=True)
             if not is_last:
                 shutil.rmtree(run)

@@ -19,6 +19,7 @@ from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
+from jaxtp.config.reading import truncate
 from jaxtp.config.schema import Count, OptionalFile, UserPath
 from jaxtp.distributed.environment import accept_absent_gpus
 from jaxtp.mesh import describe_mesh, mesh_shape
@@ -178,7 +179,9 @@ def rows(args: RowsOf) -> int:
         for piece in pieces:
             line = "" if piece["line"] is None else f", line {piece['line']}"
             tokens = f"{piece['start']}:{piece['stop']}"
-            print(f"{index:>6}  {tokens:<17}  {piece['file']}{line}")
+            # The dataset may come from someone else.
+            file = truncate(piece["file"], 1000)
+            print(f"{index:>6}  {tokens:<17}  {file}{line}")
     write_json("--json", args.json, {"run": str(args.run), **record})
     return 0
 

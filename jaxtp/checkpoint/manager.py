@@ -58,6 +58,8 @@ from jaxtp.checkpoint.storage import (
     DeferredInfoHandler,
     Info,
     describe_arrays,
+    kept_steps,
+    move_aside,
     newest_checkpoint,
     read_info,
     read_info_on_all,
@@ -144,20 +146,22 @@ class SaveBarriers:
             self._unpassed.remove(key)
 
 
-class _KeepBest(policies.PreservationPolicy):
-    """Keeps the best checkpoint, the newest on ties.
+class _Preservation(policies.PreservationPolicy):
+    """Keeps the steps that `rule` returns for losses by step, which are None if unknown.
 
     Orbax's policy keeps losses in memory, so a resumed run would delete the best checkpoint so far.
     """
 
-    def __init__(self, losses: Mapping[int, float]):
+    def __init__(
+        self, rule: Callable[[Mapping[int, float | None]], set[int]], losses: Mapping[int, float]
+    ):
+        self._rule = rule
         self._losses = losses
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: object) -> Sequence[bool]:
         steps = [checkpoint.step for checkpoint in checkpoints]
-        with_loss = self._losses.keys() & set(steps)
-        best = min(with_loss, key=lambda step: (self._losses[step], -step), default=None)
-        return [step == best for step in steps]
+        selection = self._rule({step: self._losses.get(step) for step in steps})
+        return [step in selection for step in steps]
 
 
 class Checkpoints:
@@ -183,13 +187,9 @@ class Checkpoints:
         # background.
         host_names()
         self._barriers = SaveBarriers()
-        rules = [policies.LatestN(keep)]
-        if keep_every:
-            rules.append(policies.EveryNSteps(keep_every))
-        if keep_best:
-            rules.append(_KeepBest(self._losses))
+        rule = partial(kept_steps, keep=keep, keep_every=keep_every, keep_best=keep_best)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(rules),
+            preservation_policy=_Preservation(rule, self._losses),
             cleanup_tmp_directories=True,
             create=False,
             # This file would be empty, and need a barrier.
@@ -364,22 +364,10 @@ class Checkpoints:
 
         Raises `CheckpointError` if the move fails.
         """
-        source = self.folder / str(step)
-        target = self.folder.parent / "damaged" / str(step)
 
         def move() -> str:
-            free = target
-            if jax.process_index() == 0:
-                try:
-                    free.parent.mkdir(parents=True, exist_ok=True)
-                    while free.exists():
-                        free = free.with_name(free.name + "_")
-                    source.rename(free)
-                except OSError as error:
-                    raise CheckpointError(
-                        f"{source} is damaged, and cannot be moved to {free} ({error.strerror})"
-                    ) from None
-            return str(free)
+            source = self.folder / str(step)
+            return str(move_aside(source)) if jax.process_index() == 0 else ""
 
         moved = Path(all_gather_json(read_on_all(move))[0])
         self._manager.reload()

@@ -40,10 +40,16 @@ import pydantic
 
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, files_below
 from jaxtp.checkpoint.object_store import ObjectStore, StoreError
-from jaxtp.checkpoint.storage import Info, read_info, steps_in
+from jaxtp.checkpoint.storage import (
+    Info,
+    move_aside,
+    newest_with_info,
+    read_info,
+    steps_in,
+)
 from jaxtp.config.entry import FILES
 from jaxtp.config.files import sha256, sync_folder, write_atomically
-from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes
+from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.agreement import raise_everywhere
 
@@ -53,13 +59,15 @@ SILENT_SECONDS = 120.0
 END_SECONDS = 600.0
 """Limit of the wait for the last upload, at the end of a run."""
 RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "trackers.json")
-"""Files of a run's folder that are kept with each checkpoint."""
+"""Files of a run's folder that are kept with each checkpoint, besides those of `hf`."""
+_HF_FILES = "hf"  # Folder in a run with the config.json and the tokenizer of its model
+_HF_FILE = re.compile(r"\w+\.(json|model|txt|jinja)")
 _FOLDERS = ("checkpoints", "files")  # Folders at the URL with a subfolder for each step
 _IDENTITY = "mirror.json"  # File in the run's folder with the id at the URL
 _MARKER = "commit_success.txt"
 """A file without which Orbax takes a folder at a URL for unfinished."""
-_KEY = re.compile(r"(\w+/\d+)/((?!\.\.)[^/]+(?:/(?!\.\.)[^/]+)*)")
-"""The key of a checkpoint's file: its folder, and a path that stays inside."""
+_KEY = re.compile(r"(\w+/\d+)/(.+)")
+"""The key of a checkpoint's file: its folder, and a path."""
 _POLL_SECONDS = 1.0  # Between looks for a new checkpoint
 _MAX_PAUSE = 30.0  # Seconds between attempts to upload
 _THREADS = 8
@@ -102,6 +110,15 @@ def newer_info(url: str, newest: tuple[Path, Info] | None) -> tuple[Path, Info] 
     return newest
 
 
+def _run_files(folder: Path) -> list[str]:
+    """Returns the names of the files in a run's folder that are kept with each checkpoint."""
+    files = list(filter(Path.is_file, map(folder.joinpath, RUN_FILES)))
+    for path in (folder / _HF_FILES).glob("*"):
+        if _HF_FILE.fullmatch(path.name) and path.is_file():
+            files.append(path)
+    return [str(path.relative_to(folder)) for path in files]
+
+
 def _numbers(store: ObjectStore, folder: str) -> list[int]:
     """Returns the numbers of the JSON objects in a folder, in ascending order."""
     names = [re.fullmatch(r"\w+/(\d+)\.json", key) for key in store.sizes(folder)]
@@ -126,10 +143,11 @@ def _download(store: ObjectStore, step: int, folder: Path, only: str = "") -> No
     sizes = store.sizes(f"checkpoints/{step}") | store.sizes(f"files/{step}")
     paths = {}
     for key, (size, _) in commit.files.items():
-        # The URL may be someone else's.
+        # The URL may be someone else's, and its paths have to stay inside of the folder.
         match = _KEY.fullmatch(key)
-        if match is None or match[1] not in roots or sizes.get(key) != size:
-            raise DamagedError(f"{store.url}/{key} is damaged")
+        is_plain = key.isprintable() and all(part.strip(".") for part in key.split("/"))
+        if match is None or not is_plain or match[1] not in roots or sizes.get(key) != size:
+            raise DamagedError(f"{store.url}/{truncate(key, 1000)} is damaged")
         if match[2].startswith(only):
             paths[key] = roots[match[1]] / match[2]
             paths[key].parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +171,9 @@ def _in_threads(action: Callable[[str], None], keys: Iterable[str]) -> None:
 
 @dataclass
 class Mirror:
-    """Uploads the checkpoints of a folder while the block runs; all processes must enter it.
+    """Uploads the checkpoints of a folder from `begin` to the end of the block.
+
+    All processes must enter it, which fetches a newer checkpoint, and call `begin`.
 
     Raises:
       StoreError: the URL cannot be read and written.
@@ -166,10 +186,8 @@ class Mirror:
     folder: Path
     # Prints a line
     say: Callable[[str], None]
-    # Which checkpoints stay at the URL, as in `Checkpoints`
-    keep: int
-    keep_every: int
-    keep_best: bool
+    # Returns the steps of the checkpoints that stay at the URL, of those with these losses
+    rule: Callable[[dict[int, float | None]], set[int]]
 
     def __post_init__(self) -> None:
         self._store = ObjectStore(self.url)
@@ -183,13 +201,14 @@ class Mirror:
         self._lines: deque[str] = deque()
         self._error: Exception | None = None
         self._stopped = threading.Event()
-        # What is uploaded: a step, the files by key that are left, and all sizes and sums
+        # What is uploaded: a step, its validation loss, the files by key that are left, and all
+        # sizes and sums
         self._staged = -1
+        self._loss: float | None = None
         self._files: dict[str, Path] = {}
         self._sums: dict[str, tuple[int, str]] = {}
-        self._threads = [
-            threading.Thread(target=target, daemon=True) for target in (self._beat, self._work)
-        ]
+        self._beating = threading.Thread(target=self._beat, daemon=True)
+        self._uploading = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> Self:
         self._on_process_0(self._start, _START_SECONDS)
@@ -213,6 +232,17 @@ class Mirror:
             if jax.process_index() == 0:
                 action()
 
+    def begin(self, restored: int) -> None:
+        """Begins to upload checkpoints.
+
+        Args:
+          restored: the step of the checkpoint from which the run continues; -1 for none.
+        """
+        if jax.process_index() == 0:
+            steps = [step for step in self._losses if step <= restored]
+            self._uploaded = max(steps, default=-1)
+            self._uploading.start()
+
     def check(self) -> None:
         """Prints what happened since the last call; raises an error that ends the run."""
         while self._lines:
@@ -223,21 +253,17 @@ class Mirror:
     def _start(self) -> None:
         try:
             self._claim()
+            self._beating.start()
             self._require_same_run()
             for step in _numbers(self._store, "commits"):
                 self._losses[step] = None
                 with suppress(DamagedError):
                     self._losses[step] = _read_commit(self._store, step).eval_loss
-            self._clean()
             shutil.rmtree(self._staging, ignore_errors=True)
             self._fetch()
         except BaseException:
             self._stop()
             raise
-        newest = self._newest_here()
-        self._uploaded = max((step for step in self._losses if step <= newest), default=-1)
-        for thread in self._threads:
-            thread.start()
 
     def _claim(self) -> None:
         """Becomes the owner, once the owner before has ended or is silent."""
@@ -322,7 +348,8 @@ class Mirror:
         return max(steps_in(self.folder), default=-1)
 
     def _fetch(self) -> None:
-        newest = self._newest_here()
+        readable = newest_with_info(self.folder)
+        newest = -1 if readable is None else int(readable[0].name)
         steps = [step for step in self._losses if step > newest]
         for step in reversed(steps):
             self.say(f"fetching the checkpoint at step {step} from {self.url}")
@@ -333,10 +360,14 @@ class Mirror:
                 self.say(f"{error}; the checkpoint before it is tried")
                 shutil.rmtree(self._staging, ignore_errors=True)
                 continue
-            for path in (self._staging / "files").glob("*"):
-                if path.name in RUN_FILES:
-                    write_atomically(self.folder.parent / path.name, path.read_bytes())
-            folder.rename(self.folder / folder.name)
+            for name in _run_files(self._staging / "files"):
+                path = self.folder.parent / name
+                path.parent.mkdir(exist_ok=True)
+                write_atomically(path, (self._staging / "files" / name).read_bytes())
+            target = self.folder / folder.name
+            if target.exists():
+                self.say(f"{target} is damaged; moved to {move_aside(target)}")
+            folder.rename(target)
             sync_folder(self.folder)
             return
         if steps and newest < 0:
@@ -355,16 +386,16 @@ class Mirror:
             try:
                 self._upload(self._newest_here())
                 if pause > _POLL_SECONDS:
-                    self._lines.append(f"{self.url} can be used again")
+                    self._lines.append(f"uploads to {self.url} succeed again")
                 pause = _POLL_SECONDS
             except TakenOverError as error:
                 self._error = error
                 return
-            except FileNotFoundError:
-                # The run deleted this checkpoint before it was staged.
-                continue
             # Whatever fails here, the run goes on.
             except Exception as error:
+                if isinstance(error, FileNotFoundError):
+                    # The run deleted this checkpoint before it was staged, or a link is lost.
+                    self._staged = -1
                 if pause == _POLL_SECONDS:
                     self._lines.append(f"{error}; the run goes on, and the upload is tried again")
                 pause = min(2 * pause, _MAX_PAUSE)
@@ -375,10 +406,9 @@ class Mirror:
             return
         started = time.monotonic()
         self._require_ownership()
-        if step in self._losses:
-            self._delete(step)
-            self._staged = -1
         if self._staged != step:
+            # What an earlier start uploaded of this step
+            self._delete(step)
             self._stage(step)
         markers = [key for key in self._files if key.endswith(_MARKER)]
         _in_threads(self._send, self._files.keys() - set(markers))
@@ -386,13 +416,10 @@ class Mirror:
         for key in sorted(markers, key=len, reverse=True):
             self._send(key)
         self._require_ownership()
-        loss = None
-        with suppress(CheckpointError):
-            loss = read_info(self.folder / str(step)).get("eval_loss")
-        self._losses[step] = loss
-        commit = Commit(files=self._sums, eval_loss=loss)
+        commit = Commit(files=self._sums, eval_loss=self._loss)
         if not self._store.create(f"commits/{step}.json", commit.model_dump_json().encode()):
             raise StoreError(f"{self.url} has another checkpoint of step {step}")
+        self._losses[step] = self._loss
         self._uploaded = step
         size = sum(size for size, _ in self._sums.values())
         seconds = time.monotonic() - started
@@ -400,14 +427,21 @@ class Mirror:
         self._clean()
 
     def _stage(self, step: int) -> None:
-        """Links a checkpoint's files, because the run may delete it before they are uploaded."""
+        """Links a checkpoint's files, because the run may delete it before they are uploaded.
+
+        Raises FileNotFoundError if it is deleted meanwhile.
+        """
         shutil.rmtree(self._staging, ignore_errors=True)
         self._staged = -1
         self._files = {}
         source = self.folder / str(step)
-        for path in files_below(source):
+        listed = set(files_below(source))
+        self._loss = None
+        with suppress(CheckpointError):
+            self._loss = read_info(source).get("eval_loss")
+        for path in listed:
             name = path.relative_to(source)
-            link = self._staging / name
+            link = self._staging / str(step) / name
             link.parent.mkdir(parents=True, exist_ok=True)
             try:
                 link.hardlink_to(path)
@@ -415,13 +449,15 @@ class Mirror:
                 # The file system has no hard links.
                 link = path
             self._files[f"checkpoints/{step}/{name}"] = link
-        for run_file in RUN_FILES:
-            with suppress(FileNotFoundError):
-                # The run writes to the original.
-                copy = self._staging / f"run_{run_file}"
-                shutil.copyfile(self.folder.parent / run_file, copy)
-                self._files[f"files/{step}/{run_file}"] = copy
+        for run_file in _run_files(self.folder.parent):
+            # The run writes to the original.
+            copy = self._staging / "files" / run_file
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.folder.parent / run_file, copy)
+            self._files[f"files/{step}/{run_file}"] = copy
         self._sums = {key: (path.stat().st_size, sha256(path)) for key, path in self._files.items()}
+        if set(files_below(source)) != listed:
+            raise FileNotFoundError(f"{source} was deleted before it was uploaded")
         self._staged = step
 
     def _send(self, key: str) -> None:
@@ -431,30 +467,28 @@ class Mirror:
         del self._files[key]
 
     def _clean(self) -> None:
-        """Deletes checkpoints that are not to be kept, and unfinished ones."""
-        steps = sorted(self._losses)
-        preserved = set(steps[-self.keep :])
-        if self.keep_every:
-            preserved |= {step for step in steps if step % self.keep_every == 0}
-        losses = {step: loss for step, loss in self._losses.items() if loss is not None}
-        if self.keep_best and losses:
-            preserved.add(min(losses, key=lambda step: (losses[step], -step)))
-        for step in set(steps) - preserved:
+        """Deletes checkpoints that are not to be kept, and unfinished ones.
+
+        Later steps than the last upload were damaged, or the run has gone back before them.
+        """
+        losses = {step: loss for step, loss in self._losses.items() if step <= self._uploaded}
+        for step in self._losses.keys() - self.rule(losses):
             self._delete(step)
         for folder in _FOLDERS:
+            unfinished = []
             for key in self._store.sizes(folder):
                 name = key.split("/")[1]
                 if name.isdecimal() and int(name) not in self._losses:
-                    self._store.delete(key)
+                    unfinished.append(key)
+            self._store.delete(*unfinished)
 
     def _delete(self, step: int) -> None:
         self._require_ownership()
         # First, because without it the rest is unfinished
         self._store.delete(f"commits/{step}.json")
-        del self._losses[step]
+        self._losses.pop(step, None)
         for folder in _FOLDERS:
-            for key in self._store.sizes(f"{folder}/{step}"):
-                self._store.delete(key)
+            self._store.delete(*self._store.sizes(f"{folder}/{step}"))
 
     def _finish(self) -> None:
         newest = self._newest_here()
@@ -476,11 +510,15 @@ class Mirror:
 
     def _stop(self) -> None:
         self._stopped.set()
-        for thread in filter(threading.Thread.is_alive, self._threads):
+        if not self._number:
+            # Another process than 0, or a start that was refused
+            return
+        threads = (self._beating, self._uploading)
+        for thread in filter(threading.Thread.is_alive, threads):
             # Longer than the rest of a finished upload, the deletion of older checkpoints
             thread.join(10)
         # The next start need not wait, unless this one may still write.
-        if self._number and not any(map(threading.Thread.is_alive, self._threads)):
+        if not any(map(threading.Thread.is_alive, threads)):
             with suppress(StoreError):
                 self._store.create(f"ended/{self._number:08}.json", b"{}")
         shutil.rmtree(self._staging, ignore_errors=True)

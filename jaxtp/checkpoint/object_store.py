@@ -26,7 +26,9 @@ T = TypeVar("T")
 _PART = 2**24
 """Bytes of a request that reads, and at least of one that writes."""
 _MAX_PARTS = 5000  # of an object; S3 has at most 10,000
-# A request ends after 30 s. obstore repeats it for 20 s, but not if the answer was cut short.
+# Of a small request, and of a part: over a slow link 16 are sent at once.
+_LIMITS = ("30s", "300s")
+# obstore repeats a request in its first 20 s, but not if the answer was cut short.
 _RETRIES = {"retry_timeout": timedelta(seconds=20)}
 
 
@@ -47,10 +49,11 @@ class ObjectStore:
         self.url = url.rstrip("/")
         scheme = url.partition(":")[0]
         options: dict[str, Any] = {"mkdir": True}
+        # An endpoint of the environment may be a server in the own network.
+        client = {"allow_http": True, "connect_timeout": "10s"}
         if scheme != "file":
-            # An endpoint of the environment may be a server in the own network.
-            client = {"allow_http": True, "timeout": "30s", "connect_timeout": "10s"}
             options = {"client_options": client, "retry_config": _RETRIES}
+        opened = []
         try:
             self._library = importlib.import_module("obstore")
             self._errors = importlib.import_module("obstore.exceptions")
@@ -58,12 +61,15 @@ class ObjectStore:
             if scheme == "s3":
                 credentials = importlib.import_module("obstore.auth.boto3")
                 options["credential_provider"] = self._do(credentials.Boto3CredentialProvider)
-            self._store = self._do(lambda: stores.from_url(self.url, **options))
+            for limit in _LIMITS:
+                client["timeout"] = limit
+                opened.append(self._do(lambda: stores.from_url(self.url, **options)))
         except ImportError as error:
             extra = "gcs" if scheme == "gs" else "s3"
             raise ConfigError(
                 f"{url} needs {error.name}, which is not installed; pip install 'jaxtp[{extra}]'"
             ) from None
+        self._store, self._store_of_parts = opened
 
     def _do(self, action: Callable[[], T], *expected: type[Exception]) -> T:
         """Calls `action`, again after errors that may pass; lets `expected` errors through."""
@@ -100,7 +106,8 @@ class ObjectStore:
         """Writes an object."""
         size = len(value) if isinstance(value, bytes) else value.stat().st_size
         options = {"chunk_size": max(_PART, size // _MAX_PARTS), "max_concurrency": 2}
-        self._do(lambda: self._library.put(self._store, key, value, **options))
+        store = self._store if isinstance(value, bytes) else self._store_of_parts
+        self._do(lambda: self._library.put(store, key, value, **options))
 
     def read(self, key: str) -> bytes:
         """Reads the first `MAX_JSON` bytes of an object."""
@@ -110,7 +117,7 @@ class ObjectStore:
     def download(self, key: str, path: Path, size: int) -> str:
         """Writes the first `size` bytes of an object to a new file; returns their sha256."""
         digest = hashlib.sha256()
-        get = partial(self._library.get_range, self._store, key)
+        get = partial(self._library.get_range, self._store_of_parts, key)
         with path.open("xb") as file:
             for start in range(0, size, _PART):
                 part = self._do(partial(get, start=start, end=min(start + _PART, size)))
@@ -132,7 +139,14 @@ class ObjectStore:
         pages = self._do(lambda: list(self._library.list(self._store, prefix=folder)))
         return {item["path"]: item["size"] for item in chain(*pages)}
 
-    def delete(self, key: str) -> None:
-        """Deletes an object, which may be missing."""
-        with suppress(FileNotFoundError):
-            self._do(partial(self._library.delete, self._store, key), FileNotFoundError)
+    def delete(self, *keys: str) -> None:
+        """Deletes objects, which may be missing; many in one request, where a store can."""
+        if not keys:
+            return
+        try:
+            self._do(partial(self._library.delete, self._store, list(keys)), FileNotFoundError)
+        except FileNotFoundError:
+            if len(keys) > 1:
+                # It ends at a missing one, which an earlier request may have deleted.
+                for key in keys:
+                    self.delete(key)

@@ -390,6 +390,21 @@ def kept_checkpoint(run: Path, step: int) -> Path:
     )
 
 
+def kept_steps(
+    losses: Mapping[int, float | None], *, keep: int, keep_every: int, keep_best: bool
+) -> set[int]:
+    """Returns the steps whose checkpoints are kept, of those in `losses`; see `Checkpoints`."""
+    steps = sorted(losses)
+    selection = set(steps[-keep:])
+    if keep_every:
+        selection.update(step for step in steps if step % keep_every == 0)
+    scores = {step: loss for step, loss in losses.items() if loss is not None}
+    if keep_best and scores:
+        # The newest on ties
+        selection.add(min(scores, key=lambda step: (scores[step], -step)))
+    return selection
+
+
 def newest_with_info(run: Path) -> tuple[Path, Info] | None:
     """Returns the newest checkpoint with undamaged info, or None."""
     for folder in reversed(finished_checkpoints(run)):
@@ -398,6 +413,24 @@ def newest_with_info(run: Path) -> tuple[Path, Info] | None:
         except DamagedError:
             continue
     return None
+
+
+def move_aside(checkpoint: Path) -> Path:
+    """Moves a damaged checkpoint to `damaged/` next to its folder; returns its new place.
+
+    Raises `CheckpointError` if the move fails.
+    """
+    free = checkpoint.parent.parent / "damaged" / checkpoint.name
+    try:
+        free.parent.mkdir(parents=True, exist_ok=True)
+        while free.exists():
+            free = free.with_name(free.name + "_")
+        checkpoint.rename(free)
+    except OSError as error:
+        raise CheckpointError(
+            f"{checkpoint} is damaged, and cannot be moved to {free} ({error.strerror})"
+        ) from None
+    return free
 
 
 @dataclass(frozen=True)

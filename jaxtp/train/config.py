@@ -86,8 +86,8 @@ class RunConfig(Settings):
     metrics.jsonl and checkpoints/."""
 
     mirror: Annotated[StoreUrl | None, NOTHING] = None
-    """Address (s3://BUCKET/PATH or gs://BUCKET/PATH) that gets a copy of each checkpoint, in the
-    background. A start fetches the newest one if the folder has none that is as new."""
+    """Address (s3://BUCKET/PATH or gs://BUCKET/PATH) that gets a copy of the newest checkpoint,
+    in the background. A start downloads the newest one if it is newer than any in the folder."""
 
     seed: Annotated[CountOrZero, Affects(numbers=True, fixed=True)] = 0
     """Seed of the initial weights and of the order of the data."""

@@ -78,6 +78,8 @@ WARMUP = 0.03  # Warm-up of a trained model, as a fraction of the steps
 BATCH_SIZE = "data.global_batch_size"
 COMPUTE = "model.precision.compute"
 RUN_DIR = "run.dir"
+NOT_PLANNED = {"run.mirror": None, "run.resume_at": None}
+"""Settings without which a run is planned: a plan contacts no URL, and copies no checkpoint."""
 VIRTUAL_KIND = "virtual CPU devices"
 _ONE_IS_ENOUGH = f"{VIRTUAL_KIND} share the cores, so one is enough"
 
@@ -179,25 +181,33 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     if step is not None:
         folder = run.with_name(f"{run.name}-at-{step}")
         config = replace_nested(config, {RUN_DIR: folder, "run.resume_at": None})
-    newest = newest_with_info(config.run.dir / CHECKPOINTS)
-    if newest is None and step is not None:
-        older = kept_checkpoint(run, step)
-        newest = older, read_info(older)
+    local = newest_with_info(config.run.dir / CHECKPOINTS)
+    newest = local
     if config.run.mirror is not None:
         from jaxtp.checkpoint.mirror import newer_info
 
-        newest = newer_info(config.run.mirror, newest)
-        if older is not None and newest is not None and newest[0] != older:
+        newest = newer_info(config.run.mirror, local)
+    if step is not None and local is None and not _is_of_folder(newest, config.run.dir):
+        older = kept_checkpoint(run, step)
+        if newest is not None and int(newest[0].name) > step:
             raise ConfigError(
                 f"run.mirror={config.run.mirror} has a checkpoint at step {newest[0].name}, which "
                 f"is newer than run.resume_at={step}; name an empty place for {config.run.dir}"
             )
+        newest = older, read_info(older)
     if newest is not None:
         folder, info = newest
         before = Progress(int(folder.name), info.get("next_sample", 0))
         resumed = info if is_of_run(info) else None
     config, init = resolve(config, explicit, resumed)
     return Decided(config, init, resumed, before, older=older)
+
+
+def _is_of_folder(checkpoint: tuple[Path, Info] | None, folder: Path) -> bool:
+    # A run whose disk was lost has its folder's name, maybe below another parent.
+    if checkpoint is None or not is_of_run(checkpoint[1]):
+        return False
+    return Path(checkpoint[1]["config"]["run"]["dir"]).name == folder.name
 
 
 def read_settings(settings: Mapping[str, object], task: Task) -> tuple[TrainConfig, set[str]]:
@@ -234,8 +244,15 @@ class Defaults:
         folder = model_source(config).default_folder(config)
         if folder is not None:
             self.choose(RUN_DIR, *folder)
+        run = self.config.run
+        if devices is not None:
+            self.config = replace_nested(self.config, NOT_PLANNED)
         self.decided = as_configured(self.config, explicit)
         self.config = self.decided.config
+        if devices is not None:
+            # A file that the command writes has all settings.
+            settings = {"run.mirror": run.mirror, "run.resume_at": run.resume_at}
+            self.config = replace_nested(self.config, settings)
         self.resumed = self.decided.resumed
         self.has_model = self.decided.init.path is not None
 

@@ -75,11 +75,15 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        cause = error.strerror
+        if isinstance(error, shutil.Error):
+            # For each file its source, target and cause
+            cause = error.args[0][0][2]
         kind: type[RunFolderError] = RunFilesError
         if isinstance(error, IsADirectoryError | NotADirectoryError) or error.errno in _NO_FILE:
             kind = RunFolderError
         raise kind(
-            f"{path} cannot be written ({error.strerror}); the same command resumes from the "
+            f"{path} cannot be written ({cause}); the same command resumes from the "
             "newest checkpoint, if there is one, or starts again"
         ) from None
 
@@ -122,7 +126,8 @@ def locked(folder: Path) -> Iterator[None]:
 def copy_checkpoint(older: Path, run: Path) -> None:
     """Copies a checkpoint to another run that has none, with the run's config.json and tokenizer.
 
-    A kill leaves no part of a checkpoint.
+    Its files are links to the same data, where the file system has hard links. A kill leaves no
+    part of a checkpoint.
     """
     from jaxtp.hf.runs import copy_hf_files, hf_files_of
 
@@ -131,12 +136,19 @@ def copy_checkpoint(older: Path, run: Path) -> None:
     copy = run / f"{older.name}.copy"
     with writing(copy):
         shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(older, copy)
+        shutil.copytree(older, copy, copy_function=_link_or_copy)
+        files = hf_files_of(older)
+        if files is not None:
+            copy_hf_files(files, run)
         (run / CHECKPOINTS).mkdir(exist_ok=True)
         copy.rename(run / CHECKPOINTS / older.name)
-    files = hf_files_of(older)
-    if files is not None:
-        copy_hf_files(files, run)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        Path(target).hardlink_to(Path(source).resolve())
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def write_config(folder: Path, text: str) -> None:

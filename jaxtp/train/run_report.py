@@ -260,7 +260,9 @@ def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
     if any(block.delta_kind == "mamba2" for block in blocks):
         yield "xla states of Mamba-2"
     blocks = [block for block in blocks if block.delta_kind == "gated_delta"]
-    for width, rank in dict.fromkeys((each.delta_key_dim, each.delta_gate_rank) for each in blocks):
+    for width, rank in dict.fromkeys(
+        (block.delta_key_dim, block.delta_gate_rank) for block in blocks
+    ):
         scan, why = pick_scan(width, platform)
         layer = "Kimi Delta Attention" if rank else "Gated DeltaNet"
         yield f"{'pallas' if scan else 'xla'} states of {layer} ({why})"

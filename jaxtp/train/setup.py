@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Traced, Wrapped
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.storage import Info, starts_of
+from jaxtp.checkpoint.storage import Info, kept_steps, starts_of
 from jaxtp.config import entry
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
@@ -33,7 +33,7 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
 from jaxtp.train.config import DataConfig, TrainConfig
-from jaxtp.train.defaults import Decided, as_configured, with_steps
+from jaxtp.train.defaults import NOT_PLANNED, Decided, as_configured, with_steps
 from jaxtp.train.loss import ONE_DEVICE, Objective, Traits
 from jaxtp.train.memory_check import require_memory, verification_bytes
 from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing, check_installed
@@ -223,6 +223,8 @@ def make_run(
 
         report.line("reading the newest checkpoint")
         restored = restore(run_plan, checkpoints, report.line)
+    if mirror is not None:
+        mirror.begin(-1 if restored is None else restored.step)
     if restored is None:
         report.line(f"making the initial state: {parameter_count(blueprint):,} parameters")
     initial = decided.init.create_state(config.run, blueprint, restored)
@@ -282,7 +284,8 @@ def _open_checkpoints(
         from jaxtp.checkpoint.mirror import Mirror
 
         # Closed after the checkpoints, of which it uploads the last one
-        mirror = Mirror(plan.config.run.mirror, folder, report.line, **options)
+        rule = partial(kept_steps, **options)
+        mirror = Mirror(plan.config.run.mirror, folder, report.line, rule)
         exit_stack.enter_context(mirror)
     return exit_stack.enter_context(Checkpoints(folder, **options)), mirror
 
@@ -347,7 +350,7 @@ def plan_step(config: TrainConfig) -> Plan:
     decided = as_configured(
         replace_nested(
             config,
-            {"run.mirror": None, "train.callbacks": (), "data.validation_batches": None},
+            {**NOT_PLANNED, "train.callbacks": (), "data.validation_batches": None},
         )
     )
     config, parts = load_parts(decided.config)

@@ -3,8 +3,11 @@
 For gs:// the proxy translates the headers of Google's XML interface.
 """
 
+import json
 import os
+import shutil
 import sys
+from functools import partial
 
 import pytest
 from mirror_failures import CREDENTIALS, FaultyProxy, no_fault, one_in_three_is_500, s3_server
@@ -14,6 +17,7 @@ from tables import write_json
 from jaxtp.checkpoint import mirror
 from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.mirror import Mirror, TakenOverError
+from jaxtp.checkpoint.storage import kept_steps, seal, steps_in
 from jaxtp.config.entry import FILES, MISTAKE
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.__main__ import main
@@ -55,16 +59,28 @@ def _quick(monkeypatch):
     monkeypatch.setattr(mirror, "BEAT_SECONDS", 0.3)
 
 
-def mirrored(url, run, **settings):
+class BegunMirror(Mirror):
+    """Begins as after a restore of the newest checkpoint."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.begin(max(steps_in(self.folder), default=-1))
+        return self
+
+
+def mirrored(url, run, kind=BegunMirror, **settings):
     run.mkdir(exist_ok=True)
-    kept = {"keep": 2, "keep_every": 0, "keep_best": False}
-    return Mirror(url, run / "checkpoints", print, **kept | settings)
+    kept = {"keep": 2, "keep_every": 0, "keep_best": False} | settings
+    return kind(url, run / "checkpoints", print, partial(kept_steps, **kept))
 
 
 def save(run, step):
     """Makes a folder that looks like a finished checkpoint."""
     unfinished = run / "unfinished"
-    (unfinished / "state").mkdir(parents=True)
+    for folder in (unfinished / "state", unfinished / "info", run / "hf"):
+        folder.mkdir(parents=True, exist_ok=True)
+    (unfinished / "info/metadata").write_text(json.dumps(seal({"checksums": {}})))
+    (run / "hf/config.json").write_text("{}")
     for name in ("state/data", "state/commit_success.txt", "commit_success.txt"):
         (unfinished / name).write_bytes(os.urandom(2000))
     (run / "metrics.jsonl").write_text(f"{step}\n")
@@ -82,12 +98,16 @@ def objects(url):
     return mirror.ObjectStore(url).sizes("")
 
 
+def commits(url):
+    return sorted(key for key in objects(url) if key.startswith("commits"))
+
+
 def test_a_start_on_an_empty_folder_has_the_newest_checkpoint(url, tmp_path):
     upload(url, tmp_path / "a", 2, 3, 4, 5, keep_every=2, keep=1)
-    commits = [key for key in objects(url) if key.startswith("commits")]
-    assert sorted(commits) == [f"commits/{step}.json" for step in (2, 4, 5)]
-    with mirrored(url, tmp_path / "b"):
+    with mirrored(url, tmp_path / "b", keep=1):
         pass
+    # A start deletes nothing.
+    assert commits(url) == [f"commits/{step}.json" for step in (2, 4, 5)]
     found = contents(tmp_path / "b")
     expected = contents(tmp_path / "a")
     fetched = {name for name in expected if "checkpoints/" not in name or "/5/" in name}
@@ -114,21 +134,39 @@ def test_one_start_owns_the_url(url, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("damage", [b"", b"x" * 2000, None])
 def test_a_damaged_copy_is_not_used(url, tmp_path, damage, capsys):
-    upload(url, tmp_path / "a", 1, 2)
+    upload(url, tmp_path / "a", 1, 4)
     store = mirror.ObjectStore(url)
-    for step in (2, 1):
-        key = f"checkpoints/{step}/state/data"
-        store.delete(key)
+
+    def harm(step):
+        store.delete(f"checkpoints/{step}/state/data")
         if damage is not None:
-            store.put(key, damage)
-        run = tmp_path / f"without{step}"
-        if step == 1:
-            with pytest.raises(CheckpointError, match="every checkpoint"):
-                mirrored(url, run).__enter__()
-            break
-        with mirrored(url, run):
-            assert [path.name for path in (run / "checkpoints").glob("[0-9]*")] == ["1"]
-        assert f"{key} is damaged" in capsys.readouterr().out
+            store.put(f"checkpoints/{step}/state/data", damage)
+
+    harm(4)
+    with mirrored(url, tmp_path / "b"):
+        assert steps_in(tmp_path / "b/checkpoints") == [1]
+        save(tmp_path / "b", 2)
+    assert "checkpoints/4/state/data is damaged" in capsys.readouterr().out
+    assert commits(url) == ["commits/1.json", "commits/2.json"]
+    harm(1)
+    harm(2)
+    with pytest.raises(CheckpointError, match="every checkpoint"):
+        mirrored(url, tmp_path / "c").__enter__()
+
+
+def test_a_damaged_checkpoint_of_the_folder_is_replaced(url, tmp_path):
+    upload(url, tmp_path, 1, 4)
+    newest = tmp_path / "checkpoints/4"
+    (newest / "info/metadata").write_bytes(b"")
+    with mirrored(url, tmp_path, Mirror) as running:
+        assert (newest / "info/metadata").stat().st_size
+        assert steps_in(tmp_path / "damaged") == [4]
+        # Its arrays are damaged, and the run repeats the step.
+        shutil.rmtree(newest)
+        running.begin(1)
+        save(tmp_path, 4)
+    key = "checkpoints/4/state/data"
+    assert mirror.ObjectStore(url).read(key) == (tmp_path / key).read_bytes()
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])
@@ -148,8 +186,10 @@ def test_an_upload_that_ends_in_the_middle_is_not_a_checkpoint(bucket, server, t
     running.__exit__(None, KeyboardInterrupt(), None)
     server.fault = no_fault
     with mirrored(bucket, tmp_path / "b"):
-        assert (tmp_path / "b/checkpoints/1").is_dir()
-        assert not [key for key in objects(bucket) if "/2" in key]
+        assert steps_in(tmp_path / "b/checkpoints") == [1]
+        save(tmp_path / "b", 3)
+    assert commits(bucket) == ["commits/1.json", "commits/3.json"]
+    assert not [key for key in objects(bucket) if "/2" in key]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ _SIZES = without(
     sizes(1e-5, eps_name="layer_norm_epsilon", kv_heads=8),
     *("intermediate_size", "layer_norm_epsilon", "tie_word_embeddings"),
 )
+_EXPERT_NUMBERS = grouped_experts(8, 2, normalize=True)
 # Of other programs, of the initial values, or of kernels
 _IGNORED = """
     attention_bias chunk_size expand hidden_act hidden_dropout mamba_chunk_size mamba_dt_init_floor
@@ -92,10 +93,9 @@ NEMOTRON_H = Family(
         *_SIZES,
         Attribute("layer_norm_epsilon", "norm_eps", float, 1e-5, alias="norm_eps"),
         Attribute("mlp_hidden_act", "activation", ACTIVATIONS, "relu2"),
-        *(
-            replace(attribute, can_be_zero=attribute.name == "n_routed_experts")
-            for attribute in grouped_experts(8, 2, normalize=True)
-        ),
+        # A dense model has none.
+        replace(_EXPERT_NUMBERS[0], can_be_zero=True),
+        *_EXPERT_NUMBERS[1:],
     ),
     layer_attributes={"head_dim", "layers_block_type", "hybrid_override_pattern"},
     by_type={
