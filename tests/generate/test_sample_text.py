@@ -109,8 +109,9 @@ def test_a_text_starts_with_the_first_token_of_a_given_tokenizer(tmp_path):
     with use_mesh() as mesh:
         model = decoder(small_model(vocab_size=tokenizer.info.vocab_size))()
         run = run_of(model, mesh, tmp_path)
-        sample = jaxtp.generate.sample_text("ab", settings=SETTINGS, tokenizer=tmp_path)
-        sample(run, SimpleNamespace(index=100))
+        jaxtp.generate.sample_text("ab", settings=SETTINGS, tokenizer=tmp_path)(
+            run, SimpleNamespace(index=100)
+        )
         (result,) = jaxtp.generate.Generator(model, tokenizer).generate(["ab"], SETTINGS)
     assert tokenizer.info.prefix
     assert run.lines == [f"step 100: {json.dumps('ab' + result.text, ensure_ascii=False)}"]
@@ -118,10 +119,9 @@ def test_a_text_starts_with_the_first_token_of_a_given_tokenizer(tmp_path):
 
 @pytest.mark.wide
 def test_a_text_ends_where_the_mesh_still_divides_the_learned_positions(tmp_path):
-    config = small_model(vocab_size=256, learned_positions=14, sequence_parallel=True)
     sample = jaxtp.generate.sample_text("ab", every=1)
     with use_mesh(cp=2, tp=2) as mesh:
-        model = decoder(config)()
+        model = decoder(small_model(vocab_size=256, learned_positions=14, sequence_parallel=True))()
     run = run_of(model, mesh, tmp_path)
     sample(run, SimpleNamespace(index=1))
     run.model = jax.tree.map(lambda x: jax.numpy.full_like(x, jax.numpy.nan), model)
