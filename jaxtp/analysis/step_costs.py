@@ -61,6 +61,7 @@ from jaxtp.layers.embedding import EMBEDDING
 from jaxtp.layers.gated_delta import DELTA, GatedDeltaConfig, GatedDeltaNet, KimiDeltaAttention
 from jaxtp.layers.linear import LayerContext
 from jaxtp.layers.loss import LOSS
+from jaxtp.layers.mamba2 import Mamba2
 from jaxtp.layers.parameter import (
     GRADIENTS,
     PARAMETERS,
@@ -479,7 +480,7 @@ def _described(config: ModelConfig, tp: int, shards: int) -> Decoder:
 
 @branch_costs.register
 def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
-    """Yields the costs of Gated DeltaNet or Mamba-2.
+    """Yields the costs that all layers with states have.
 
     The projections have formulas; the computation between them is traced.
     """
@@ -487,19 +488,9 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
     heads = config.delta_heads
     queries, keys = heads.on_device(work.tp)
     yield from column_costs(layer.in_proj, work, "delta in")
-    if isinstance(layer, KimiDeltaAttention):
-        yield from latents_costs((layer.decay_down, layer.gate_down), work)
-        yield from column_costs(layer.decay_up, work, "decays")
-        yield from column_costs(layer.gate_up, work, "gates")
     for name in layer.inside:
         if (variable := getattr(layer, name)) is not None:
             yield weight_of(variable, DELTA, layer.precision)
-    shared_by = heads.keys.shared_by(work.tp)
-    if layer.norm_over_groups and shared_by > 1:
-        # The squares of each group, forward, recomputed in the backward pass, and its gradient
-        size = work.tokens * work.tp // shared_by * FLOAT32
-        count = work.num_evals(work.recomputes, 0) + 2
-        yield collective_cost(ALL_REDUCE, (TP,), DELTA, work, size, count)
     # Rows and key heads are alike: one is traced.
     one_head = replace(config, delta_key_heads=1, delta_value_heads=queries // keys)
     inside = _inside_delta(
@@ -516,6 +507,25 @@ def delta_costs(layer: GatedDeltaNet, work: Workload, *, read: bool) -> Costs:
     for cost in inside:
         yield _repeated(cost, work.rows * keys)
     yield from row_costs(layer.out, work, "attention out", read=read)
+
+
+@branch_costs.register
+def _kimi_costs(layer: KimiDeltaAttention, work: Workload, *, read: bool) -> Costs:
+    yield from delta_costs(layer, work, read=read)
+    yield from latents_costs((layer.decay_down, layer.gate_down), work)
+    yield from column_costs(layer.decay_up, work, "decays")
+    yield from column_costs(layer.gate_up, work, "gates")
+
+
+@branch_costs.register
+def _mamba_costs(layer: Mamba2, work: Workload, *, read: bool) -> Costs:
+    yield from delta_costs(layer, work, read=read)
+    shared_by = layer.config.delta_heads.keys.shared_by(work.tp)
+    if layer.config.mamba_norm and shared_by > 1:
+        # The squares of each group, forward, recomputed in the backward pass, and its gradient
+        size = work.tokens * work.tp // shared_by * FLOAT32
+        count = work.num_evals(work.recomputes, 0) + 2
+        yield collective_cost(ALL_REDUCE, (TP,), DELTA, work, size, count)
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,7 @@
 """A copy of a run at a URL (`run.mirror`): a host that loses its disk resumes from it.
 
 Process 0 uploads each finished checkpoint in the background, with the files that a restart
-needs. A start fetches the newest checkpoint if it is newer than those of the folder.
+needs. A start downloads the newest checkpoint if the folder has none that is as new.
 
     URL/run.json               the run's id, so that no other run is mixed with it
     URL/owners/00000003.json   one for each start, created if absent; the highest owns the URL
@@ -41,6 +41,8 @@ import pydantic
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, files_below
 from jaxtp.checkpoint.object_store import ObjectStore, StoreError
 from jaxtp.checkpoint.storage import (
+    CONFIG,
+    HF_FILES,
     Info,
     move_aside,
     newest_with_info,
@@ -58,9 +60,8 @@ SILENT_SECONDS = 120.0
 """After this time without a beat, another start may take over."""
 END_SECONDS = 600.0
 """Limit of the wait for the last upload, at the end of a run."""
-RUN_FILES = ("config.yaml", "metrics.jsonl", "samples.jsonl", "trackers.json")
-"""Files of a run's folder that are kept with each checkpoint, besides those of `hf`."""
-_HF_FILES = "hf"  # Folder in a run with the config.json and the tokenizer of its model
+RUN_FILES = (CONFIG, "metrics.jsonl", "samples.jsonl", "trackers.json")
+"""Files in a run's folder that are uploaded with each checkpoint, in addition to `HF_FILES`."""
 _HF_FILE = re.compile(r"\w+\.(json|model|txt|jinja)")
 _FOLDERS = ("checkpoints", "files")  # Folders at the URL with a subfolder for each step
 _IDENTITY = "mirror.json"  # File in the run's folder with the id at the URL
@@ -113,7 +114,7 @@ def newer_info(url: str, newest: tuple[Path, Info] | None) -> tuple[Path, Info] 
 def _run_files(folder: Path) -> list[str]:
     """Returns the names of the files in a run's folder that are kept with each checkpoint."""
     files = list(filter(Path.is_file, map(folder.joinpath, RUN_FILES)))
-    for path in (folder / _HF_FILES).glob("*"):
+    for path in (folder / HF_FILES).glob("*"):
         if _HF_FILE.fullmatch(path.name) and path.is_file():
             files.append(path)
     return [str(path.relative_to(folder)) for path in files]
@@ -165,7 +166,7 @@ def _download(store: ObjectStore, step: int, folder: Path, only: str = "") -> No
 
 def _in_threads(action: Callable[[str], None], keys: Iterable[str]) -> None:
     with ThreadPoolExecutor(_THREADS) as pool:
-        # An error cancels what has not begun.
+        # After an error, transfers that have not started are cancelled.
         list(pool.map(action, keys))
 
 
@@ -186,7 +187,7 @@ class Mirror:
     folder: Path
     # Prints a line
     say: Callable[[str], None]
-    # Returns the steps of the checkpoints that stay at the URL, of those with these losses
+    # Given the loss of each checkpoint at the URL by its step, returns the steps to keep
     rule: Callable[[dict[int, float | None]], set[int]]
 
     def __post_init__(self) -> None:
@@ -326,7 +327,7 @@ class Mirror:
         if newest != self._number:
             raise TakenOverError(
                 f"{self.url}: {self._owner(newest)} has taken over, because this run was silent; "
-                "the run goes on there, and ends here"
+                "that run continues, and this one ends"
             )
 
     def _require_same_run(self) -> None:
@@ -357,7 +358,7 @@ class Mirror:
             try:
                 _download(self._store, step, folder)
             except DamagedError as error:
-                self.say(f"{error}; the checkpoint before it is tried")
+                self.say(f"{error}; trying the checkpoint before it")
                 shutil.rmtree(self._staging, ignore_errors=True)
                 continue
             for name in _run_files(self._staging / "files"):
@@ -391,13 +392,14 @@ class Mirror:
             except TakenOverError as error:
                 self._error = error
                 return
-            # Whatever fails here, the run goes on.
+            # A failed upload does not stop training.
             except Exception as error:
                 if isinstance(error, FileNotFoundError):
                     # The run deleted this checkpoint before it was staged, or a link is lost.
                     self._staged = -1
                 if pause == _POLL_SECONDS:
-                    self._lines.append(f"{error}; the run goes on, and the upload is tried again")
+                    retry = "training continues, and the upload will be retried"
+                    self._lines.append(f"{error}; {retry}")
                 pause = min(2 * pause, _MAX_PAUSE)
 
     def _upload(self, step: int) -> None:

@@ -12,14 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jaxtp.checkpoint.storage import newest_with_info, starts_of
+from jaxtp.checkpoint.storage import CONFIG, newest_with_info, starts_of
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import differences, read_values
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.manifest import Count, parse
 from jaxtp.data.samples import HELD_OUT, ORDER, Data, LongDocuments, Packing, RowSettings
-
-_CONFIG = "config.yaml"
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,9 @@ def rows_of_step(run: Path, step: int) -> dict[str, Any]:
 
 
 def _read_settings(run: Path) -> _Settings:
-    file = run / _CONFIG
+    file = run / CONFIG
     if not file.exists():
-        raise UserError(f"{run} has no {_CONFIG}; name the folder of a run of jaxtp train")
+        raise UserError(f"{run} has no {CONFIG}; name the folder of a run of jaxtp train")
     values: Any = read_values(file)
     merged = {**values.get("data", {}), **values.get("run", {}), **values.get("train", {})}
     settings = parse(_Settings, json.dumps(merged).encode())

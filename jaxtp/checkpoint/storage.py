@@ -223,6 +223,9 @@ def is_of_run(info: Mapping[str, Any]) -> bool:
     return set(map(type, values)) == {dict} and isinstance(info.get("next_sample"), int)
 
 
+CONFIG = "config.yaml"
+HF_FILES = "hf"
+"""Files in a run's folder: its settings, and config.json and the tokenizer files of its model."""
 STARTS = "starts"
 """Key in a checkpoint's info: step and sample, `[[0, 0], ...]`, after which batches have a new
 size."""
@@ -393,7 +396,7 @@ def kept_checkpoint(run: Path, step: int) -> Path:
 def kept_steps(
     losses: Mapping[int, float | None], *, keep: int, keep_every: int, keep_best: bool
 ) -> set[int]:
-    """Returns the steps whose checkpoints are kept, of those in `losses`; see `Checkpoints`."""
+    """Returns the steps to keep, given the losses of all checkpoints by step; see `Checkpoints`."""
     steps = sorted(losses)
     selection = set(steps[-keep:])
     if keep_every:

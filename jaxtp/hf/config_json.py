@@ -264,8 +264,8 @@ def _common_settings(config: ModelConfig) -> Settings:
 def _comparable(config: ModelConfig) -> dict[str, Any]:
     """Returns the architecture's settings.
 
-    Settings that differ by layer are lists; dense layers have the experts' defaults, and layers
-    without states the defaults of those.
+    Settings that differ by layer are lists. Settings of experts, or of states, have their defaults
+    in blocks that have none.
     """
     fields = dict(architecture(config))
     fields.pop("first_blocks")
@@ -274,7 +274,7 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
     for block in plain:
         if not block.num_experts:
             plain[block] |= _EXPERT_DEFAULTS
-        if block.parts == "mlp" or not block.delta_value_heads:
+        if not block.has_states:
             plain[block] |= _STATE_DEFAULTS
     for name in fields.keys() & next(iter(plain.values())).keys():
         values = [plain[block][name] for block in config.layers()]

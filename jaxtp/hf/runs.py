@@ -26,7 +26,7 @@ from jaxtp.checkpoint.logical import (
     to_logical,
 )
 from jaxtp.checkpoint.manager import load_weights
-from jaxtp.checkpoint.storage import newest_checkpoint, read_info_on_all
+from jaxtp.checkpoint.storage import HF_FILES, newest_checkpoint, read_info_on_all
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import split_settings, validate
@@ -47,8 +47,6 @@ Info = Mapping[str, Any]
 """The info of a checkpoint, from its JSON file."""
 # Key in the info of a checkpoint of adapters: folder and hash of the base model
 BASE = "base"
-# Folder in a run for config.json and the tokenizer files of its model
-HF_FILES = "hf"
 ORIGIN = "origin.json"
 """File in `HF_FILES` that names the folder of a model with tensors outside of the text model."""
 

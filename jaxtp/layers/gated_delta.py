@@ -133,7 +133,6 @@ class GatedDeltaNet(Branch):
     min_rate = 0.01
     """Smallest initial value of exp(decay_log); the largest is 16."""
     step = staticmethod(delta_step)
-    norm_over_groups = False
     state_products: ClassVar[int] = 3
     """Products of a token with a state: to read it by key and by query, and to write."""
     inside: ClassVar[tuple[str, ...]] = (*CONVOLUTIONS, "decay_log", "dt_bias", "norm_scale")
@@ -240,7 +239,7 @@ class GatedDeltaNet(Branch):
         before a document.
         """
         config = self.config
-        heads_of = partial(_convolved_heads, config.delta_key_dim, config.delta_value_dim)
+        heads_of = partial(_normalised_heads, config.delta_key_dim, config.delta_value_dim)
         taps = self.load_convolution(weights, *CONVOLUTIONS)
         return recomputed(heads_of, tokens, positions, *taps)
 
@@ -421,21 +420,35 @@ def _expanded(mask: Array, x: Array) -> Array:
     return jnp.expand_dims(mask, tuple(range(2, x.ndim)))
 
 
-def _convolved_heads(
+def convolved_heads(
     key_dim: int,
     value_dim: int,
     tokens: Array,
     positions: Array,
-    *taps: Array,
+    *weights: Array,
 ) -> tuple[Array, ...]:
-    """Convolves tokens `[b, W - 1 + T, F]` with taps `[W, F_i]`; see `GatedDeltaNet.heads`."""
+    """Convolves tokens `[b, W - 1 + T, F]`; see `GatedDeltaNet.heads`.
+
+    The weights are three taps `[W, F_i]`, and perhaps as many biases `[F_i]`.
+    """
+    taps = weights[:3]
+    biases = weights[3:]
     y = convolve(tokens, jnp.concatenate(taps, axis=1), positions)
+    if biases:
+        y += jnp.concatenate(biases)
     ends = np.cumsum([x.shape[1] for x in taps[:-1]])
     q, k, v = jnp.split(jax.nn.silu(y), ends, axis=-1)
     shape = positions.shape
     q = q.reshape(*shape, -1, key_dim)
     k = k.reshape(*shape, -1, key_dim)
     v = v.reshape(*shape, -1, value_dim)
+    return q, k, v
+
+
+def _normalised_heads(
+    key_dim: int, value_dim: int, tokens: Array, positions: Array, *taps: Array
+) -> tuple[Array, ...]:
+    q, k, v = convolved_heads(key_dim, value_dim, tokens, positions, *taps)
     q = _l2_normalised(q) * key_dim**-0.5
     k = _l2_normalised(k)
     return tuple(x.astype(tokens.dtype) for x in (q, k, v))

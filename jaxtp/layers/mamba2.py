@@ -18,12 +18,13 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, axis_index, axis_size
-from jaxtp.layers.convolution import convolve, recomputed
+from jaxtp.layers.convolution import recomputed
 from jaxtp.layers.gated_delta import (
     CONVOLUTIONS,
     MAMBA_TARGETS,
     GatedDeltaConfig,
     GatedDeltaNet,
+    convolved_heads,
     initial_steps,
 )
 from jaxtp.layers.kernels.delta_rule import State, Tokens, delta_rule, delta_step
@@ -76,7 +77,6 @@ class Mamba2(GatedDeltaNet):
             scale = jnp.ones(values.size, dtype)
             norm_scale = per_feature("scale", scale, padding=((-1, values),))
         self.norm_scale = norm_scale
-        self.norm_over_groups = config.mamba_norm
 
     def _add_projections(self, d_model: int, context: LayerContext, rngs: nnx.Rngs) -> None:
         config = self.config
@@ -101,24 +101,16 @@ class Mamba2(GatedDeltaNet):
 
     def heads(self, weights: Weights, tokens: Array, positions: Array) -> tuple[Array, ...]:
         """See `GatedDeltaNet`."""
-        taps = self.load_convolution(weights, *CONVOLUTIONS)
-        biases: tuple[Array, ...] = ()
-        if self.config.mamba_conv_bias:
-            biases = self.load_convolution(weights, *_BIASES)
+        config = self.config
+        convolution = self.load_convolution(weights, *CONVOLUTIONS)
+        if config.mamba_conv_bias:
+            convolution += self.load_convolution(weights, *_BIASES)
+        heads_of = partial(convolved_heads, config.delta_key_dim, config.delta_value_dim)
 
-        def heads_of(tokens: Array, positions: Array, *taps_and_biases: Array) -> list[Array]:
-            taps = taps_and_biases[:3]
-            y = convolve(tokens, jnp.concatenate(taps, axis=1), positions)
-            if biases:
-                y += jnp.concatenate(taps_and_biases[3:])
-            keys = taps[0].shape[1]
-            parts = jnp.split(jax.nn.silu(y).astype(tokens.dtype), [keys, 2 * keys], axis=-1)
-            config = self.config
-            widths = (config.delta_key_dim, config.delta_key_dim, config.delta_value_dim)
-            split = zip(parts, widths, strict=True)
-            return [x.reshape(*positions.shape, -1, width) for x, width in split]
+        def rounded(tokens: Array, *inputs: Array) -> list[Array]:
+            return [x.astype(tokens.dtype) for x in heads_of(tokens, *inputs)]
 
-        return tuple(recomputed(heads_of, tokens, positions, *taps, *biases))
+        return tuple(recomputed(rounded, tokens, positions, *convolution))
 
     def strengths(self, weights: Weights, *numbers: Array) -> tuple[Array, Array]:
         """See `GatedDeltaNet`; the strength is the time step."""
@@ -141,7 +133,7 @@ class Mamba2(GatedDeltaNet):
             squares = jnp.sum(jnp.square(y), axis=-1, keepdims=True)  # [b, T, groups, 1]
             if shared_by == 1:
                 return squares
-            # A sum for each group, of which each device has one
+            # The device adds to the sum of one of all groups.
             is_own = jnp.arange(tp // shared_by) == axis_index(TP) // shared_by
             sums = all_reduce(jnp.where(is_own, squares, 0), TP)
             return jnp.sum(jnp.where(is_own, sums, 0), axis=-1, keepdims=True)

@@ -48,6 +48,11 @@ class BlockConfig(
     4)."""
 
     @property
+    def has_states(self) -> bool:
+        """Whether the block has a layer with states."""
+        return self.parts != "mlp" and self.delta_value_heads > 0
+
+    @property
     def has_attention(self) -> bool:
         """Whether the block has attention, of either kind."""
         return self.parts != "mlp" and not (self.delta_value_heads or self.short_conv)
@@ -127,9 +132,7 @@ def _kernels(module: str, targets: Iterable[Target]) -> Iterator[tuple[Target, s
 
 def padded_dims(block: BlockConfig, tp: int) -> Iterator[Padded]:
     """Yields the name, the size and the padded size of each dim that tp may pad."""
-    if block.parts == "mlp":
-        pass
-    elif block.delta_value_heads:
+    if block.has_states:
         if block.delta_key_heads and block.delta_value_heads % block.delta_key_heads == 0:
             key_heads, group, _ = block.delta_heads.stored(tp)
             yield "delta value heads", block.delta_value_heads, key_heads * group

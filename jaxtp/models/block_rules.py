@@ -33,7 +33,7 @@ def block_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pro
             f"model.parts=mixer has no experts: use model.num_experts=0, not {block.num_experts}, "
             "in these blocks"
         )
-    if block.parts != "mlp" and block.delta_value_heads:
+    if block.has_states:
         yield from _delta_problems(block, sizes)
     elif block.has_attention:
         yield from _attention_problems(block, sizes)

@@ -427,9 +427,8 @@ def upgrade_settings(plain: Mapping[str, Any]) -> dict[str, Any]:
     lora = {"dtype": plain["precision"].get("param", LoraConfig.dtype), **plain["lora"]}
     if "from" in lora:
         lora["from_peft"] = lora.pop("from")
-    if "kv_rank" not in plain and tuple(lora.get("targets", ())) == LLAMA_TARGETS:
-        lora["targets"] = [*TARGETS]
-    if tuple(lora.get("targets", ())) == OLD_TARGETS:
+    old_targets = (OLD_TARGETS,) if "kv_rank" in plain else (OLD_TARGETS, LLAMA_TARGETS)
+    if tuple(lora.get("targets", ())) in old_targets:
         lora["targets"] = [*TARGETS]
     precision = {**plain["precision"]}
     # Another pattern than this one left layers out, so such a model is refused.

@@ -93,8 +93,8 @@ class RunConfig(Settings):
     """Seed of the initial weights and of the order of the data."""
 
     resume_at: Annotated[Count | None, NOTHING] = None
-    """Step of an older checkpoint in run.dir, from a copy of which the run continues in a new
-    folder: run.dir with -at-STEP."""
+    """Step of an older checkpoint in run.dir. The run continues from a copy of it in a new folder,
+    whose name is that of run.dir with -at-STEP."""
 
     init_from: UserPath | None = None
     """Folder of another run of the same model, whose newest weights the new run starts from."""

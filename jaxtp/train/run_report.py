@@ -253,10 +253,7 @@ def describe_kernels(
 
 def describe_delta(model: ModelConfig, platform: str) -> Iterator[str]:
     """Yields the implementations that compute the states of each kind of layer."""
-    blocks = []
-    for block in model.block_kinds():
-        if block.delta_value_heads and block.parts != "mlp":
-            blocks.append(block)
+    blocks = [block for block in model.block_kinds() if block.has_states]
     if any(block.delta_kind == "mamba2" for block in blocks):
         yield "xla states of Mamba-2"
     blocks = [block for block in blocks if block.delta_kind == "gated_delta"]
@@ -342,7 +339,7 @@ def describe_context(model: ModelConfig, share: LocalShape) -> str | None:
     layers = []
     if methods:
         layers.append(f"attention by {' and '.join(methods)}")
-    if any(block.delta_value_heads and block.parts != "mlp" for block in model.block_kinds()):
+    if any(block.has_states for block in model.block_kinds()):
         layers.append("layers with states by their chunks' maps of states")
     if any(block.short_conv for block in model.block_kinds()):
         layers.append("short convolutions by the tokens before each chunk")

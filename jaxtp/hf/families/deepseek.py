@@ -32,6 +32,7 @@ from jaxtp.hf.families.family import (
     separate_experts,
     sizes,
     with_defaults,
+    with_names,
 )
 
 
@@ -211,9 +212,8 @@ _KIMI_EXPERTS = tuple(
     for attribute in grouped_experts(256, 8, normalize=True, name="num_experts")
 )
 # transformers writes dense MLPs with these names too.
-_KIMI_MLP = tuple(
-    replace(tensor, name=tensor.name.replace("mlp", "block_sparse_moe"))
-    for tensor in (*GATE_UP, *DOWN, ROUTER, SELECTION_BIAS, *SHARED_EXPERTS)
+_KIMI_MLP = with_names(
+    (*GATE_UP, *DOWN, ROUTER, SELECTION_BIAS, *SHARED_EXPERTS), "mlp", "block_sparse_moe"
 )
 _KIMI_REQUIRED = {
     "mla_use_nope": True,

@@ -222,6 +222,11 @@ def replace_all(tensors: Collection[Tensor], **changes: Any) -> Tensors:
     return tuple(replace(tensor, **changes) for tensor in tensors)
 
 
+def with_names(tensors: Iterable[Tensor], before: str, after: str) -> Tensors:
+    """Returns the tensors, with `after` in place of `before` in their names."""
+    return tuple(replace(tensor, name=tensor.name.replace(before, after)) for tensor in tensors)
+
+
 def with_biases(*tensors: Tensor) -> Tensors:
     """Returns the tensors of norms' scales and of kernels, and their biases."""
     biases = (

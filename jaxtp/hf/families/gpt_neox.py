@@ -18,6 +18,7 @@ from jaxtp.hf.families.family import (
     replace_all,
     tensors,
     with_biases,
+    with_names,
     without,
 )
 from jaxtp.hf.families.gpt2 import GPT2, TRANSPOSED
@@ -96,10 +97,10 @@ GPT_NEO = replace(
     model_type="gpt_neo",
     architecture="GPTNeoForCausalLM",
     tensors=(
-        *(
-            replace(tensor, name=tensor.name.replace("attn.c_proj", "attn.attention.out_proj"))
-            for tensor in TRANSPOSED
-            if ".c_attn." not in tensor.name
+        *with_names(
+            [tensor for tensor in TRANSPOSED if ".c_attn." not in tensor.name],
+            "attn.c_proj",
+            "attn.attention.out_proj",
         ),
         *block_tensors(
             {

@@ -23,6 +23,7 @@ from jaxtp.hf.families.family import (
     first_dense,
     numbers_of_experts,
     sizes,
+    with_names,
 )
 
 HUNYUAN = Family(
@@ -77,10 +78,7 @@ HY_V3 = Family(
         replace(ROUTER, name="model.layers.{layer}.mlp.router.gate.weight", float32=None),
         *EXPERTS[1:],
         replace(SELECTION_BIAS, name="model.layers.{layer}.mlp.expert_bias"),
-        *(
-            replace(tensor, name=tensor.name.replace("shared_experts", "shared_mlp"))
-            for tensor in SHARED_EXPERTS
-        ),
+        *with_names(SHARED_EXPERTS, "shared_experts", "shared_mlp"),
     ),
     attributes=(
         *sizes(1e-5, kv_heads=8),

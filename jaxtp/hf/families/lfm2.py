@@ -24,6 +24,7 @@ from jaxtp.hf.families.family import (
     replace_all,
     separate_experts,
     sizes,
+    with_names,
     without,
 )
 
@@ -98,10 +99,7 @@ LFM2_MOE = replace(
         *LFM2.tensors,
         replace(ROUTER, name="model.layers.{layer}.feed_forward.gate.weight"),
         *separate_experts("feed_forward", gate="w1", up="w3", down="w2"),
-        *(
-            replace(tensor, name=tensor.name.replace("mlp", "feed_forward"))
-            for tensor in STACKED_EXPERTS
-        ),
+        *with_names(STACKED_EXPERTS, "mlp", "feed_forward"),
         replace(SELECTION_BIAS, name="model.layers.{layer}.feed_forward.expert_bias"),
     ),
     attributes=(

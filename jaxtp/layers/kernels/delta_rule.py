@@ -227,7 +227,7 @@ class _Chunks:
         decay = _by_head(self.from_state[..., -1])
         states, final = chunk_sums(changes, decay, initial)
         if begin is not None:
-            # `states` and `final` are those of the zero state.
+            # `states` and `final` started from zero; the initial state decays over all chunks.
             decays = jnp.cumprod(decay, axis=2)
             diagonal = jnp.broadcast_to(decays[..., -1:, None], (*initial.shape[:3], 1))
             state = vary_like(begin(diagonal, final).astype(initial.dtype), initial)

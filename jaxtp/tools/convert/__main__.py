@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.checkpoint.storage import CONFIG
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
@@ -219,7 +220,7 @@ def import_run(command: Import) -> str:
         )
         _save(partial, run, model, mesh, {"from": str(source.path), "dtype": dtype_of(source)})
         copy_hf_files(source.path, partial)
-        (partial / run_folder.CONFIG).write_text(to_yaml(run), encoding="utf-8")
+        (partial / CONFIG).write_text(to_yaml(run), encoding="utf-8")
     return (
         f"{source.path} ({source.attributes['model_type']}) is in {target}, parameters in "
         f"{config.precision.param}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.checkpoint.io_errors import CheckpointError, files_below
-from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint, read_info
+from jaxtp.checkpoint.storage import CONFIG, finished_checkpoints, open_checkpoint, read_info
 from jaxtp.config.console import size_text
 from jaxtp.config.python_object import ALLOW_CODE, named_code
 from jaxtp.config.reading import MAX_JSON, read_bytes
@@ -19,7 +19,6 @@ from jaxtp.generate.samples import SAMPLES
 from jaxtp.mesh import AXES, TP, Sizes, describe_mesh, mesh_shape
 from jaxtp.tools.report.curves import EVALUATED, read_records
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.run_folder import CONFIG
 
 _NOT_READ = "not read; --verify compares them with their checksums"
 _LOST = "lost_to_"  # Prefix of metrics, as in `train.metrics.Timing`
