@@ -911,9 +911,14 @@ def _stacked_weights(
     config = layer.config
     # The split of the layer's arrays is another mesh's.
     stacked = StackedDims.of(layer.d_model, config, work.tp, work.shards)
+    chosen = config.experts_per_token / config.num_experts
 
     def weight(
-        variable: Variable, dims: str, precision: Precision = layer.precision, **facts: Any
+        variable: Variable,
+        dims: str,
+        precision: Precision = layer.precision,
+        active: float = chosen,
+        **facts: Any,
     ) -> Weight:
         return weight_of(
             variable,
@@ -922,7 +927,7 @@ def _stacked_weights(
             spec=stacked.spec(dims),
             split=stacked.sizes["F" if "F" in dims else "E"],
             gathered=gathered,
-            active=config.experts_per_token / config.num_experts,
+            active=active,
             **facts,
         )
 
@@ -933,7 +938,9 @@ def _stacked_weights(
             yield weight(kernel.bits, dims, **packed(kernel))
             scale_dims = dims if kernel.scale.shape[-2] > 1 else without_inputs
             in_full = in_float32(layer.precision)
-            yield weight(kernel.scale, scale_dims, in_full, packed=scale_bytes(kernel))
+            # Scales are not parameters: a token leaves none unused.
+            stored = scale_bytes(kernel)
+            yield weight(kernel.scale, scale_dims, in_full, active=1.0, packed=stored)
         else:
             yield weight(kernel, dims)
         if config.experts_bias:

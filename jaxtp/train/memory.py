@@ -22,7 +22,7 @@ from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, Sizes, batch_parts, parts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import TrainState, decoder_maker
+from jaxtp.train.state import TrainState, decoder_maker, parameter_counts
 
 MODEL = "model."
 BLOCKS = "model.blocks."
@@ -43,6 +43,8 @@ class StoredArray:
     # Whether it has a gradient
     trained: bool
     padding: Padding
+    # Parameters of the model in it, without padding and scales
+    parameters: int
 
     @property
     def in_model(self) -> bool:
@@ -98,6 +100,7 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
     state = nnx.state(
         nnx.eval_shape(lambda: TrainState(decoder_maker(config.model), optimizer, seed=0))
     )
+    counts = parameter_counts(state["model"])
     return tuple(
         StoredArray(
             name,
@@ -106,6 +109,7 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
             split_dims(variable),
             trained=name.startswith(MODEL) and isinstance(variable, nnx.Param),
             padding=padding_of(variable),
+            parameters=counts.get(name.removeprefix(MODEL), 0),
         )
         for name, variable in named_variables(state).items()
     )

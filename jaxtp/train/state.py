@@ -250,16 +250,20 @@ def trained_parameters(blueprint: Blueprint) -> dict[str, Variable]:
 
 def parameter_count(blueprint: Blueprint) -> int:
     """Returns the number of parameters, without padding and scales."""
-    model = blueprint.abstract["model"]
+    return sum(parameter_counts(blueprint.abstract["model"]).values())
+
+
+def parameter_counts(model: nnx.State) -> dict[str, int]:
+    """Returns the number of parameters in each variable, without padding and scales."""
     forms = stored_kernels(model)
-    size = 0
+    counts = {}
     for path, variable in named_variables(model).items():
         kernel, _, field = path.rpartition(".")
         form = forms.get(kernel)
         if form is None or field != "scale":
             # A byte of MXFP4 has two.
-            size += math.prod(logical_shape(variable)) * (2 if form is MXFP4 else 1)
-    return size
+            counts[path] = math.prod(logical_shape(variable)) * (2 if form is MXFP4 else 1)
+    return counts
 
 
 def total_bytes(blueprint: Blueprint) -> int:

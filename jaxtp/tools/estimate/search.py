@@ -43,7 +43,6 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.loss import Objective
 from jaxtp.train.memory import (
-    MODEL,
     Memory,
     StoredArray,
     costs_of_step,
@@ -139,7 +138,7 @@ class Model:
 def describe_model(config: TrainConfig) -> Model:
     """Traces a run's state once, for all meshes, and a user's loss."""
     arrays = stored_arrays(config)
-    parameters = sum(math.prod(array.shape) for array in arrays if array.name.startswith(MODEL))
+    parameters = sum(array.parameters for array in arrays)
     flops = flops_per_token(config.model, parameters, config.data.sequence_length)
     _, parts = load_parts(config)
     if parts.loss.has_formulas:

@@ -112,6 +112,13 @@ def test_no_setting_takes_less_memory_than_the_leanest():
         assert min(lean) == min(one.memory.total for one in result.all if one.sizes == best.sizes)
 
 
+def test_a_base_in_fewer_bits_has_as_many_parameters():
+    stored = {"model.lora.rank": 2, "model.lora.base": "mxfp4"}
+    adapted = replace_nested(MIXTURE, {"model.lora.rank": 2})
+    found = [facts(config) for config in (adapted, replace_nested(MIXTURE, stored))]
+    assert len({(each.parameters, each.flops_per_token) for each in found}) == 1
+
+
 @pytest.mark.wide
 def test_settings_that_fit_come_first_and_the_fastest_of_them():
     sizes = sorted(setting.memory.total for setting in of_eight().all)
