@@ -270,7 +270,8 @@ def test_a_scored_step_takes_the_memory_of_fine_tuning():
     tokens = {name: batch[name] for name in ("inputs", "labels", "segments")}
     plain = temporaries(config, Task(), tokens)
     paired = temporaries(config, Task(loss=loss), batch)
-    assert paired - plain < 12 * 4 * 4 * 512, "floats of a token"
+    # Of these, 5 are what the cross-entropy in one pass saves. Logits would be 64.
+    assert paired - plain < 16 * 4 * 4 * 512, "floats of a token"
 
 
 def test_a_run_ends_with_commands_that_take_its_data():
