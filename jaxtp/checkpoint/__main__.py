@@ -1,10 +1,5 @@
 """`jaxtp checkpoint`: inspects, verifies and compares checkpoints, and finds documents of steps."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp checkpoint")
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

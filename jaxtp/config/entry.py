@@ -2,9 +2,9 @@
 
 Mistakes, Ctrl-C, closed pipes and full disks print one line instead of a traceback.
 
-A command's `__main__.py` begins with `start(PROGRAM)`, before its other imports. It defines
-`main(argv)`, which calls `attempt`, and ends with `run(PROGRAM, main)`. Both calls are under
-`if __name__ == "__main__"`.
+A command's `__main__.py` defines `main(argv)`, which calls `attempt`, and ends with
+`run(PROGRAM, main)` under `if __name__ == "__main__"`. `jaxtp` and `jaxtp.train`, the two that are
+started as programs, begin with `start`, before their other imports.
 """
 
 import contextlib

@@ -3,11 +3,6 @@
 Generated text goes to standard output, everything else to standard error.
 """
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp generate")
-
 import json
 import signal
 import sys

@@ -210,7 +210,7 @@ def test_a_terminal_does_not_obey_generated_texts(run, monkeypatch):
 def test_a_closed_pipe_ends_the_command_in_silence(run, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(f"line {index}" for index in range(50)))
     flags = ["--model", run, "--prompt-file", tmp_path / "p.txt", "--json=-", "--max-tokens=50"]
-    command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
+    command = [sys.executable, "-m", "jaxtp", "generate", *map(str, flags)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert json.loads(process.stdout.readline())["index"] == 0
         process.stdout.close()
@@ -226,7 +226,7 @@ def test_a_chat_in_a_terminal(run, tmp_path):
     """
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     flags = ["--model", run, "--chat", "--template", tmp_path / "t.jinja", "--max-tokens=100000"]
-    command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
+    command = [sys.executable, "-m", "jaxtp", "generate", *map(str, flags)]
     terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *command]
     with subprocess.Popen(
         terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0

@@ -1,10 +1,5 @@
 """`jaxtp prepare`."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp prepare")
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

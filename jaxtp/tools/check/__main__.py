@@ -1,10 +1,5 @@
 """`jaxtp check`."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp check")
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial

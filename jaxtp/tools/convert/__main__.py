@@ -1,10 +1,5 @@
 """`jaxtp convert`: imports and exports models in Hugging Face format."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp convert")
-
 import shutil
 import sys
 import textwrap

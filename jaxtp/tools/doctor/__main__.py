@@ -1,10 +1,5 @@
 """The command `jaxtp doctor`."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp doctor")
-
 import os
 import platform
 import socket

@@ -1,10 +1,5 @@
 """`jaxtp estimate`."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp estimate")
-
 import math
 import sys
 from collections.abc import Sequence, Set

@@ -1,10 +1,5 @@
 """`jaxtp evaluate`: measures models on documents, and reports a table or JSON."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp evaluate")
-
 import datetime
 import json
 import time

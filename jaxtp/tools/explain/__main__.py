@@ -1,10 +1,5 @@
 """The command `jaxtp explain`."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp explain")
-
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass

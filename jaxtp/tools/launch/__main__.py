@@ -1,10 +1,5 @@
 """The command `jaxtp launch`."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp launch")
-
 import re
 import sys
 from collections.abc import Sequence

@@ -1,10 +1,5 @@
 """`jaxtp report`."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp report")
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

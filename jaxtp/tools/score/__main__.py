@@ -1,10 +1,5 @@
 """`jaxtp score`: opens a model and a dataset, and writes scores (`scoring.py`)."""
 
-if __name__ == "__main__":
-    from jaxtp.config.entry import start
-
-    start("jaxtp score")
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
