@@ -11,7 +11,6 @@ import json
 import math
 import os
 import pickle
-import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -47,10 +46,8 @@ END_TOKENS = (
 """Well-known names of the end token."""
 
 _MAX_FILE = 2**28  # Maximum bytes of a file; the largest files have some 50 million
-PIECE = 2**20  # Number of characters after which a long text is cut, so that it uses all cores
 # Characters that are encoded at a time, during which the library takes about 100 bytes per token
 GROUP = 2**24
-_CUT = re.compile(r"(?<=\S)\n")
 _MAX_GROWTH = 64  # Maximum number of characters that a normalizer or decoder may make of one
 FIXED_MEMORY = 2**30
 FIXED_SECONDS = 60.0
@@ -140,9 +137,6 @@ class HuggingFaceTokenizer(ChatMixin):
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
         file = self.file()
         self._added = self._tokenizer.get_added_tokens_decoder()
-        self._cuts_at_lines = _splits_like_gpt2(file) and not any(
-            token.lstrip or "\n" in token.content for token in self._added.values()
-        )
         self._is_byte_level = (file["decoder"] or {}).get("type") == "ByteLevel"
         self.info = replace(self.info, prefix=self._prefix())
 
@@ -160,14 +154,7 @@ class HuggingFaceTokenizer(ChatMixin):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes without end tokens; raises `TokenizerError`."""
-        pieces = [list(self.pieces(text)) for text in texts]
-        groups = _groups(itertools.chain.from_iterable(pieces))
-        encoded = itertools.chain.from_iterable(map(self._encode, groups))
-        ids = []
-        for pieces_of_text in pieces:
-            parts = list(itertools.islice(encoded, len(pieces_of_text)))
-            ids.append(np.concatenate(parts, dtype=self.info.dtype, casting="unsafe"))
-        return ids
+        return list(itertools.chain.from_iterable(map(self._encode, _groups(texts))))
 
     def decode(self, ids: Tokens, *, with_end: bool = False) -> bytes:
         """Returns UTF-8 text, with all special tokens; with the end token if `with_end`.
@@ -218,18 +205,6 @@ class HuggingFaceTokenizer(ChatMixin):
                 bytes_of[token] = bytes(map(byte_of.__getitem__, text))
         return bytes_of
 
-    def pieces(self, text: str) -> Iterator[str]:
-        """Cuts before a line break after a visible character, where GPT-2's pattern always
-        splits."""
-        start = 0
-        while self._cuts_at_lines and len(text) - start > PIECE:
-            cut = _CUT.search(text, start + PIECE)
-            if cut is None:
-                break
-            yield text[start : cut.start()]
-            start = cut.start()
-        yield text[start:]
-
 
 class IsolatedTokenizer(HuggingFaceTokenizer):
     """A tokenizer that encodes in a worker.
@@ -250,7 +225,7 @@ class IsolatedTokenizer(HuggingFaceTokenizer):
             add_special_tokens=add_special_tokens,
             encode_special_tokens=not self._special_tokens,
         )
-        return [ids for ids, _ in encoded]
+        return [ids.astype(self.info.dtype) for ids, _ in encoded]
 
 
 Tokenizer = ByteTokenizer | HuggingFaceTokenizer
@@ -414,23 +389,13 @@ def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int | N
     return None
 
 
-def _splits_like_gpt2(file: dict[str, Any]) -> bool:
-    splitter = file["pre_tokenizer"] or {}
-    return (
-        file["normalizer"] is None
-        and splitter.get("type") == "ByteLevel"
-        and splitter.get("use_regex", True) is True
-        and splitter.get("add_prefix_space") is False
-    )
-
-
-def _groups(pieces: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the pieces in lists of about `GROUP` characters."""
+def _groups(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yields the texts in lists of about `GROUP` characters."""
     group = []
     size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece)
+    for text in texts:
+        group.append(text)
+        size += len(text)
         if size >= GROUP:
             yield group
             group = []

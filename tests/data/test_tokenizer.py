@@ -13,7 +13,6 @@ from numpy.testing import assert_array_equal
 from tokenizers import (
     Tokenizer,
     models,
-    normalizers,
     pre_tokenizers,
     processors,
 )
@@ -57,30 +56,11 @@ def ours(library, **settings):
     return HuggingFaceTokenizer(library.to_str().encode(), "x", **settings)
 
 
-@pytest.fixture
-def _small_pieces():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "PIECE", 3)
-        patch.setattr(module, "GROUP", 10)
-        yield
-
-
-@pytest.mark.usefixtures("_small_pieces")
-@hypothesis.given(st.text(st.sampled_from(" \n\r\tab.'3é\x0b\u2028\x85")))
-def test_cutting_a_long_text_changes_no_token(text):
-    whole = LIBRARY.encode(text, add_special_tokens=False).ids
-    assert TRAINED.encode_batch([text, text])[1].tolist() == whole
-
-
-@pytest.mark.usefixtures("_small_pieces")
-def test_a_long_text_is_cut_only_where_that_changes_nothing():
-    assert len(list(TRAINED.pieces("abcd\nefgh\nijkl"))) == 3
-    strips = byte_level()
-    strips.normalizer = normalizers.Strip()
-    has_lines = byte_level()
-    has_lines.add_tokens(["\n\n"])
-    for library in (strips, has_lines):
-        assert len(list(ours(library).pieces("abcd\nefgh\n"))) == 1
+def test_texts_that_are_encoded_in_groups_keep_their_order(monkeypatch):
+    batch = texts(20)
+    alone = [TRAINED.encode_batch([text])[0].tolist() for text in batch]
+    monkeypatch.setattr(module, "GROUP", 10)
+    assert [ids.tolist() for ids in TRAINED.encode_batch(batch)] == alone
 
 
 def test_the_settings_of_the_file_change_no_tokens():
