@@ -144,7 +144,6 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "mesh.dp",
         "python scripts/bench.py measures each axis of a mesh; {} is the axis between hosts",
     ),
-    ("verbose", "run.dir", "jaxtp explain, with the same flags, shows the split of each parameter"),
     # Of two rows for one name, that whose setting the command has is shown.
     ("plot", "tier", "python scripts/plot_estimate.py FILE draws what --json FILE has"),
     ("plot", "run.dir", "jaxtp report RUN draws the curves of the run in {}"),
@@ -159,12 +158,6 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "stride",
         "there are no groups: give one command for each source, or for each file of texts of one "
         "length, and compare their --json files (jaxtp/guides/evaluate_and_generate.md)",
-    ),
-    ("json", "top_k", "scores.json, in the folder of the scores, has all that a file here had"),
-    (
-        "verify",
-        "out",
-        "the command that wrote the scores compares the checksums when it runs again",
     ),
     (
         "train_bpe bpe_sample",
@@ -199,12 +192,6 @@ INSTEAD: tuple[tuple[str, str, str], ...] = (
         "repetition_penalty presence_penalty frequency_penalty",
         "temperature",
         "tokens that are in the text are not made less likely; {} avoids repetitions",
-    ),
-    (
-        "speculate",
-        "batch_size",
-        "no tokens are proposed: texts came 1.3 times as fast at best and 0.3 times at worst; {} "
-        "continues more texts in each step",
     ),
 )
 """Names of other programs, and of settings that jaxtp had, for which it has another concept: its

@@ -38,34 +38,12 @@ TENSORBOARD = "tensorboard"
 _TRACKER_IDS = "trackers.json"
 _FLUSH_SECONDS = 30.0  # Between flushes of TensorBoard's file, which wait for the disk
 
-_RESERVED = {
-    "step",
-    "loss",
-    "eval_loss",
-    "eval_perplexity",
-    "learning_rate",
-    "grad_norm",
-    "param_norm",
-    "skipped",
-    "loss_tokens",
-    "loss_weight",
-    "tokens",
-    "rows",
-    "data_wait_seconds",
-    "goodput",
-    "mfu",
-    "memory_bytes",
-    "memory_peak_bytes",
-}
-_RESERVED_GROUPS = (
-    "grad_norm/",
-    "param_norm/",
-    "lost_to_",
-    "step_seconds",
-    "tokens_per_second",
-    "rows_per_second",
+OWN = re.compile(
+    r"step|(eval_)?loss|eval_perplexity|learning_rate|(grad|param)_norm(/.*)?|skipped|loss_tokens"
+    r"|loss_weight|tokens|rows|(tokens|rows)_per_second.*|step_seconds.*|data_wait_seconds"
+    r"|slowest_device|goodput|mfu|lost_to_.*|memory_bytes|memory_peak_bytes"
 )
-"""Prefixes of names."""
+"""Names of the metrics that a run logs itself, and that no user's metric may have."""
 
 
 class Timing:
@@ -415,7 +393,7 @@ def check_names(metrics: Iterable[object], who: str) -> None:
     for name in metrics:
         if not isinstance(name, str):
             raise ConfigError(f"{who} a metric named {name!r}; a name must be a string")
-        if name in _RESERVED or name.startswith(_RESERVED_GROUPS):
+        if OWN.fullmatch(name):
             raise ConfigError(
                 f"{who} a metric named {name!r}, which a run logs itself; give it another name"
             )

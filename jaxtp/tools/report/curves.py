@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxtp.config.files import require_writable, writing
 from jaxtp.config.schema import ConfigError
-from jaxtp.train.metrics import read_metrics
+from jaxtp.train.metrics import OWN, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,11 +43,8 @@ _TITLES = {
     "mfu": ("model FLOPs utilization", "share of the peak"),
 }
 """Title and unit of a panel."""
-_OF_RUN = re.compile(
-    r"step|(mean_)?loss|perplexity|learning_rate|(grad|param)_norm(/.*)?|(tokens|rows)(_per_second.*)?|mfu|goodput"
-    r"|step_seconds.*|data_wait_seconds|lost_to_.*|memory_.*|slowest_device|balance_loss|router_z_loss|experts/.*"
-)
-"""Names of the metrics that a run logs itself."""
+_OF_RUN = re.compile(rf"{OWN.pattern}|mean_loss|perplexity|balance_loss|router_z_loss|experts/.*")
+"""Names of the metrics that a run or a loss of jaxtp logs."""
 _STYLE = Path(__file__).with_name("style.mplstyle")
 _INK = "#010203"  # stands for the text colour of the page, light or dark
 _INK_SETTINGS = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
