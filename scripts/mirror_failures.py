@@ -297,7 +297,7 @@ def trial(folder, proxy, start, kills, chance):
     """Kills a run as often, and lets it end; returns the folder of the last start."""
     instants = []
     for kill in range(kills + 1):
-        fault = list(FAULTS)[kill // 2 % len(FAULTS)]
+        fault = list(FAULTS)[kill // 4 % len(FAULTS)]
         proxy.fault = Uploads(FAULTS[fault])
         count = 1 + kill % 2
         is_last = kill == kills
@@ -307,6 +307,9 @@ def trial(folder, proxy, start, kills, chance):
             assert started.end() == [0] * count, started.output
         else:
             started.wait_for_saves(2)
+            # Or the run would make no progress where uploads are slow.
+            while kill % 4 < 2 and started.runs() and not started.lines("uploaded step"):
+                time.sleep(0.1)
             time.sleep(chance.uniform(0, 2))
             assert started.runs(), started.output
             unfinished = list((started.folder / "checkpoints").glob("*orbax-checkpoint-tmp*"))
