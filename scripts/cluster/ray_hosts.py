@@ -18,6 +18,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 HOPELESS = (2, 3)
+LOST = 75
 MAX_STARTS = 6
 
 
@@ -51,11 +52,14 @@ def train(arguments, count, resources, strategy):
     endings = []
     for index, host in enumerate(hosts):
         endings.append(host.train.remote(arguments, JAX_PROCESS_ID=str(index), **meeting))
-    try:
-        codes = ray.get(endings)
-    except ray.exceptions.RayActorError as error:
-        print(f"a host is lost: {error}", file=sys.stderr)
-        codes = [75]
+    codes = []
+    # After a failure the others end by themselves.
+    for ending in endings:
+        try:
+            codes.append(ray.get(ending))
+        except ray.exceptions.RayActorError as error:
+            print(f"a host is lost: {error}", file=sys.stderr)
+            codes.append(LOST)
     remove_placement_group(group)
     return min(filter(None, codes), default=0)
 
