@@ -1,12 +1,17 @@
 """Kills runs with a mirror at random instants, over a faulty network, and resumes them elsewhere.
 
     pip install 'jaxtp[s3]' 'moto[server]'
-    python scripts/mirror_failures.py [--kills 20]
+    python scripts/mirror_failures.py [--kills 20] | tee scripts/results/mirror_failures.txt
 
-Each round trains in a new empty folder, as on a new host, with `run.mirror` at moto's S3 on
-loopback behind a proxy that answers 500 to one request of three, cuts bodies, or stops for ten
-seconds; it is killed with SIGKILL. The last round runs to the end. Its metrics must equal those of
-a run without a mirror, kills and faults, bit for bit.
+The mirror is at moto's S3 on loopback, behind a proxy that answers 500 to one request of three,
+cuts bodies, or closes all connections for ten seconds. Each round trains in a new empty folder, as
+on new hosts, in turn with one process and with two that share the same four devices, until SIGKILL
+ends all of them around a save. The last round runs to the end. Its losses must equal those of a run
+without a mirror, kills and faults to 1e-4 (two processes add in another order), and each step must
+have the same tokens.
+
+Then a server goes away for good in the middle of a run, a second run is started at the URL of the
+first, and a bucket has no rights.
 """
 
 import argparse
@@ -17,7 +22,6 @@ import itertools
 import os
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +29,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -45,13 +50,25 @@ SIGNATURE = (
 )
 HOP = {"transfer-encoding", "content-length", "connection", "date", "server", "host", "expect"}
 QUICK = """
-import sys
+import os, time
+from jax._src import cache_key
 from jaxtp.checkpoint import mirror
+cache_key._hash_accelerator_config = lambda *_: None
 mirror.SILENT_SECONDS = 4.0
 mirror.BEAT_SECONDS = 0.5
-from jaxtp.train.__main__ import main
-sys.exit(main(sys.argv[1:]))
+mirror.END_SECONDS = 60.0
+if "PACE" in os.environ:
+    check = mirror.Mirror.check
+    def slow_check(self):
+        time.sleep(float(os.environ["PACE"]))
+        check(self)
+    mirror.Mirror.check = slow_check
+from jaxtp.config import entry
+from jaxtp.train.__main__ import PROGRAM, main
+entry.run(PROGRAM, main)
 """
+"""A run whose mirror waits for less time, and whose second process can read what the first compiled
+although it has other CPUs. PACE: seconds by which each step is longer."""
 
 
 def free_port():
@@ -93,7 +110,7 @@ class FaultyProxy(http.server.ThreadingHTTPServer):
     """Forwards requests to a server on loopback.
 
     `fault(method, path, number)` returns None, a status with which the request ends, "cut" for half
-    of the body, "hang", or "ignore" for a store without conditional writes.
+    of the body, "hang", "close" for no answer, or "ignore" for a store without conditional writes.
     """
 
     daemon_threads = True
@@ -125,6 +142,9 @@ class Forward(http.server.BaseHTTPRequestHandler):
         fault = self.server.fault(self.command, self.path, next(self.server.numbers))
         if fault == "hang":
             time.sleep(3600)
+        if fault == "close":
+            self.close_connection = True
+            return
         if isinstance(fault, int):
             self.answer(fault, {}, b"<Error><Code>Injected</Code></Error>")
             return
@@ -174,48 +194,218 @@ def bodies_are_cut(method, path, number):
     return "cut" if method == "GET" and number % 5 == 0 else None
 
 
-def stops_for_ten_seconds():
-    """Answers 503 in ten seconds of every thirty."""
-    return lambda method, path, number: 503 if time.monotonic() % 30 < 10 else None
+def stopped_for_ten_seconds(method, path, number):
+    """The server is away for ten seconds of every thirty."""
+    return "close" if time.monotonic() % 30 < 10 else None
+
+
+def gone(method, path, number):
+    return "close"
+
+
+def without_rights(method, path, number):
+    return 403 if method == "PUT" else None
 
 
 FAULTS = {
-    "none": no_fault,
+    "no fault": no_fault,
     "500 for one in three": one_in_three_is_500,
     "cut bodies": bodies_are_cut,
-    "stopped for ten seconds": stops_for_ten_seconds(),
+    "stopped for ten seconds": stopped_for_ten_seconds,
 }
 
 
-def start(folder, text, steps, environment, *flags):
-    settings = SMALL | {"run.dir": folder, "data.path": text, "train.steps": steps}
-    settings |= {"mesh": "fsdp=2,tp=2", "model.num-layers": 1, "eval.every": 1000}
-    words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-    return subprocess.Popen(
-        [sys.executable, "-c", QUICK, *words, *flags],
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+class Uploads:
+    """A fault that also notes whether an upload is unfinished."""
+
+    def __init__(self, fault):
+        self.fault = fault
+        self.is_unfinished = False
+
+    def __call__(self, method, path, number):
+        if method == "PUT" and "/beats/" not in path:
+            self.is_unfinished = "/checkpoints/" in path or "/files/" in path
+        return self.fault(method, path, number)
+
+
+class Start:
+    """One or two processes that train on four devices in a folder."""
+
+    def __init__(self, folder, text, steps, environment, *flags, count=1):
+        settings = SMALL | {"run.dir": folder, "data.path": text, "train.steps": steps}
+        settings |= {"mesh": "fsdp=2,tp=2", "model.num-layers": 1, "eval.every": 10_000}
+        # A run without a mirror is not killed.
+        settings |= {} if flags else {"checkpoint.every": 10_000}
+        words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
+        self.folder = folder
+        self.count = count
+        place = {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
+            "JAX_NUM_PROCESSES": str(count),
+            "JAX_NUM_CPU_DEVICES": str(4 // count),
+        }
+        self.processes = []
+        self.logs = [folder.with_name(f"{folder.name}-{index}.log") for index in range(count)]
+        for index, path in enumerate(self.logs):
+            own = place | {"JAX_PROCESS_ID": str(index)} if count > 1 else {}
+            with path.open("a") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", QUICK, *words, *flags],
+                        env=os.environ | environment | own,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    @property
+    def output(self):
+        return self.logs[0].read_text()
+
+    def runs(self):
+        return all(process.poll() is None for process in self.processes)
+
+    def wait_for_saves(self, count):
+        """Waits until the run has so many checkpoints, with the one that it fetched."""
+        checkpoints = self.folder / "checkpoints"
+        while sum(path.name.isdecimal() for path in checkpoints.glob("*")) < count:
+            assert self.runs(), self.output
+            time.sleep(0.02)
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+        self.end()
+
+    def end(self):
+        """Waits for the end; returns the exit codes."""
+        return [process.wait(timeout=600) for process in self.processes]
+
+    def lines(self, *words):
+        return [
+            line.strip()[:160]
+            for line in self.output.splitlines()
+            if any(word in line for word in words)
+        ]
+
+
+def say(*lines):
+    print(*lines, sep="\n    ", flush=True)
+
+
+def trial(folder, proxy, start, kills, chance):
+    """Kills a run as often, and lets it end; returns the folder of the last start."""
+    instants = []
+    for kill in range(kills + 1):
+        fault = list(FAULTS)[kill // 4 % len(FAULTS)]
+        proxy.fault = Uploads(FAULTS[fault])
+        count = 1 + kill % 2
+        is_last = kill == kills
+        started = start(folder / f"host{kill}", pace=0 if is_last else 0.1, count=count)
+        instant = ""
+        if is_last:
+            assert started.end() == [0] * count, started.output
+        else:
+            started.wait_for_saves(2)
+            # Or the run would make no progress where uploads are slow.
+            while kill % 4 < 2 and started.runs() and not started.lines("uploaded step"):
+                time.sleep(0.1)
+            time.sleep(chance.uniform(0, 2))
+            assert started.runs(), started.output
+            unfinished = list((started.folder / "checkpoints").glob("*orbax-checkpoint-tmp*"))
+            instant += ", in a save" if unfinished else ""
+            instant += ", in an upload" if proxy.fault.is_unfinished else ""
+            instants.append(instant)
+            started.kill()
+        resumed = started.lines("resumed from", "making the initial")
+        say(
+            f"start {kill} with {count} process{'es'[: 2 * count - 2]}, {fault}: {resumed[0]}; "
+            f"{'ended' if is_last else 'killed'} after step {max(read(started.folder))}{instant}; "
+            f"{len(started.lines('uploaded step'))} uploads",
+            *started.lines("training continues", "succeed again", "damaged", "was alive"),
+        )
+        if not is_last:
+            shutil.rmtree(started.folder)
+    in_saves = sum("save" in instant for instant in instants)
+    in_uploads = sum("upload" in instant for instant in instants)
+    say(f"{kills} kills: {in_saves} in a save, {in_uploads} in an upload")
+    return started.folder
+
+
+def compare(whole, found):
+    """Compares the metrics of two runs."""
+    expected = read(whole)
+    found = read(found)
+    assert found.keys() == expected.keys()
+    tokens = [step for step in expected if expected[step]["tokens"] != found[step]["tokens"]]
+    worst = {
+        name: max(abs(found[step][name] / expected[step][name] - 1) for step in expected)
+        for name in ("loss", "grad_norm", "param_norm")
+    }
+    shown = ", ".join(f"{name} {value:.1e}" for name, value in worst.items())
+    say(f"{len(expected)} steps compared: {len(tokens)} differ in tokens; ratios - 1: {shown}")
+    assert not tokens
+    assert worst["loss"] < 1e-4
+
+
+def lose_the_server(folder, proxy, start):
+    """The server goes away for good, and comes back for another start."""
+    proxy.fault = no_fault
+    started = start(folder / "left", pace=0.1)
+    started.wait_for_saves(2)
+    proxy.fault = gone
+    codes = started.end()
+    say(
+        f"a server that goes away for good: exit code {codes[0]} after step "
+        f"{max(read(started.folder))}",
+        *started.lines("training continues", "same command"),
     )
+    assert codes == [74]
+    proxy.fault = no_fault
+    started = start(folder / "left")
+    codes = started.end()
+    say(f"    the same command, with a server: exit code {codes[0]}", started.lines("uploaded")[-1])
+    assert codes == [0]
 
 
-def has_saved(run):
-    """Returns whether a run has a checkpoint besides the one that it fetched."""
-    return sum(path.name.isdecimal() for path in (run / "checkpoints").glob("*")) > 1
+def start_twice(folder, proxy, start):
+    """A second run is started at the URL of the first."""
+    proxy.fault = no_fault
+    first = start(folder / "first", pace=0.1)
+    first.wait_for_saves(2)
+    second = start(folder / "second")
+    refused = second.end()
+    say(f"a second run at the URL: exit code {refused[0]}", *second.lines("in use by"))
+    codes = first.end()
+    say(f"    the first: exit code {codes[0]} after step {max(read(first.folder))}")
+    assert (refused, codes) == ([2], [0])
 
 
-def lines_of(output, *words):
-    return [line.strip() for line in output.splitlines() if any(word in line for word in words)]
+def lose_the_rights(folder, proxy, start):
+    """The bucket has no rights to write, from the start or later."""
+    proxy.fault = without_rights
+    refused = start(folder / "refused")
+    codes = refused.end()
+    say(f"a bucket without rights: exit code {codes[0]}", *refused.lines("rights"))
+    assert codes == [2]
+    assert not (folder / "refused/metrics.jsonl").exists()
+    proxy.fault = no_fault
+    started = start(folder / "later", pace=0.1)
+    started.wait_for_saves(2)
+    proxy.fault = without_rights
+    codes = started.end()
+    last = max(read(started.folder))
+    say(f"rights that end later: exit code {codes[0]} after step {last}", *started.lines("rights"))
+    assert codes == [74]
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    chance = random.Random(arguments.seed)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as name, s3_server() as port:
         folder = Path(name)
         text = folder / "text.txt"
@@ -227,63 +417,44 @@ def main(argv=None):
             "AWS_ENDPOINT_URL": proxy.url,
             "JAX_COMPILATION_CACHE_DIR": cache,
             "PYTHONUNBUFFERED": "1",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
-        whole = folder / "whole"
-        output, _ = start(whole, text, arguments.steps, environment).communicate()
-        print(f"undisturbed: steps {min(read(whole))} to {max(read(whole))}", flush=True)
-        mirror = ("--run.mirror", "s3://run/mirror")
-        for kill in range(arguments.kills + 1):
-            fault = list(FAULTS)[kill % len(FAULTS)]
-            proxy.fault = FAULTS[fault]
-            run = folder / f"host{kill}"
-            process = start(run, text, arguments.steps, environment, *mirror)
-            is_last = kill == arguments.kills
-            while not is_last and process.poll() is None and not has_saved(run):
-                time.sleep(0.02)
-            if not is_last:
-                time.sleep(chance.uniform(0, 3))
-                process.kill()
-            output, _ = process.communicate()
-            assert process.returncode in (0, -signal.SIGKILL), output
-            resumed = lines_of(output, "resumed from", "making the initial")
-            print(
-                f"host {kill}, {fault}: {resumed[0] if resumed else 'killed before it began'}; "
-                f"{'ended' if is_last else 'killed'} after step {max(read(run), default=0)}, "
-                f"{len(lines_of(output, 'uploaded step'))} uploads",
-                flush=True,
-            )
-            for line in lines_of(output, "tried", "succeed again", "damaged", "was alive"):
-                print(f"    {line[:160]}", flush=True)
-            if not is_last:
-                shutil.rmtree(run)
-        expected = read(whole)
-        found = read(run)
-        names = ("loss", "grad_norm", "param_norm", "tokens")
-        differing = [
-            step
-            for step in expected
-            if any(expected[step][name] != found.get(step, {}).get(name) for name in names)
-        ]
-        print(f"{len(expected)} steps compared, {len(differing)} differ: {differing[:5]}")
-        proxy.fault = no_fault
-        print(opened_by_orbax(folder / "plain", port), flush=True)
-        assert not differing
-        assert found.keys() == expected.keys()
+
+        def start(steps, url, run, pace=0, count=1):
+            paced = environment | ({"PACE": str(pace)} if pace else {})
+            mirror = ("--run.mirror", f"s3://run/{url}")
+            return Start(run, text, steps, paced, *mirror, count=count)
+
+        whole = Start(folder / "whole", text, arguments.steps, environment)
+        assert whole.end() == [0], whole.output
+        say(f"undisturbed: steps {min(read(whole.folder))} to {max(read(whole.folder))}")
+        of_trial = partial(start, arguments.steps, "mirror")
+        run = trial(folder, proxy, of_trial, arguments.kills, random.Random(arguments.seed))
+        compare(whole.folder, run)
+        say(opened_by_orbax(folder / "plain", port))
+        for number, event in enumerate((lose_the_server, start_twice, lose_the_rights)):
+            event(folder, proxy, partial(start, 60, f"event{number}"))
+        load = os.getloadavg()[0]
+        say(f"{time.monotonic() - began:.0f} s on {os.cpu_count()} cores, load {load:.0f}")
 
 
-def opened_by_orbax(folder, port):
-    """Downloads the URL's checkpoints by boto3, and opens them with plain Orbax."""
+def download(port, prefix, folder):
+    """Downloads what the server's bucket has under a prefix, by boto3."""
     import boto3
 
     names = {"aws_access_key_id": "k", "aws_secret_access_key": "s", "region_name": "us-east-1"}
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}", **names)
-    prefix = "mirror/checkpoints/"
     pages = client.get_paginator("list_objects_v2").paginate(Bucket="run", Prefix=prefix)
     for item in itertools.chain.from_iterable(page["Contents"] for page in pages):
         path = folder / item["Key"].removeprefix(prefix)
         path.parent.mkdir(parents=True, exist_ok=True)
         client.download_file("run", item["Key"], str(path))
+
+
+def opened_by_orbax(folder, port):
+    """Downloads the URL's checkpoints, and opens them with plain Orbax."""
+    download(port, "mirror/checkpoints/", folder)
     with ocp.CheckpointManager(folder) as manager:
         steps = manager.all_steps()
     state = (folder / str(max(steps)) / "state").resolve()

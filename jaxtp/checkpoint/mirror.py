@@ -10,6 +10,8 @@ needs. A start downloads the newest checkpoint if the folder has none that is as
     URL/checkpoints/120/...    the files as they are: plain Orbax opens URL/checkpoints
     URL/files/120/...          metrics, samples and settings
     URL/commits/120.json       written last: sizes and sha256; without it a checkpoint is unfinished
+    URL/programs/...           compiled programs
+    URL/programs.json          their sizes and sha256, with a proof of the run's secret
 
 Only the owner deletes, and deletes the commit first. An owner that finds a higher number ends.
 """
@@ -43,6 +45,7 @@ from jaxtp.checkpoint.object_store import ObjectStore, StoreError
 from jaxtp.checkpoint.storage import (
     CONFIG,
     HF_FILES,
+    PROGRAMS,
     Info,
     move_aside,
     newest_with_info,
@@ -54,6 +57,8 @@ from jaxtp.config.files import sha256, sync_folder, write_atomically
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.distributed.environment import secret
+from jaxtp.distributed.links import is_proof, proof_of
 
 BEAT_SECONDS = 30.0
 SILENT_SECONDS = 120.0
@@ -64,6 +69,7 @@ RUN_FILES = (CONFIG, "metrics.jsonl", "samples.jsonl", "trackers.json")
 """Files in a run's folder that are uploaded with each checkpoint, in addition to `HF_FILES`."""
 _HF_FILE = re.compile(r"\w+\.(json|model|txt|jinja)")
 _FOLDERS = ("checkpoints", "files")  # Folders at the URL with a subfolder for each step
+_PROGRAMS = f"{PROGRAMS}.json"  # Key of the record of compiled programs
 _IDENTITY = "mirror.json"  # File in the run's folder with the id at the URL
 _MARKER = "commit_success.txt"
 """A file without which Orbax takes a folder at a URL for unfinished."""
@@ -93,6 +99,44 @@ class Commit(pydantic.BaseModel):
     # Size and sha256 by key
     files: dict[str, tuple[int, str]]
     eval_loss: float | None = None
+
+
+class Programs(pydantic.BaseModel):
+    """The record of compiled programs, written by a process with the run's secret."""
+
+    # Size and sha256 by name
+    files: dict[str, tuple[int, str]]
+    proof: str
+
+
+def fetch_programs(url: str, folder: Path) -> None:
+    """Downloads compiled programs, unless an earlier start had another secret or none.
+
+    Programs are code, and more people may write to a bucket than may start programs here.
+
+    Raises:
+      StoreError, DamagedError: some are missing.
+    """
+    key = secret()
+    if not key:
+        return
+    store = ObjectStore(url)
+    try:
+        programs = Programs.model_validate_json(store.read(_PROGRAMS))
+    except (FileNotFoundError, pydantic.ValidationError):
+        return
+    if not is_proof(programs.proof, key, PROGRAMS, programs.files):
+        return
+    sizes = store.sizes(PROGRAMS)
+
+    def get(name: str) -> None:
+        path = f"{PROGRAMS}/{name}"
+        size, expected = programs.files[name]
+        is_whole = sizes.get(path) == size
+        if not is_whole or store.download(path, folder / name, size) != expected:
+            raise DamagedError(f"{url}/{path} is damaged")
+
+    _in_threads(get, programs.files)
 
 
 def newer_info(url: str, newest: tuple[Path, Info] | None) -> tuple[Path, Info] | None:
@@ -199,6 +243,8 @@ class Mirror:
         self._uploaded = -1
         # Validation losses of the checkpoints at the URL
         self._losses: dict[int, float | None] = {}
+        # Names of the programs at the URL
+        self._programs: set[str] = set()
         self._lines: deque[str] = deque()
         self._error: Exception | None = None
         self._stopped = threading.Event()
@@ -417,6 +463,7 @@ class Mirror:
         # Plain Orbax takes a checkpoint for finished when its outermost marker is there.
         for key in sorted(markers, key=len, reverse=True):
             self._send(key)
+        self._send_programs()
         self._require_ownership()
         commit = Commit(files=self._sums, eval_loss=self._loss)
         if not self._store.create(f"commits/{step}.json", commit.model_dump_json().encode()):
@@ -467,6 +514,27 @@ class Mirror:
             raise StoreError(f"{self.url}: the run ended during an upload")
         self._store.put(key, self._files[key])
         del self._files[key]
+
+    def _send_programs(self) -> None:
+        """Uploads the run's programs, if the run has a secret with which a start trusts them."""
+        files = {}
+        # JAX may be writing one that is newer.
+        before = self._staging.stat().st_mtime
+        for path in (self.folder.parent / PROGRAMS).glob("*-cache"):
+            if path.stat().st_mtime < before:
+                files[path.name] = path
+        key = secret()
+        if not key or files.keys() == self._programs:
+            return
+        self._require_ownership()
+        sums = {name: (path.stat().st_size, sha256(path)) for name, path in files.items()}
+        for name in files.keys() - self._programs:
+            self._store.put(f"{PROGRAMS}/{name}", files[name])
+        record = Programs(files=sums, proof=proof_of(key, PROGRAMS, sums))
+        self._store.put(_PROGRAMS, record.model_dump_json().encode())
+        keys = {f"{PROGRAMS}/{name}" for name in files}
+        self._store.delete(*self._store.sizes(PROGRAMS).keys() - keys)
+        self._programs = set(files)
 
     def _clean(self) -> None:
         """Deletes checkpoints that are not to be kept, and unfinished ones.

@@ -225,7 +225,9 @@ def is_of_run(info: Mapping[str, Any]) -> bool:
 
 CONFIG = "config.yaml"
 HF_FILES = "hf"
-"""Files in a run's folder: its settings, and config.json and the tokenizer files of its model."""
+PROGRAMS = "programs"
+"""Files in a run's folder: its settings, config.json and the tokenizer files of its model, and
+compiled programs."""
 STARTS = "starts"
 """Key in a checkpoint's info: step and sample, `[[0, 0], ...]`, after which batches have a new
 size."""

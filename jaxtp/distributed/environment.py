@@ -205,17 +205,22 @@ def token(environment: Mapping[str, str] = os.environ) -> str:
     return json.dumps(sys.argv[1:])
 
 
+def secret() -> str | None:
+    """Returns `JAXTP_TOKEN`, if it is set: nobody else should know it."""
+    return os.environ.get(TOKEN)
+
+
 def child_environment(**changes: str) -> dict[str, str]:
     """Returns the environment for a child process."""
     return {**os.environ, **changes}
 
 
-def enable_compilation_cache(platform: str) -> None:
+def enable_compilation_cache(platform: str, *, is_shared: bool = False) -> None:
     """Turns on JAX's compilation cache in the user's cache folder, for a platform's programs.
 
     A cache that the user configured stays; an empty JAX_COMPILATION_CACHE_DIR turns the cache off.
     It is off on CPUs, because a program may crash on another CPU that has the same home folder. It
-    is off with several processes, whose runs have `programs.SharedPrograms`.
+    is off with several processes and for `is_shared`: these have `programs.SharedPrograms`.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -223,7 +228,7 @@ def enable_compilation_cache(platform: str) -> None:
     if configured == "":
         # Otherwise XLA writes files into the current folder.
         jax.config.update("jax_enable_compilation_cache", False)
-    if configured is not None or platform == "cpu" or jax.process_count() > 1:
+    if configured is not None or platform == "cpu" or is_shared or jax.process_count() > 1:
         return
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))

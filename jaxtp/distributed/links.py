@@ -99,23 +99,25 @@ def connect(connection: socket.socket, token: str, hello: Message, seconds: floa
     link = Link(connection)
     challenge = (link.receive(seconds) or {}).get(_CHALLENGE)
     if isinstance(challenge, str):
-        proof = _proof(token, "hello", challenge, hello)
+        proof = proof_of(token, "hello", challenge, hello)
         link.send({**hello, _CHALLENGE: link.challenge, _PROOF: proof})
         answer = link.receive(seconds) or {}
-        if _is_proof(answer.get(_PROOF), token, "welcome", link.challenge):
+        if is_proof(answer.get(_PROOF), token, "welcome", link.challenge):
             return link
     link.close()
     return None
 
 
-def _proof(token: str, *parts: object) -> str:
+def proof_of(token: str, *parts: object) -> str:
+    """Returns what only a process with the token can compute of JSON values."""
     return hmac.digest(token.encode(), json.dumps(parts).encode(), "sha256").hex()
 
 
-def _is_proof(value: object, token: str, *parts: object) -> bool:
+def is_proof(value: object, token: str, *parts: object) -> bool:
+    """Returns whether `value` is the proof of these values."""
     try:
         return isinstance(value, str) and hmac.compare_digest(
-            value.encode(), _proof(token, *parts).encode()
+            value.encode(), proof_of(token, *parts).encode()
         )
     except (ValueError, RecursionError):  # half a surrogate pair, or lists nested too deeply
         return False
@@ -197,9 +199,9 @@ def accept_links(
                 hello = hello or {}
                 challenge = hello.pop(_CHALLENGE, None)
                 proof = hello.pop(_PROOF, None)
-                if _is_proof(proof, token, "hello", link.challenge, hello):
+                if is_proof(proof, token, "hello", link.challenge, hello):
                     del pending[link]
-                    link.send({_PROOF: _proof(token, "welcome", challenge)})
+                    link.send({_PROOF: proof_of(token, "welcome", challenge)})
                     yield link, hello
                 else:
                     reject(link)

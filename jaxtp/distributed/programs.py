@@ -10,6 +10,7 @@ import hashlib
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -18,8 +19,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Lowered
 
+from jaxtp.config.entry import UserError
 from jaxtp.config.reading import read_bytes
-from jaxtp.distributed.agreement import all_gather_json, first_disagreeing
+from jaxtp.distributed.agreement import all_gather_json, first_disagreeing, is_multiprocess
 from jaxtp.distributed.environment import evict_oldest, make_private, use_cache
 
 _READ = "/jax/compilation_cache/cache_hits"
@@ -85,16 +87,17 @@ def _status(folder: Path) -> bytes:
 
 
 class SharedPrograms:
-    """The compilation cache of a run of several processes.
+    """The compilation cache of a run of several processes, or with a mirror.
 
     It is in the run's folder, or where the user configured one. All processes must call each
     method.
 
     Args:
       folder: made by `publish`, unless it exists.
+      fetch: downloads the programs of an earlier start to a folder.
     """
 
-    def __init__(self, folder: Path, mesh: Mesh):
+    def __init__(self, folder: Path, mesh: Mesh, fetch: Callable[[Path], None] | None = None):
         self._folder = folder
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._staging: tempfile.TemporaryDirectory[str] | None = None
@@ -104,7 +107,7 @@ class SharedPrograms:
         self.problem = ""
         """The reason why the run's cache is off."""
         if self._configured == "" or mesh.devices.flat[0].platform in OWN_KEYS:
-            if self._configured is None:
+            if self._configured is None and is_multiprocess():
                 self.problem = "on CPUs each process would look for other programs"
         elif self._configured is not None:
             self._test()
@@ -113,6 +116,8 @@ class SharedPrograms:
         else:
             # Programs that examine the devices precede the run's folder.
             self._staging = tempfile.TemporaryDirectory(prefix="jaxtp-programs-")
+            if fetch is not None:
+                self._fill(Path(self._staging.name), fetch)
             use_cache(self._staging.name)
 
     def __enter__(self) -> Self:
@@ -123,6 +128,17 @@ class SharedPrograms:
             self._staging.cleanup()
         if jax.config.jax_compilation_cache_dir != self._configured:  # type: ignore[attr-defined]
             use_cache(self._configured)
+
+    def _fill(self, staging: Path, fetch: Callable[[Path], None]) -> None:
+        # All processes have the same programs, or none.
+        names = None
+        with suppress(OSError, UserError):
+            fetch(staging)
+            names = sorted(path.name for path in staging.iterdir())
+        reports = all_gather_json(names)
+        if None in reports or reports.count(names) < len(reports):
+            shutil.rmtree(staging)
+            make_private(staging)
 
     def publish(self) -> None:
         """Makes the folder, with the programs so far. Call it once the run's folder is made."""

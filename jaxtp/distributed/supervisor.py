@@ -31,6 +31,7 @@ from jaxtp.distributed.environment import (
     gpus_present,
     names_of_gpus,
     process_counts,
+    secret,
 )
 from jaxtp.distributed.links import format_address, listening
 
@@ -191,7 +192,11 @@ def _start_all(group: Group) -> Iterator[subprocess.Popen[bytes]]:
     if group.count > 1:
         with listening("127.0.0.1") as server:
             address = format_address(*server.getsockname())
-        cluster = {ADDRESS: address, COUNT: str(group.count), TOKEN: secrets.token_hex(32)}
+        cluster = {
+            ADDRESS: address,
+            COUNT: str(group.count),
+            TOKEN: secret() or secrets.token_hex(32),
+        }
     for index, variables in enumerate(group.environments):
         if cluster:
             variables = {**variables, **cluster, PROCESS: str(index)}

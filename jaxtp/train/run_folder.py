@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxtp.checkpoint.storage import CONFIG, HF_FILES
+from jaxtp.checkpoint.storage import CONFIG, HF_FILES, PROGRAMS
 from jaxtp.config.entry import FILES, UserError
 from jaxtp.config.files import open_directly, write_atomically
 from jaxtp.mesh import Sizes
@@ -21,7 +21,6 @@ from jaxtp.mesh import Sizes
 CHECKPOINTS = "checkpoints"
 NON_FINITE = "non_finite"
 PROFILE = "profile"
-PROGRAMS = "programs"
 _REPORTS = ("tensorboard", "wandb", HF_FILES, NON_FINITE, PROFILE, PROGRAMS, "damaged")
 """Folders that a run makes and fills. `checkpoints` is not among them, because it may be a link:
 large runs keep checkpoints on another disk."""

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Traced, Wrapped
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.storage import Info, kept_steps, starts_of
+from jaxtp.checkpoint.storage import PROGRAMS, Info, kept_steps, starts_of
 from jaxtp.config import entry
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
@@ -32,7 +32,7 @@ from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import run_folder
-from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.config import DataConfig, RunConfig, TrainConfig
 from jaxtp.train.defaults import NOT_PLANNED, Decided, as_configured, with_steps
 from jaxtp.train.loss import ONE_DEVICE, Objective, Traits
 from jaxtp.train.memory_check import require_memory, verification_bytes
@@ -143,7 +143,7 @@ class Run(RunPlan):
     timing: Timing
     # Programs of this process since the start
     program_counts: ProgramCounts
-    # The programs of several processes
+    # The programs of several processes, or of a run with a mirror
     programs: SharedPrograms | None
     # Leaves of the state
     leaves: list[Array]
@@ -193,10 +193,7 @@ def make_run(
         run_plan = plan_run(decided, task)
     config = run_plan.config
     blueprint = run_plan.blueprint
-    programs = None
-    if is_multiprocess():
-        folder = config.run.dir / run_folder.PROGRAMS
-        programs = exit_stack.enter_context(SharedPrograms(folder, blueprint.mesh))
+    programs = _open_programs(config.run, blueprint.mesh, exit_stack)
     lines = [*run_plan.lines, *_startup_checks(run_plan)]
     if programs is not None:
         programs.publish()
@@ -273,6 +270,17 @@ def make_run(
     )
 
 
+def _open_programs(run: RunConfig, mesh: Mesh, exit_stack: ExitStack) -> SharedPrograms | None:
+    fetch = None
+    if run.mirror is not None:
+        from jaxtp.checkpoint.mirror import fetch_programs
+
+        fetch = partial(fetch_programs, run.mirror)
+    elif not is_multiprocess():
+        return None
+    return exit_stack.enter_context(SharedPrograms(run.dir / PROGRAMS, mesh, fetch))
+
+
 def _open_checkpoints(
     plan: RunPlan, exit_stack: ExitStack, report: Report
 ) -> tuple[Checkpoints, "Mirror | None"]:
@@ -296,7 +304,8 @@ def plan_run(decided: Decided, task: Task = Task()) -> RunPlan:
     source = decided.init
     source.check(config)
     mesh = model_source(config).open_mesh(config)
-    enable_compilation_cache(mesh.devices.flat[0].platform)
+    is_shared = config.run.mirror is not None
+    enable_compilation_cache(mesh.devices.flat[0].platform, is_shared=is_shared)
     check_installed(config.metrics.trackers)
     model = config.model
     # Imports a user's files, which may use the mesh's devices

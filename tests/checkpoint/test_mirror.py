@@ -15,7 +15,7 @@ from runs import contents, records, wait_until
 from tables import write_json
 
 from jaxtp.checkpoint import mirror
-from jaxtp.checkpoint.io_errors import CheckpointError
+from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError
 from jaxtp.checkpoint.mirror import Mirror, TakenOverError
 from jaxtp.checkpoint.storage import kept_steps, seal, steps_in
 from jaxtp.config.entry import FILES, MISTAKE
@@ -167,6 +167,31 @@ def test_a_damaged_checkpoint_of_the_folder_is_replaced(url, tmp_path):
         save(tmp_path, 4)
     key = "checkpoints/4/state/data"
     assert mirror.ObjectStore(url).read(key) == (tmp_path / key).read_bytes()
+
+
+def test_programs_are_read_by_a_start_with_the_same_secret(url, tmp_path, monkeypatch):
+    programs = tmp_path / "a/programs"
+    programs.mkdir(parents=True)
+    (programs / "jit_b-0-cache").write_bytes(b"b")
+    monkeypatch.setenv("JAXTP_TOKEN", "secret")
+    for step in (1, 2):
+        (programs / f"jit_step{step}-0-cache").write_bytes(b"a")
+        upload(url, tmp_path / "a", step)
+        (programs / "jit_b-0-cache").unlink(missing_ok=True)
+
+    def fetched(name):
+        (tmp_path / name).mkdir()
+        mirror.fetch_programs(url, tmp_path / name)
+        return contents(tmp_path / name)
+
+    assert fetched("b") == contents(programs)
+    assert [key for key in objects(url) if "jit_b" in key] == []
+    monkeypatch.setenv("JAXTP_TOKEN", "another")
+    assert fetched("c") == {}
+    monkeypatch.setenv("JAXTP_TOKEN", "secret")
+    mirror.ObjectStore(url).put("programs/jit_step1-0-cache", b"b")
+    with pytest.raises(DamagedError, match="jit_step1-0-cache is damaged"):
+        fetched("d")
 
 
 @pytest.mark.parametrize("count", [1, 3, 4])

@@ -87,6 +87,33 @@ def test_jobset_runs_a_valid_command():
     ]
 
 
+def test_skypilot_runs_a_valid_command(tmp_path):
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    (tmp_path / "jaxtp").write_text('#!/bin/bash\nenv\necho "$*"\n')
+    (tmp_path / "jaxtp").chmod(0o755)
+    hosts = {"NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_NODES": "2", "NODE_RANK": "1"}
+    environment = {f"SKYPILOT_{name}": value for name, value in hosts.items()}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    command = ["bash", "-c", task["run"]]
+    *variables, arguments = subprocess.check_output(
+        command, env=environment, text=True, cwd=ROOT
+    ).splitlines()
+    assert {
+        "JAX_COORDINATOR_ADDRESS=10.0.0.1:8476",
+        "JAX_NUM_PROCESSES=2",
+        "JAX_PROCESS_ID=1",
+    } <= set(variables)
+    assert mesh_of(arguments.split()[1:]).fsdp == task["num_nodes"] == 2
+    again = task["resources"]["job_recovery"]["recover_on_exit_codes"]
+    assert {entry.FILES, entry.TEMPORARY} <= set(again)
+    assert not {0, entry.MISTAKE, entry.WRONG} & set(again)
+
+
+def test_skypilot_reads_its_file():
+    sky = pytest.importorskip("sky", reason="pip install skypilot")
+    assert sky.Task.from_yaml(str(CLUSTER / "skypilot.yaml")).num_nodes == 2
+
+
 def test_gpu_settings_name_existing_variables_and_flags():
     """Docker and Kubernetes take such a file literally: no quotes, and nothing after a value."""
     lines = (CLUSTER / "gpu.env").read_text().splitlines()

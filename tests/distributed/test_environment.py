@@ -129,7 +129,7 @@ def test_cache_evicts_least_recently_used_programs(tmp_path):
 def test_computing_commands_enable_the_cache(module, main, flags, monkeypatch):
     """A mistake stops each command after its devices are known, and before anything is compiled."""
     asked = []
-    monkeypatch.setattr(module, "enable_compilation_cache", asked.append)
+    monkeypatch.setattr(module, "enable_compilation_cache", lambda *one, **_: asked.extend(one))
     source = SimpleNamespace(
         config=jaxtp.ModelConfig(),
         stored=SimpleNamespace(load=_refuse),

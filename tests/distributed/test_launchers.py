@@ -1,4 +1,4 @@
-"""Two processes that MPICH's `mpiexec`, Intel's or torchrun starts, beside one."""
+"""Two processes that MPICH's `mpiexec`, Intel's, torchrun or Ray starts, beside one."""
 
 import os
 import shutil
@@ -13,9 +13,12 @@ from runs import SMALL, TEXT, mesh, records
 from jaxtp.train.__main__ import main as train
 
 pytestmark = pytest.mark.cluster
+TRAIN = (sys.executable, "-m", "jaxtp.train")
+RAY = str(Path(__file__).parent.parent.parent / "scripts/cluster/ray_hosts.py")
 STARTS = {
-    "mpiexec.hydra": ("-n", "2", sys.executable),
-    "torchrun": ("--nproc-per-node=2", "--no-python", sys.executable),
+    "mpiexec.hydra": ("mpiexec.hydra", "-n", "2", *TRAIN),
+    "torchrun": ("torchrun", "--nproc-per-node=2", "--no-python", *TRAIN),
+    "ray": (sys.executable, RAY, "--gpus=0", "--strategy=SPREAD", "--"),
 }
 
 
@@ -23,20 +26,20 @@ STARTS = {
 def test_two_processes_equal_one(launcher, tmp_path):
     """The launchers are packages of Python too."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    program = shutil.which(launcher, path=path)
-    if program is None:
-        pytest.skip(f"{launcher} is not installed: pip install mpich, or torch")
+    if shutil.which(launcher, path=path) is None:
+        pytest.skip(f"{launcher} is not installed: pip install mpich, torch or ray")
     (tmp_path / "text.txt").write_text(TEXT)
     text = f"--data.path={tmp_path}/text.txt"
     arguments = [*SMALL, text, "--train.steps=4", *mesh(1, 2, 1)]
     assert train([*arguments, f"--run.dir={tmp_path}/one"]) == 0
-    command = [program, *STARTS[launcher], "-m", "jaxtp.train", *arguments]
     place = {
+        "PATH": path,
+        "RAY_USAGE_STATS_ENABLED": "0",
         "JAX_NUM_CPU_DEVICES": "1",
         "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
     }
     started = subprocess.run(
-        [*command, f"--run.dir={tmp_path}/two"],
+        [*STARTS[launcher], *arguments, f"--run.dir={tmp_path}/two"],
         env=os.environ | place,
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ from jaxtp.tools.launch.__main__ import main as launch
 # On CPUs each process has keys of its own, so the programs of a run can be read only without the
 # devices in the keys.
 RESTARTED = """
-import sys
+import os, sys
 from jax._src import cache_key
 from jaxtp.distributed import programs
 from jaxtp.distributed.joining import join_processes
@@ -30,6 +30,7 @@ if plant:
 model = dict(d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16)
 data = dict(sequence_length=16, global_batch_size=4, path="text.txt")
 settings = dict(model=model, data=data, eval=dict(batches=1))
+settings["run"] = dict(mirror=os.environ.get("MIRROR"))
 with jaxtp.Trainer(folder="run", steps=9, settings=settings, mesh="fsdp=2") as trainer:
     for step in trainer:
         break
@@ -91,6 +92,22 @@ def test_restarted_processes_read_the_programs_of_their_folder(started):
     shutil.copytree("programs", "run/programs")
     compiled, _, _ = started("equal")
     assert compiled > 2
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_start_on_an_empty_folder_reads_the_programs_of_the_mirror(
+    started, monkeypatch, tmp_path, processes
+):
+    pytest.importorskip("obstore", reason="pip install 'jaxtp[s3]'")
+    monkeypatch.setenv("MIRROR", f"file://{tmp_path}/url")
+    monkeypatch.setenv("JAXTP_TOKEN", "a secret")
+    compiled, _, _ = started("equal", processes=processes)
+    assert compiled > 3
+    shutil.move("run", "lost")
+    compiled, read, said = started("equal", processes=processes)
+    assert (compiled, read > 2) == (0, True)
+    assert "resumed from the checkpoint at step 1" in said
 
 
 @pytest.mark.journey
