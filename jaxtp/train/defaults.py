@@ -29,13 +29,13 @@ from jaxtp.config.console import size_text
 from jaxtp.config.hints import dotted
 from jaxtp.config.schema import (
     ConfigError,
-    expand,
     leaves,
     nested,
     replace_nested,
     to_plain,
     validate,
 )
+from jaxtp.data.copies import local
 from jaxtp.data.manifest import DatasetError, read_manifest
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.distributed.devices import bytes_limit, choose_allocator, request_virtual_devices
@@ -323,7 +323,8 @@ class Defaults:
         data = self.config.data
         for folder in filter(None, (data.path, *map(Path, data.mixture))):
             with suppress(DatasetError, ConfigError):
-                sizes[folder] = read_manifest(expand(folder)).tokenizer.vocab_size
+                manifest = read_manifest(local(folder))
+                sizes[folder] = manifest.tokenizer.vocab_size
         largest = max(sizes, key=sizes.__getitem__, default=None)
         if largest is not None and sizes[largest] > self.config.model.vocab_size:
             self.choose("model.vocab_size", sizes[largest], f"the vocabulary of {largest}")

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxtp.checkpoint.storage import Info
 from jaxtp.config.schema import ConfigError
+from jaxtp.data.copies import local
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.train.config import RunConfig, TrainConfig
 from jaxtp.train.state import Blueprint
@@ -136,7 +137,7 @@ def resolve(
             "`jaxtp convert export RUN FOLDER` makes one of a run"
         )
     if config.origin.build is not None:
-        return config, OwnModelRun(run) if run is not None else InitSource()
+        return config, InitSource() if run is None else OwnModelRun(local(run))
     if run is not None or folder is not None:
         from jaxtp.train.pretrained import resolve_pretrained
 

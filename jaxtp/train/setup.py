@@ -22,6 +22,7 @@ from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, to_yaml
 from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
+from jaxtp.data.copies import identities
 from jaxtp.data.loader import split
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
@@ -440,7 +441,11 @@ def _startup_checks(plan: RunPlan) -> list[str]:
     from jaxtp.guards.doctor import examine
     from jaxtp.guards.finding import conclude
 
-    settings = {"configuration": to_plain(config), "data": dict(plan.data.description)}
+    settings = {
+        "configuration": to_plain(config),
+        "data": dict(plan.data.description),
+        "copies of URLs": identities(),
+    }
     stages = examine(
         mesh,
         settings,

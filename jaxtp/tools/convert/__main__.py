@@ -26,7 +26,8 @@ from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_plain, to_yaml
+from jaxtp.config.schema import FolderOrUrl, Keys, OptionalFolder, to_plain, to_yaml
+from jaxtp.data.copies import local, recorded, sending
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf import saving
@@ -66,8 +67,8 @@ jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapter
 """
 LIST_HELP = "Lists the model_type of every supported model, grouped by architecture."
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
-HFDir = Annotated[UserPath, POSITIONAL, Argument("HF_DIR")]
-RunDir = Annotated[UserPath, POSITIONAL, Argument("RUN_DIR")]
+HFDir = Annotated[FolderOrUrl, POSITIONAL, Argument("HF_DIR")]
+RunDir = Annotated[FolderOrUrl, POSITIONAL, Argument("RUN_DIR")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,9 +208,8 @@ def _progress(verb: str) -> Iterator[Progress]:
 
 def import_run(command: Import) -> str:
     """Imports a model as a run, whose folder appears when complete; returns a message."""
-    target = command.run
-    with atomic_folder(target) as partial:
-        source = open_folder(command.source)
+    with sending(command.run) as target, atomic_folder(target) as partial:
+        source = open_folder(local(command.source))
         precision = None if command.dtype is None else Precision(param=command.dtype)
         config = import_config(source, precision, {}, command.ignore_config)
         mesh = command.mesh.make()
@@ -218,11 +218,11 @@ def import_run(command: Import) -> str:
         run = TrainConfig(
             run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=config
         )
-        _save(partial, run, model, mesh, {"from": str(source.path), "dtype": dtype_of(source)})
+        _save(partial, run, model, mesh, {"from": recorded(source.path), "dtype": dtype_of(source)})
         copy_hf_files(source.path, partial)
         (partial / CONFIG).write_text(to_yaml(run), encoding="utf-8")
     return (
-        f"{source.path} ({source.attributes['model_type']}) is in {target}, parameters in "
+        f"{command.source} ({source.attributes['model_type']}) is in {command.run}, parameters in "
         f"{config.precision.param}"
     )
 
@@ -240,7 +240,21 @@ def _save(
 
 def export_run(command: Export) -> str:
     """Writes a checkpoint, or a model with adapters, in Hugging Face format; returns a message."""
+    with sending(command.out) as out:
+        text = _export(command, out)
+    return f"{text} in {command.out}"
+
+
+def _export(command: Export, out: Path) -> str:
     mesh = command.mesh.make()  # before `open_stored`, which starts JAX's backend
+    command = replace(
+        command,
+        run=local(command.run),
+        tokenizer_from=local(command.tokenizer_from, is_small=True),
+        base=local(command.base),
+        like=local(command.like),
+        out=out,
+    )
     settings = SourceConfig(
         adapters=command.adapters, base=command.base, ignore_config=command.ignore_config
     )
@@ -281,7 +295,7 @@ def export_run(command: Export) -> str:
             **options,
         )
     adapters = "" if source.adapters is None else f" with {source.adapters.path}"
-    return f"{source.folder}{adapters} is in {command.out}"
+    return f"{source.folder}{adapters} is"
 
 
 def _check_export(command: Export, source: StoredModel) -> None:
@@ -333,10 +347,10 @@ def _export_adapters(
     else:
         model = load_adapted(checkpoint, source.info, mesh, base)
     from_hf = source.info["config"]["model"].get("from_hf")
-    recorded = source.info[BASE]["from"] if from_hf is not None else None
+    origin = source.info[BASE]["from"] if from_hf is not None else None
     with _progress("written") as options["progress"]:
-        save_adapters(model, command.out, base=base or recorded, **options)
-    return f"the adapters of {checkpoint} are in {command.out}"
+        save_adapters(model, command.out, base=base or origin, **options)
+    return f"the adapters of {checkpoint} are"
 
 
 def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
@@ -345,7 +359,7 @@ def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
     data = source.info["config"].get("data", {})
     tokenizer = hf_files
     if data.get("path") is not None and not (hf_files and has_tokenizer(hf_files)):
-        tokenizer = expand(Path(data["path"]))
+        tokenizer = local(data["path"], is_small=True)
     attributes = copied_attributes(hf_files)
     trained_length = data.get("sequence_length")
     length = attributes.get(MAX_POSITIONS)

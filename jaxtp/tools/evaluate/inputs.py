@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtp.config.schema import ConfigError, nearest_file
+from jaxtp.data.copies import local
 from jaxtp.data.manifest import MANIFEST, TRAIN, VALIDATION
 from jaxtp.data.prepare.batches import batches
 from jaxtp.data.prepare.prepare_config import PrepareConfig
@@ -54,6 +55,7 @@ def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[
 
 
 def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: ModelSource) -> Input:
+    folder = local(folder)
     if folder.is_file():
         raise ConfigError(
             f"--data {folder} is a file: read it by --text {folder}, or make a dataset by "
