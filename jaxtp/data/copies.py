@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple, overload
@@ -63,7 +63,7 @@ class _Item(NamedTuple):
 
 _urls: dict[Path, str] = {}
 """The URLs of the copies that this process uses."""
-_in_use: list[IO[str]] = []
+_in_use = ExitStack()
 """Their open lock files."""
 
 
@@ -160,15 +160,16 @@ def _fetched(url: str, is_small: bool) -> Path:
     if is_small:
         items = {name: item for name, item in items.items() if _SMALL.fullmatch(name)}
     folder = _root() / _name(url, items)
-    shared = folder.with_name(f"{folder.name}.lock").open("a")
-    _flock(shared, fcntl.LOCK_SH)
-    if not _is_whole(folder, items):
-        with _fetching(folder.parent):
-            # Another process may have fetched it meanwhile.
-            if not _is_whole(folder, items):
-                _fetch(store, items, folder)
-    os.utime(shared.name)
-    _in_use.append(shared)
+    with ExitStack() as stack:
+        shared = stack.enter_context(folder.with_name(f"{folder.name}.lock").open("a"))
+        _flock(shared, fcntl.LOCK_SH)
+        if not _is_whole(folder, items):
+            with _fetching(folder.parent):
+                # Another process may have fetched it meanwhile.
+                if not _is_whole(folder, items):
+                    _fetch(store, items, folder)
+        os.utime(shared.name)
+        _in_use.push(stack.pop_all())
     _urls[folder] = url
     return folder
 
@@ -324,7 +325,7 @@ def sending(path: Path, *, resumes: bool = False, replaces: bool = False) -> Ite
         return
     store = ObjectStore(str(path))
     before = _read_record(store)
-    if before is None and (names := list(store.listed())):
+    if before is None and (names := sorted(store.listed())):
         raise ConfigError(
             f"{path} has other files ({', '.join(first_lines(names, _MAX_NAMES))}); name a URL of "
             "its own"
