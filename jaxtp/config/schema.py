@@ -98,7 +98,7 @@ def place(path: Path) -> Path:
     if url is None:
         return expand(path)
     if url[1] not in _SCHEMES:
-        near = closest(url[1], _SCHEMES)
+        near = closest(url[1], _SCHEMES, cutoff=0.5)
         hint = f"did you mean {near}://?" if near else "known are s3://, gs:// and file:///"
         raise ConfigError(f"{url[1]}://{url[2]} begins with an unknown scheme; {hint}")
     if not url[2].isprintable() or re.search(r"[?#%\\]|(^|/)\.\.?(/|$)", url[2]):

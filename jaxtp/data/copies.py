@@ -161,7 +161,8 @@ def _fetched(url: str, is_small: bool) -> Path:
         items = {name: item for name, item in items.items() if _SMALL.fullmatch(name)}
     folder = _root() / _name(url, items)
     with ExitStack() as stack:
-        shared = stack.enter_context(folder.with_name(f"{folder.name}.lock").open("a"))
+        # NFS shares a lock only of a file that is read.
+        shared = stack.enter_context(folder.with_name(f"{folder.name}.lock").open("a+"))
         _flock(shared, fcntl.LOCK_SH)
         if not _is_whole(folder, items):
             with _fetching(folder.parent):

@@ -392,15 +392,16 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
       SourceError: there is no model, or it has no tokenizer.
       ValueError: as `open_stored`.
     """
+    name = str(path)
     options = replace(options, tokenizer=local(options.tokenizer, is_small=True))
     path = local(path)
     if problem := _model_problem(path):
         raise SourceError(f"--model {path}: {problem}")
     stored = open_stored(path, options)
     if stored.is_run:
-        source, folders = _source_of_run(stored, str(path), options)
+        source, folders = _source_of_run(stored, name, options)
     else:
-        source = _source_of_folder(stored, options)
+        source = replace(_source_of_folder(stored, options), name=name)
         folders = [path]
     if stored.adapters is not None:
         source = replace(source, name=f"{source.name} with {stored.adapters.path}")

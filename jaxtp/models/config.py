@@ -135,7 +135,7 @@ class OriginConfig(Settings):
     """The source of a run's model, the first settings in `--help`."""
 
     from_hf: Annotated[FolderOrUrl | None, STEP, SHORT_HELP] = None
-    """Folder of a model in Hugging Face format to start from. Its config.json sets the sizes of the
+    """Folder, or its URL, of a model in Hugging Face format to start from. Its config.json sets the sizes of the
     model."""
 
     ignore_config: Annotated[_Ignored, STEP] = ()

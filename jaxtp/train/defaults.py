@@ -322,9 +322,10 @@ class Defaults:
         sizes = {}
         data = self.config.data
         for folder in filter(None, (data.path, *map(Path, data.mixture))):
-            with suppress(DatasetError, ConfigError):
-                manifest = read_manifest(local(folder))
-                sizes[folder] = manifest.tokenizer.vocab_size
+            # All processes raise an error of a URL, and none of them goes on alone.
+            path = local(folder)
+            with suppress(DatasetError):
+                sizes[folder] = read_manifest(path).tokenizer.vocab_size
         largest = max(sizes, key=sizes.__getitem__, default=None)
         if largest is not None and sizes[largest] > self.config.model.vocab_size:
             self.choose("model.vocab_size", sizes[largest], f"the vocabulary of {largest}")

@@ -310,7 +310,7 @@ def test_a_journey_by_urls(bucket, server, tmp_path, monkeypatch, capsys):
 
     # A run records URLs, so another host finds its base model and its data.
     tuned = ["--model.from-hf", model, "--data.path", data, "--run.dir", tmp_path / "tuned"]
-    adapted = words_of(TINY_RUN)[2:] + ["--model.lora.rank=2", "--mesh=tp=1"]
+    adapted = [*words_of(TINY_RUN)[2:], "--model.lora.rank=2", "--mesh=tp=1"]
     length = "--data.sequence-length=32"
     run(train, *tuned, *adapted, length, "--train.steps=2")
     run(train, *tuned, *adapted, length, "--train.steps=4")
@@ -323,12 +323,12 @@ def test_a_journey_by_urls(bucket, server, tmp_path, monkeypatch, capsys):
 @pytest.mark.journey
 def test_two_processes_of_a_host_fetch_once_and_fail_together(bucket, text, tmp_path):
     assert prepare([str(text), "--held-out=0.1", f"--out={bucket}/data"]) == 0
-    variables = {"XDG_CACHE_HOME": str(tmp_path / "other"), "PYTHONPATH": os.getcwd()}
+    other_cache = {"XDG_CACHE_HOME": str(tmp_path / "other")}
 
     def start(flags, **of_process):
         return subprocess.Popen(
             [sys.executable, "-m", "jaxtp.train", *flags],
-            env=os.environ | variables | of_process,
+            env=os.environ | other_cache | of_process,
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -57,7 +57,7 @@ class PrepareConfig:
     file named here holds a list of objects, or an object in each line."""
 
     out: OptionalFolder = None
-    """Folder for the dataset; after an interruption, the same command resumes."""
+    """Folder for the dataset, or its URL; after an interruption, the same command resumes."""
 
     tokenizer: FolderOrUrl | None = None
     """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default

@@ -26,7 +26,7 @@ from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import FolderOrUrl, Keys, OptionalFolder, to_plain, to_yaml
+from jaxtp.config.schema import Address, FolderOrUrl, Keys, OptionalFolder, to_plain, to_yaml
 from jaxtp.data.copies import local, recorded, sending
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
@@ -93,9 +93,9 @@ class Import:
     """Flags of `jaxtp convert import`."""
 
     source: HFDir
-    """Folder with config.json and safetensors, in one file or several with an index."""
+    """Folder, or its URL, with config.json and safetensors, in one file or several with an index."""
     run: RunDir
-    """New folder for the run; the tokenizer files are copied to its hf/, where export finds
+    """New folder for the run, or its URL; the tokenizer files are copied to its hf/, where export finds
     them."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters in the run; by default the dtype of the safetensors (float16 becomes
@@ -114,7 +114,7 @@ class Export:
     """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model
     in Hugging Face format."""
     out: HFDir
-    """New folder for the model; it appears when it is complete."""
+    """New folder for the model, or its URL; it appears when it is complete."""
     family: str | None = None
     """Family to write, by its model_type, such as qwen3 or gemma2; by default the family of the
     model that the run started from, or the first that fits."""
@@ -215,8 +215,10 @@ def import_run(command: Import) -> str:
         mesh = command.mesh.make()
         with jax.set_mesh(mesh), _progress("read") as progress:
             model = load_folder(source, config, mesh, progress)
+        # A run trains in a folder, by default of this name.
+        folder = Path("runs", command.run.name) if isinstance(command.run, Address) else target
         run = TrainConfig(
-            run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=config
+            run=RunConfig(dir=folder), mesh=MeshConfig(**asdict(command.mesh)), model=config
         )
         _save(partial, run, model, mesh, {"from": recorded(source.path), "dtype": dtype_of(source)})
         copy_hf_files(source.path, partial)
