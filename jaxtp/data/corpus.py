@@ -15,7 +15,6 @@ import numpy as np
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import open_regular
 from jaxtp.config.schema import nearest_file
-from jaxtp.data.copies import local
 from jaxtp.data.documents import Documents, InMemory
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 
@@ -214,6 +213,8 @@ def text_file(path: Path) -> Source:
 
 
 def _open(path: Path) -> Source:
+    from jaxtp.data.copies import local
+
     folder = local(path)
     if not folder.is_dir():
         return text_file(folder)

@@ -135,8 +135,8 @@ class OriginConfig(Settings):
     """The source of a run's model, the first settings in `--help`."""
 
     from_hf: Annotated[FolderOrUrl | None, STEP, SHORT_HELP] = None
-    """Folder, or its URL, of a model in Hugging Face format to start from. Its config.json sets the sizes of the
-    model."""
+    """Folder, or its URL, of a model in Hugging Face format to start from. Its config.json sets the
+    sizes of the model."""
 
     ignore_config: Annotated[_Ignored, STEP] = ()
     """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not

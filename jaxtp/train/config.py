@@ -147,8 +147,8 @@ class DataConfig(Settings):
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
-    """A folder made by jaxtp prepare, its URL, or a text file, which is read as bytes; by default the
-    sources of Python's standard library."""
+    """A folder made by jaxtp prepare, its URL, or a text file, which is read as bytes; by default
+    the sources of Python's standard library."""
 
     mixture: Annotated[dict[DataKey, Positive], ONLY_IN_FILES, SAMPLES] = field(
         default_factory=dict

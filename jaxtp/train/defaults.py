@@ -35,7 +35,6 @@ from jaxtp.config.schema import (
     to_plain,
     validate,
 )
-from jaxtp.data.copies import local
 from jaxtp.data.manifest import DatasetError, read_manifest
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.distributed.devices import bytes_limit, choose_allocator, request_virtual_devices
@@ -319,6 +318,8 @@ class Defaults:
 
         Unreadable data is reported later.
         """
+        from jaxtp.data.copies import local
+
         sizes = {}
         data = self.config.data
         for folder in filter(None, (data.path, *map(Path, data.mixture))):

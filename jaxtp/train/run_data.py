@@ -11,7 +11,6 @@ from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError
 from jaxtp.data.batches import Batches, Position, SampleBatches, token_batches
-from jaxtp.data.copies import local
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh
 from jaxtp.data.samples import Data, RowSettings
@@ -108,6 +107,7 @@ def load_tokens(config: TrainConfig, source: InitSource, parts: "Parts") -> Data
     )
     scores = None
     if data.scores is not None:
+        from jaxtp.data.copies import local
         from jaxtp.data.scores import open_scores
 
         scores = open_scores(local(data.scores))

@@ -22,7 +22,6 @@ from jaxtp.config.entry import Interrupt
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, to_yaml
 from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
-from jaxtp.data.copies import identities
 from jaxtp.data.loader import split
 from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
 from jaxtp.distributed.environment import enable_compilation_cache
@@ -438,6 +437,7 @@ def _startup_checks(plan: RunPlan) -> list[str]:
     if not on_accelerator and not is_multiprocess():
         folder()
         return []
+    from jaxtp.data.copies import identities
     from jaxtp.guards.doctor import examine
     from jaxtp.guards.finding import conclude
 

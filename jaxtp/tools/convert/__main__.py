@@ -93,10 +93,11 @@ class Import:
     """Flags of `jaxtp convert import`."""
 
     source: HFDir
-    """Folder, or its URL, with config.json and safetensors, in one file or several with an index."""
+    """Folder, or its URL, with config.json and safetensors, in one file or several with an
+    index."""
     run: RunDir
-    """New folder for the run, or its URL; the tokenizer files are copied to its hf/, where export finds
-    them."""
+    """New folder for the run, or its URL; the tokenizer files are copied to its hf/, where export
+    finds them."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters in the run; by default the dtype of the safetensors (float16 becomes
     float32)."""
