@@ -47,12 +47,15 @@ def in_threads(
 
     `stop` is called after an error.
     """
-    with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            list(pool.map(action, keys))
-        except BaseException:
-            stop()
-            raise
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        list(pool.map(action, keys))
+    except BaseException as error:
+        stop()
+        # After Ctrl-C the process ends, and an upload in progress could take minutes.
+        pool.shutdown(wait=isinstance(error, Exception), cancel_futures=True)
+        raise
+    pool.shutdown()
 
 
 class StoreError(UserError):
