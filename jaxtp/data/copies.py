@@ -155,7 +155,7 @@ def _items(store: ObjectStore) -> dict[str, _Item]:
 
 
 def _fetched(url: str, is_small: bool) -> Path:
-    store = ObjectStore(url, is_read=True)
+    store = ObjectStore(url, only_read=True)
     items = _items(store)
     if is_small:
         items = {name: item for name, item in items.items() if _SMALL.fullmatch(name)}

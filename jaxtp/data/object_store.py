@@ -79,13 +79,13 @@ class Stored(NamedTuple):
 class ObjectStore:
     """Objects by key. Every method raises `StoreError`, and `read` FileNotFoundError as well.
 
-    The folder of a file:/// URL is created, unless `is_read` alone.
+    A store that is not only read creates the folder of its file:/// URL.
     """
 
-    def __init__(self, url: str, *, is_read: bool = False):
+    def __init__(self, url: str, *, only_read: bool = False):
         self.url = url.rstrip("/")
         scheme = url.partition(":")[0]
-        options: dict[str, Any] = {"mkdir": not is_read}
+        options: dict[str, Any] = {"mkdir": not only_read}
         # An endpoint of the environment may be a server in the own network.
         client = {"allow_http": True, "connect_timeout": "10s"}
         if scheme != "file":
