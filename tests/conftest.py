@@ -16,10 +16,20 @@ from case_reports import TIERS, tier_of
 from fast_programs import compile_fast, keep_partitioned_texts, use_cheap_random_bits
 from made_once import byte_dataset, tiny_export, tiny_run
 from quick_run import command, text
+from stores import bucket, server, url
 
 from jaxtp.distributed.environment import evict_oldest
 
-__all__ = ["byte_dataset", "command", "text", "tiny_export", "tiny_run"]
+__all__ = [
+    "bucket",
+    "byte_dataset",
+    "command",
+    "server",
+    "text",
+    "tiny_export",
+    "tiny_run",
+    "url",
+]
 
 IN_OTHER_PROCESSES = {"journey", "slow", "cluster"}
 MAX_HEAVY_CASES = 20

@@ -231,7 +231,7 @@ def test_no_utils():
 # raises one in its own commit, which says why.
 BUDGETS = {
     "tokens of code": 353_700,
-    "files": 288,
+    "files": 289,
     "rooms": 15,
     "arrows between rooms": 81,
     "files that training imports": 104,

@@ -15,6 +15,7 @@ from typing import BinaryIO, TypeVar
 import jax
 
 from jaxtp.config.entry import FILES, UserError, say
+from jaxtp.config.files import PAUSES
 from jaxtp.config.reading import open_regular
 from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
@@ -24,8 +25,6 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 """File system errors that a retry does not fix."""
-# Seconds before each retry
-PAUSES = (1.0, 3.0, 9.0)
 # Number of bytes that are read at once
 _BLOCK = 1 << 24
 

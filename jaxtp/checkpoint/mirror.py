@@ -16,7 +16,6 @@ needs. A start downloads the newest checkpoint if the folder has none that is as
 Only the owner deletes, and deletes the commit first. An owner that finds a higher number ends.
 """
 
-import itertools
 import json
 import os
 import re
@@ -27,8 +26,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -37,11 +35,9 @@ from pathlib import Path
 from typing import Self
 
 import jax
-import orbax.checkpoint as ocp
 import pydantic
 
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, files_below
-from jaxtp.checkpoint.object_store import ObjectStore, StoreError
 from jaxtp.checkpoint.storage import (
     CONFIG,
     HF_FILES,
@@ -56,7 +52,8 @@ from jaxtp.config.entry import FILES
 from jaxtp.config.files import sha256, sync_folder, write_atomically
 from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, truncate
 from jaxtp.config.schema import ConfigError
-from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.data.object_store import ObjectStore, StoreError, in_threads, is_plain
+from jaxtp.distributed.agreement import meet, raise_everywhere
 from jaxtp.distributed.environment import secret
 from jaxtp.distributed.links import is_proof, proof_of
 
@@ -77,10 +74,7 @@ _KEY = re.compile(r"(\w+/\d+)/(.+)")
 """The key of a checkpoint's file: its folder, and a path."""
 _POLL_SECONDS = 1.0  # Between looks for a new checkpoint
 _MAX_PAUSE = 30.0  # Seconds between attempts to upload
-_THREADS = 8
-_ATTEMPTS = 3  # Downloads of an object whose checksum differs
 _START_SECONDS = 86_400  # Limit of the other processes' wait for the download
-_instances = itertools.count()
 
 
 class TakenOverError(ConfigError):
@@ -136,7 +130,7 @@ def fetch_programs(url: str, folder: Path) -> None:
         if not is_whole or store.download(path, folder / name, size) != expected:
             raise DamagedError(f"{url}/{path} is damaged")
 
-    _in_threads(get, programs.files)
+    in_threads(get, programs.files)
 
 
 def newer_info(url: str, newest: tuple[Path, Info] | None) -> tuple[Path, Info] | None:
@@ -190,28 +184,17 @@ def _download(store: ObjectStore, step: int, folder: Path, only: str = "") -> No
     for key, (size, _) in commit.files.items():
         # The URL may be someone else's, and its paths have to stay inside of the folder.
         match = _KEY.fullmatch(key)
-        is_plain = key.isprintable() and all(part.strip(".") for part in key.split("/"))
-        if match is None or not is_plain or match[1] not in roots or sizes.get(key) != size:
+        if match is None or not is_plain(key) or match[1] not in roots or sizes.get(key) != size:
             raise DamagedError(f"{store.url}/{truncate(key, 1000)} is damaged")
         if match[2].startswith(only):
             paths[key] = roots[match[1]] / match[2]
             paths[key].parent.mkdir(parents=True, exist_ok=True)
 
     def get(key: str) -> None:
-        size, expected = commit.files[key]
-        for _ in range(_ATTEMPTS):
-            paths[key].unlink(missing_ok=True)
-            if store.download(key, paths[key], size) == expected:
-                return
-        raise DamagedError(f"{store.url}/{key} is damaged (its sha256 differs)")
+        if not store.download(key, paths[key], *commit.files[key]):
+            raise DamagedError(f"{store.url}/{key} is damaged (its sha256 differs)")
 
-    _in_threads(get, paths)
-
-
-def _in_threads(action: Callable[[str], None], keys: Iterable[str]) -> None:
-    with ThreadPoolExecutor(_THREADS) as pool:
-        # After an error, transfers that have not started are cancelled.
-        list(pool.map(action, keys))
+    in_threads(get, paths)
 
 
 @dataclass
@@ -270,12 +253,7 @@ class Mirror:
 
     def _on_process_0(self, action: Callable[[], None], seconds: float) -> None:
         # Collectives of the other processes could not wait for so long.
-        barrier = partial(
-            ocp.multihost.get_barrier_sync_fn(),
-            key=f"jaxtp_mirror{next(_instances)}",
-            timeout_ms=int(1000 * seconds),
-        )
-        with raise_everywhere(barrier):
+        with raise_everywhere(partial(meet, seconds)):
             if jax.process_index() == 0:
                 action()
 
@@ -459,7 +437,7 @@ class Mirror:
             self._delete(step)
             self._stage(step)
         markers = [key for key in self._files if key.endswith(_MARKER)]
-        _in_threads(self._send, self._files.keys() - set(markers))
+        in_threads(self._send, self._files.keys() - set(markers))
         # Plain Orbax takes a checkpoint for finished when its outermost marker is there.
         for key in sorted(markers, key=len, reverse=True):
             self._send(key)

@@ -15,6 +15,7 @@ from jaxtp.config.reading import open_regular
 from jaxtp.config.schema import ConfigError
 
 PARTIAL = ".partial"  # Suffix of a file that is being written
+PAUSES = (1.0, 3.0, 9.0)  # Seconds before each retry of a read or write
 _NOT_REGULAR = "not a regular file"
 
 

@@ -61,23 +61,52 @@ Even = Annotated[int, pydantic.Field(ge=2, multiple_of=2)]
 Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16)]
 
 
+_SCHEMES = ("s3", "gs", "file")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")
+
+
+class Address(type(Path())):  # type: ignore[misc]
+    """The URL of a folder, as a path that does not exist; `jaxtp.data.copies` downloads it."""
+
+    def __str__(self) -> str:
+        # A path has one slash where a URL has two or three.
+        scheme, _, name = super().__str__().partition(":/")
+        return f"{scheme}:///{name}" if scheme == "file" else f"{scheme}://{name}"
+
+
 def expand(path: Path) -> Path:
     """Expands ~ in a path; refuses unknown users, null bytes, and URLs of object stores."""
     if "\0" in str(path):
         raise ConfigError("should be a path, but contains a null byte")
     # A run needs a file system: it locks its folder, appends to files, renames them into place, and
     # moves damaged files aside.
-    if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
+    if url := _URL.match(str(path)):
         raise ConfigError(
             f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that "
             "all hosts mount, on a file system that locks, appends and renames (NFS, Lustre); "
-            "inputs may also be in a mounted bucket (gcsfuse, Mountpoint for S3). --run.mirror URL "
-            "keeps a copy of a run in a bucket"
+            "--run.mirror URL keeps a copy of a run in a bucket"
         )
     try:
         return path.expanduser()
     except RuntimeError:
         raise ConfigError(f"should be a path, but there is no user {path.parts[0][1:]}") from None
+
+
+def place(path: Path) -> Path:
+    """Returns an `Address` for the URL of a folder, and otherwise `expand(path)`."""
+    url = _URL.match(str(path))
+    if url is None:
+        return expand(path)
+    if url[1] not in _SCHEMES:
+        near = closest(url[1], _SCHEMES, cutoff=0.5)
+        hint = f"did you mean {near}://?" if near else "known are s3://, gs:// and file:///"
+        raise ConfigError(f"{url[1]}://{url[2]} begins with an unknown scheme; {hint}")
+    if not url[2].isprintable() or re.search(r"[?#%\\]|(^|/)\.\.?(/|$)", url[2]):
+        raise ConfigError(
+            f"{truncate(path)} is no plain address; it should be s3://BUCKET/PATH, "
+            "gs://BUCKET/PATH or file:///FOLDER"
+        )
+    return Address(path)
 
 
 def _not_empty(path: object) -> object:
@@ -90,7 +119,9 @@ def _not_empty(path: object) -> object:
 UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterValidator(expand)]
 """A path that may begin with ~."""
 OptionalFile = Annotated[UserPath | None, Argument("FILE")]
-OptionalFolder = Annotated[UserPath | None, Argument("DIR")]
+FolderOrUrl = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterValidator(place)]
+"""A folder, or its URL (s3://BUCKET/PATH, gs://BUCKET/PATH, file:///FOLDER)."""
+OptionalFolder = Annotated[FolderOrUrl | None, Argument("DIR")]
 
 
 def _prepared(path: T) -> T:
@@ -103,7 +134,7 @@ def _prepared(path: T) -> T:
     return path
 
 
-DataPath = Annotated[UserPath, pydantic.AfterValidator(_prepared)]
+DataPath = Annotated[FolderOrUrl, pydantic.AfterValidator(_prepared)]
 """A dataset of `jaxtp prepare`, or a text file."""
 DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
 """A dataset of a mixture."""

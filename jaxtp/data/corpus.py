@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import open_regular
-from jaxtp.config.schema import expand, nearest_file
+from jaxtp.config.schema import nearest_file
 from jaxtp.data.documents import Documents, InMemory
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 
@@ -140,7 +140,7 @@ def load_corpus(
     if mixture:
         sources = []
         for name, weight in mixture.items():
-            source = _open(expand(Path(name)))
+            source = _open(Path(name))
             sources.append(replace(source, name=name, weight=weight))
         description = " + ".join(f"{weight:g} x {name}" for name, weight in mixture.items())
     else:
@@ -213,11 +213,14 @@ def text_file(path: Path) -> Source:
 
 
 def _open(path: Path) -> Source:
-    if not path.is_dir():
-        return text_file(path)
+    from jaxtp.data.copies import local
+
+    folder = local(path)
+    if not folder.is_dir():
+        return text_file(folder)
     from jaxtp.data.store import open_dataset
 
-    dataset = open_dataset(path)
+    dataset = open_dataset(folder)
     train = dataset.splits[TRAIN]
     validation: Documents | None = dataset.splits[VALIDATION]
     if not dataset.splits[VALIDATION].num_tokens:

@@ -5,6 +5,7 @@ If one process raises while the others wait in a collective, they wait for ever.
 reports other failures.
 """
 
+import itertools
 import json
 import os
 import socket
@@ -31,6 +32,7 @@ listings."""
 
 _SIZE = 8  # Bytes with the size of a message, before its text
 _ROOM = 4096  # Bytes in which a short message is sent
+_meetings = itertools.count()
 
 
 class OtherProcessError(UserError):
@@ -72,6 +74,16 @@ def _end(message: bytes) -> int:
 def process_name(process: int, host: str) -> str:
     """Returns the name of a process for messages."""
     return f"process {process} (on {host})"
+
+
+def meet(seconds: float) -> None:
+    """Waits for all processes, longer than their collectives could; all must call it."""
+    if is_multiprocess():
+        # Not imported at the top: it takes a second, and one process does not need it.
+        from orbax.checkpoint import multihost
+
+        key = f"jaxtp_meeting{next(_meetings)}"
+        multihost.get_barrier_sync_fn()(key=key, timeout_ms=int(1000 * seconds))
 
 
 @contextmanager

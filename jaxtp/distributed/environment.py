@@ -90,6 +90,7 @@ NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl
 and in WSL2."""
 # Maximum size of the compilation cache; a training step for GPUs takes some MB
 _MAX_CACHE_BYTES = 4 * 2**30
+_YES = ("1", "true", "on", "yes", "y")  # As obstore reads a variable
 
 
 def has_nvidia_gpu() -> bool:
@@ -231,16 +232,31 @@ def enable_compilation_cache(platform: str, *, is_shared: bool = False) -> None:
     if configured is not None or platform == "cpu" or is_shared or jax.process_count() > 1:
         return
     try:
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        if not base.is_absolute():
-            base = Path.home() / ".cache"
-        folder = base / "jaxtp" / "programs"
+        folder = user_cache() / "programs"
         make_private(folder)
         evict_oldest(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         print(f"the compilation cache is off: {error}", file=sys.stderr)
         return
     use_cache(str(folder))
+
+
+def user_cache() -> Path:
+    """Returns jaxtp's folder in the user's cache; raises RuntimeError without a home folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        base = Path.home() / ".cache"
+    return base / "jaxtp"
+
+
+def cache_gigabytes() -> str:
+    """Returns the limit of the copies of URLs in the user's cache, as the user wrote it."""
+    return os.environ.get("JAXTP_CACHE_GB", "200")
+
+
+def has_public_buckets() -> bool:
+    """Returns whether S3 is read without credentials (AWS_SKIP_SIGNATURE, which obstore reads)."""
+    return os.environ.get("AWS_SKIP_SIGNATURE", "").lower() in _YES
 
 
 def use_cache(folder: str | None) -> None:

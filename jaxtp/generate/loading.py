@@ -21,15 +21,15 @@ from jaxtp.checkpoint.storage import finished_checkpoints, open_checkpoint
 from jaxtp.config.entry import Interrupt, UserError, say
 from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import (
+    FolderOrUrl,
     Keys,
     OptionalFolder,
     Reference,
-    UserPath,
-    expand,
     missing_model,
     nearest_file,
 )
 from jaxtp.data.chat_template import ChatError, ChatTemplate
+from jaxtp.data.copies import local
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES, MANIFEST, TOKENIZER
 from jaxtp.data.prepare.conversations import Conversations
@@ -86,7 +86,7 @@ class SourceError(UserError):
 class SourceConfig:
     """Settings that override a model's files."""
 
-    tokenizer: UserPath | None = None
+    tokenizer: FolderOrUrl | None = None
     """The tokenizer.json, or its folder, if it has moved since the model was trained."""
 
     base: OptionalFolder = None
@@ -307,6 +307,8 @@ def open_stored(path: Path, options: SourceConfig) -> StoredModel:
       ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`,
         `HFError`).
     """
+    path = local(path)
+    options = replace(options, base=local(options.base), adapters=local(options.adapters))
     stored = _open_hf(path, options) if (path / CONFIG).is_file() else _open_run(path, options)
     if options.adapters is None:
         return stored
@@ -390,13 +392,16 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
       SourceError: there is no model, or it has no tokenizer.
       ValueError: as `open_stored`.
     """
+    name = str(path)
+    options = replace(options, tokenizer=local(options.tokenizer, is_small=True))
+    path = local(path)
     if problem := _model_problem(path):
         raise SourceError(f"--model {path}: {problem}")
     stored = open_stored(path, options)
     if stored.is_run:
-        source, folders = _source_of_run(stored, str(path), options)
+        source, folders = _source_of_run(stored, name, options)
     else:
-        source = _source_of_folder(stored, options)
+        source = replace(_source_of_folder(stored, options), name=name)
         folders = [path]
     if stored.adapters is not None:
         source = replace(source, name=f"{source.name} with {stored.adapters.path}")
@@ -434,7 +439,8 @@ def _source_of_run(
     # A mixture maps its datasets to their weights.
     datasets = (data.get("path"), *(data.get("mixture") or {}))
     candidates = (options.tokenizer, *datasets, hf_files)
-    location = next((expand(Path(path)) for path in candidates if path is not None), None)
+    first = next((path for path in candidates if path is not None), None)
+    location = local(first, is_small=True)
     tokenizer = _tokenizer_of_run(stored.folder, corpus.get("tokenizer"), location, options)
     folders = [folder for folder in (location, hf_files) if folder is not None and folder.is_dir()]
     dtype = options.dtype or _default_dtype(stored.config.precision.compute)

@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 
 from jaxtp.config.entry import shown
 from jaxtp.config.files import open_directly, writing
-from jaxtp.config.schema import ConfigError, expand
+from jaxtp.config.schema import ConfigError
+from jaxtp.data.copies import local
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxtp.generate.loading import open_tokenizer
@@ -163,6 +164,7 @@ def _tokenizer_of(data: Any) -> Tokenizer:
             "sample_text: the batches are your own, and name no tokenizer; give one by tokenizer="
         )
     for path in (data.path, *data.mixture):
-        if path is not None and (expand(Path(path)) / MANIFEST).is_file():
-            return load_tokenizer(expand(Path(path)))
+        folder = local(path)
+        if folder is not None and (folder / MANIFEST).is_file():
+            return load_tokenizer(folder)
     return ByteTokenizer()

@@ -26,6 +26,7 @@ from jaxtp.checkpoint.logical import (
 )
 from jaxtp.config.entry import say
 from jaxtp.config.schema import to_plain
+from jaxtp.data.copies import local
 from jaxtp.hf.config_json import dtype_of, family_of, model_config, vocabulary_size
 from jaxtp.hf.model_folder import CONFIG, Folder, HFError, open_folder, prefix_errors
 from jaxtp.hf.safetensors import Block, Shape, StoredTensor, StoredTensors
@@ -87,7 +88,7 @@ def load(
     Raises:
       HFError: the folder is unreadable, unsupported, or does not fit the mesh.
     """
-    folder = open_folder(Path(path))
+    folder = open_folder(local(path))
     config = import_config(folder, precision, overrides, ignore_config)
     if mesh is None and current_mesh() is None:
         return load_folder(folder, config, None, progress)

@@ -30,6 +30,7 @@ from jaxtp.checkpoint.storage import HF_FILES, newest_checkpoint, read_info_on_a
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import split_settings, validate
+from jaxtp.data.copies import local, recorded
 from jaxtp.distributed.agreement import all_gather_json, raise_everywhere
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.config_json import check_adaptable, family_of
@@ -109,7 +110,7 @@ def load_adapted(checkpoint: Path, info: Info, mesh: Mesh, base: Path | None = N
     if BASE not in info:
         raise CheckpointError(f"{checkpoint} does not name the base model of its adapters")
     config = run_model_config(checkpoint, info)
-    path = Path(info[BASE]["from"]) if base is None else base
+    path = local(info[BASE]["from"]) if base is None else base
     if not path.is_dir():
         where = f"--base {path}" if base is not None else f"{path}, the base model of {checkpoint}"
         raise CheckpointError(f"{where}: no such folder; name the base model by --base DIR")
@@ -285,7 +286,7 @@ def load_base(
 
 def describe_base(sums: Mapping[str, str], origin: Path) -> dict[str, str]:
     """Returns a base model's folder and hash, for the checkpoints of its adapters."""
-    return {"from": str(origin.resolve()), "sha256": fingerprint(sums)}
+    return {"from": recorded(origin), "sha256": fingerprint(sums)}
 
 
 def base_checksums(weights: nnx.State, mesh: Mesh) -> dict[str, str]:
@@ -338,7 +339,7 @@ def copy_hf_files(
     if CONFIG in files and ORIGIN not in files:
         family = family_of(read_attributes(source), str(source / CONFIG))
         if is_part(family):
-            files[ORIGIN] = json_bytes({"from": str(source.resolve())})
+            files[ORIGIN] = json_bytes({"from": recorded(source)})
     with atomic_folder(run / HF_FILES) as folder:
         write_files(folder, files)
 
@@ -347,7 +348,7 @@ def origin_of(hf_files: Path | None) -> Path | None:
     """Returns the folder of a run's initial model, if it holds more than a text model."""
     if hf_files is None or not (hf_files / ORIGIN).is_file():
         return None
-    return Path(str(read_json(hf_files, ORIGIN).get("from")))
+    return local(str(read_json(hf_files, ORIGIN).get("from")))
 
 
 def family_of_run(checkpoint: Path) -> str | None:

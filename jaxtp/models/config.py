@@ -42,11 +42,11 @@ from jaxtp.config.hints import (
 from jaxtp.config.schema import (
     ConfigError,
     Count,
+    FolderOrUrl,
     Keys,
     Positive,
     Reference,
     Settings,
-    UserPath,
     as_base,
     check_values,
     leaves,
@@ -134,9 +134,9 @@ class Stack:
 class OriginConfig(Settings):
     """The source of a run's model, the first settings in `--help`."""
 
-    from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
-    """Folder of a model in Hugging Face format to start from. Its config.json sets the sizes of the
-    model."""
+    from_hf: Annotated[FolderOrUrl | None, STEP, SHORT_HELP] = None
+    """Folder, or its URL, of a model in Hugging Face format to start from. Its config.json sets the
+    sizes of the model."""
 
     ignore_config: Annotated[_Ignored, STEP] = ()
     """Attributes of that model's config.json that jaxtp does not know, to ignore if they do not

@@ -29,6 +29,7 @@ from jaxtp.config.schema import (
     CountOrZero,
     DataKey,
     DataPath,
+    FolderOrUrl,
     Fraction,
     NonNegative,
     Positive,
@@ -96,7 +97,7 @@ class RunConfig(Settings):
     """Step of an older checkpoint in run.dir. The run continues from a copy of it in a new folder,
     whose name is that of run.dir with -at-STEP."""
 
-    init_from: UserPath | None = None
+    init_from: FolderOrUrl | None = None
     """Folder of another run of the same model, whose newest weights the new run starts from."""
 
 
@@ -146,8 +147,8 @@ class DataConfig(Settings):
     """Training and validation data."""
 
     path: Annotated[DataPath | None, SAMPLES, SHORT_HELP] = None
-    """A folder made by jaxtp prepare, or a text file, which is read as bytes; by default the
-    sources of Python's standard library."""
+    """A folder made by jaxtp prepare, its URL, or a text file, which is read as bytes; by default
+    the sources of Python's standard library."""
 
     mixture: Annotated[dict[DataKey, Positive], ONLY_IN_FILES, SAMPLES] = field(
         default_factory=dict
@@ -159,7 +160,7 @@ class DataConfig(Settings):
     """Data to evaluate on: its held-out split, or all of it if it has none. By default the held-out
     split of the training data."""
 
-    scores: Annotated[UserPath | None, STEP] = None
+    scores: Annotated[FolderOrUrl | None, STEP] = None
     """A folder made by jaxtp score from this data. It adds the column log_probs, or top_ids and
     top_log_probs, to the batches for train.loss."""
 

@@ -29,7 +29,6 @@ from jaxtp.config.console import size_text
 from jaxtp.config.hints import dotted
 from jaxtp.config.schema import (
     ConfigError,
-    expand,
     leaves,
     nested,
     replace_nested,
@@ -319,11 +318,15 @@ class Defaults:
 
         Unreadable data is reported later.
         """
+        from jaxtp.data.copies import local
+
         sizes = {}
         data = self.config.data
         for folder in filter(None, (data.path, *map(Path, data.mixture))):
-            with suppress(DatasetError, ConfigError):
-                sizes[folder] = read_manifest(expand(folder)).tokenizer.vocab_size
+            # All processes raise an error of a URL, and none of them goes on alone.
+            path = local(folder)
+            with suppress(DatasetError):
+                sizes[folder] = read_manifest(path).tokenizer.vocab_size
         largest = max(sizes, key=sizes.__getitem__, default=None)
         if largest is not None and sizes[largest] > self.config.model.vocab_size:
             self.choose("model.vocab_size", sizes[largest], f"the vocabulary of {largest}")

@@ -18,7 +18,8 @@ from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.storage import StoredCheckpoint, open_checkpoint
 from jaxtp.config.python_object import describe_value, load_object
 from jaxtp.config.reading import first_lines
-from jaxtp.config.schema import ConfigError, expand
+from jaxtp.config.schema import ConfigError
+from jaxtp.data.copies import local
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import CP, TP, MeshLike, as_current, as_mesh, current_mesh, make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
@@ -91,7 +92,7 @@ def load_run(
             return load_run(path, base=base, build=build, plan=plan)
     has_mesh = current_mesh() is not None
     run_mesh = jax.sharding.get_mesh() if has_mesh else make_mesh()
-    checkpoint = open_checkpoint(expand(Path(path)))
+    checkpoint = open_checkpoint(local(path))
     source = load_object(build, "build") if isinstance(build, str) else build
     styles: Plan | None = load_object(plan, "plan") if isinstance(plan, str) else plan
     if not (source is None or callable(source) or isinstance(source, ModelConfig)):
@@ -120,8 +121,7 @@ def load_run(
             "a plan splits a model of your own; the decoder has its own PartitionSpecs"
         )
     if recorded.config.lora.rank:
-        folder = None if base is None else expand(Path(base))
-        return load_adapted(checkpoint.folder, checkpoint.info, run_mesh, folder)
+        return load_adapted(checkpoint.folder, checkpoint.info, run_mesh, local(base))
     return load_merged(checkpoint.folder, checkpoint.info, recorded.config, run_mesh)
 
 

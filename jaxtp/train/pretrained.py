@@ -18,6 +18,7 @@ from jaxtp.config.files import sha256
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import ConfigError, differences, replace_nested
 from jaxtp.data.added_tokens import NewTokens, added_tokens, with_tokens
+from jaxtp.data.copies import local
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.data.tokenizer import read_tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import MAX_POSITIONS, TokenizerError
@@ -160,7 +161,7 @@ class Pretrained(InitSource):
         Raises `HFError` if they are unreadable, or belong to another model.
         """
         family = self.attributes.get("model_type")
-        return open_peft(Path(str(model.lora.from_peft)), self.model, family)
+        return open_peft(local(str(model.lora.from_peft)), self.model, family)
 
     def describe_new_rows(self) -> list[str]:
         """Describes the rows of the vocabulary that its files do not have."""
@@ -209,7 +210,7 @@ class Pretrained(InitSource):
         state = blueprint.create(run.seed, weights)
         with raise_everywhere():
             if jax.process_index() == 0 and self.files is not None:
-                changed = changed_files(self.files, self.data, self.new_tokens)
+                changed = changed_files(self.files, local(self.data), self.new_tokens)
                 copy_hf_files(self.files, run.dir, changed)
         # A checkpoint of adapters does not contain the frozen model.
         if restored is not None:
@@ -327,8 +328,9 @@ class HFSource(Pretrained):
         flags = f"--tokenizer {file}"
         if self.new_tokens is not None:
             flags += f" --add-tokens {shlex.join(self.new_tokens.tokens)}"
-        if self.data is not None and (self.data / TOKENIZER).is_file():
-            path = self.data / TOKENIZER
+        data = local(self.data)
+        if data is not None and (data / TOKENIZER).is_file():
+            path = data / TOKENIZER
             content = read_tokenizer(file)
             before = added_tokens(content, str(file))
             tokens = added_tokens(read_tokenizer(path), str(path))
@@ -347,7 +349,7 @@ def resolve_pretrained(
     config: TrainConfig, explicit: Set[str], resumed: Info | None
 ) -> tuple[TrainConfig, Pretrained]:
     """Does the work of `init_source.resolve` for a run that names a trained model."""
-    run = config.run.init_from
+    run = local(config.run.init_from)
     folder = config.origin.from_hf
     lora = config.model.lora
     data = config.data.path or next(map(Path, config.data.mixture), None)
@@ -368,6 +370,8 @@ def resolve_pretrained(
         assert folder is not None
         # A run of other weights does not change its own for those of a folder that does not exist.
         began_with = None if resumed is None else resumed["config"]["model"].get("from_hf")
+        if lora.rank or str(folder) != began_with:
+            folder = local(folder)
         if folder.exists() or lora.rank or str(folder) != began_with:
             model = read_config(folder, config.origin.ignore_config)
         else:

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
-from jaxtp.config.schema import ConfigError
+from jaxtp.config.schema import Address, ConfigError
 from jaxtp.data.batches import Batches, Position, SampleBatches, token_batches
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.loader import Batch, on_mesh
@@ -107,9 +107,10 @@ def load_tokens(config: TrainConfig, source: InitSource, parts: "Parts") -> Data
     )
     scores = None
     if data.scores is not None:
+        from jaxtp.data.copies import local
         from jaxtp.data.scores import open_scores
 
-        scores = open_scores(data.scores)
+        scores = open_scores(local(data.scores))
         scores.again = _score_command(config, parts.loss, scores.record)
         scores.check(settings)
     return Data(corpus, settings, config.run.seed, scores)
@@ -123,7 +124,8 @@ def _score_command(config: TrainConfig, loss: Objective, record: "Record | None"
     is_reference = loss.attribute("reads_reference", False)
     temperature = loss.attribute("scores_temperature", None)
     model = (config.run.init_from or config.origin.from_hf) if is_reference else None
-    out = "FOLDER" if data.path is None else f"{data.path}-scores"
+    is_elsewhere = data.path is None or isinstance(data.path, Address)
+    out = "FOLDER" if is_elsewhere else f"{data.path}-scores"
     flags: list[object] = []
     if record is not None:
         out = f"{data.scores}-2"

@@ -446,10 +446,15 @@ def _startup_checks(plan: RunPlan) -> list[str]:
     if not on_accelerator and not is_multiprocess():
         folder()
         return []
+    from jaxtp.data.copies import identities
     from jaxtp.guards.doctor import examine
     from jaxtp.guards.finding import conclude
 
-    settings = {"configuration": to_plain(config), "data": dict(plan.data.description)}
+    settings = {
+        "configuration": to_plain(config),
+        "data": dict(plan.data.description),
+        "copies of URLs": identities(),
+    }
     stages = examine(
         mesh,
         settings,

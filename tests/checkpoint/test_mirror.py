@@ -1,7 +1,4 @@
-"""The copy of a run at a URL: in a folder, and in moto's S3 behind a proxy that makes faults.
-
-For gs:// the proxy translates the headers of Google's XML interface.
-"""
+"""The copy of a run at a URL."""
 
 import json
 import os
@@ -10,9 +7,8 @@ import sys
 from functools import partial
 
 import pytest
-from mirror_failures import CREDENTIALS, FaultyProxy, no_fault, one_in_three_is_500, s3_server
+from mirror_failures import no_fault, one_in_three_is_500
 from runs import contents, records, wait_until
-from tables import write_json
 
 from jaxtp.checkpoint import mirror
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError
@@ -24,33 +20,6 @@ from jaxtp.train.__main__ import main
 
 pytestmark = pytest.mark.journey
 obstore = pytest.importorskip("obstore", reason="pip install 'jaxtp[s3]' 'moto[server]'")
-
-
-@pytest.fixture(scope="module")
-def server():
-    pytest.importorskip("boto3", reason="pip install 'jaxtp[s3]'")
-    with s3_server() as port:
-        yield FaultyProxy(port)
-
-
-@pytest.fixture
-def bucket(server, monkeypatch, tmp_path):
-    server.fault = no_fault
-    for name, value in {**CREDENTIALS, "AWS_ENDPOINT_URL": server.url}.items():
-        monkeypatch.setenv(name, value)
-    return f"s3://run/{tmp_path.name}"
-
-
-@pytest.fixture(params=["file", "s3", "gs"])
-def url(request, tmp_path, monkeypatch):
-    if request.param == "file":
-        return f"file://{tmp_path}/url"
-    bucket = request.getfixturevalue("bucket")
-    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
-    account |= {"gcs_base_url": os.environ["AWS_ENDPOINT_URL"], "disable_oauth": True}
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
-    write_json(tmp_path / "account.json", account)
-    return bucket.replace("s3:", f"{request.param}:")
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.reading import MAX_JSON, read_bytes
+from jaxtp.data.copies import local, sending
 from jaxtp.data.manifest import MANIFEST, DatasetError
 from jaxtp.data.prepare.prepare_config import FIRST, PrepareConfig, check
 from jaxtp.data.prepare.run import prepare
@@ -45,14 +46,15 @@ def _run(argv: Sequence[str]) -> int:
     check(config, has_layout=False)
     require_writable("--json", config.json)
     if config.verify is not None:
-        return _verify(config.verify, config.json)
+        return _verify(local(config.verify), config.json)
     if config.show is not None:
         show(config, config.show)
     elif config.out is not None:
-        prepare(config.out, config)
-        if config.json is not None:
-            record = json.loads(read_bytes(config.out / MANIFEST, MAX_JSON))
-            write_json("--json", config.json, {"folder": str(config.out), **record})
+        with sending(config.out, resumes=True, replaces=config.overwrite) as out:
+            prepare(out, config)
+            if config.json is not None:
+                record = json.loads(read_bytes(out / MANIFEST, MAX_JSON))
+                write_json("--json", config.json, {"folder": str(config.out), **record})
     return 0
 
 

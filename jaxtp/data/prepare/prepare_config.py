@@ -11,10 +11,10 @@ from jaxtp.config.affects import POSITIONAL, REPEATED, Argument
 from jaxtp.config.schema import (
     ConfigError,
     Day,
+    FolderOrUrl,
     NonNegative,
     OptionalFile,
     OptionalFolder,
-    UserPath,
     to_plain,
 )
 from jaxtp.data.prepare.messages import RESERVED, TEMPLATE_FIELDS
@@ -57,9 +57,9 @@ class PrepareConfig:
     file named here holds a list of objects, or an object in each line."""
 
     out: OptionalFolder = None
-    """Folder for the dataset; after an interruption, the same command resumes."""
+    """Folder for the dataset, or its URL; after an interruption, the same command resumes."""
 
-    tokenizer: UserPath | None = None
+    tokenizer: FolderOrUrl | None = None
     """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default
     each byte is a token."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jaxtp.config.entry import STANDARD_OUTPUT
 from jaxtp.config.files import locked, open_directly, sync_file, write_atomically
+from jaxtp.data.copies import local
 from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import MANIFEST, SPLITS, VALIDATION, Manifest, SplitRecord, totals
 from jaxtp.data.prepare.batches import Batch, Entry, batches, split_of, threshold
@@ -47,6 +48,7 @@ _LINE_SECONDS = 5.0  # Seconds between lines of progress
 
 def open_job(out: Path, config: PrepareConfig) -> Job:
     """Finds the inputs and their layout, and opens the tokenizer; raises `UserError`."""
+    config = replace(config, tokenizer=local(config.tokenizer, is_small=True))
     tokenizer = named_tokenizer(config)
     sources = find_sources(config)
     config = with_layout(config, sources)

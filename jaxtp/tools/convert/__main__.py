@@ -21,7 +21,8 @@ from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_plain, to_yaml
+from jaxtp.config.schema import Address, FolderOrUrl, Keys, OptionalFolder, to_plain, to_yaml
+from jaxtp.data.copies import local, recorded, sending
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf import saving
@@ -61,8 +62,8 @@ jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapter
 """
 LIST_HELP = "Lists the model_type of every supported model, grouped by architecture."
 IMPORTED = "imported"  # Key of a checkpoint's info: folder and dtype of the imported model
-HFDir = Annotated[UserPath, POSITIONAL, Argument("HF_DIR")]
-RunDir = Annotated[UserPath, POSITIONAL, Argument("RUN_DIR")]
+HFDir = Annotated[FolderOrUrl, POSITIONAL, Argument("HF_DIR")]
+RunDir = Annotated[FolderOrUrl, POSITIONAL, Argument("RUN_DIR")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +88,11 @@ class Import:
     """Flags of `jaxtp convert import`."""
 
     source: HFDir
-    """Folder with config.json and safetensors, in one file or several with an index."""
+    """Folder, or its URL, with config.json and safetensors, in one file or several with an
+    index."""
     run: RunDir
-    """New folder for the run; the tokenizer files are copied to its hf/, where export finds
-    them."""
+    """New folder for the run, or its URL; the tokenizer files are copied to its hf/, where export
+    finds them."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters in the run; by default the dtype of the safetensors (float16 becomes
     float32)."""
@@ -108,7 +110,7 @@ class Export:
     """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model
     in Hugging Face format."""
     out: HFDir
-    """New folder for the model; it appears when it is complete."""
+    """New folder for the model, or its URL; it appears when it is complete."""
     family: str | None = None
     """Family to write, by its model_type, such as qwen3 or gemma2; by default the family of the
     model that the run started from, or the first that fits."""
@@ -202,22 +204,23 @@ def _progress(verb: str) -> Iterator[Progress]:
 
 def import_run(command: Import) -> str:
     """Imports a model as a run, whose folder appears when complete; returns a message."""
-    target = command.run
-    with atomic_folder(target) as partial:
-        source = open_folder(command.source)
+    with sending(command.run) as target, atomic_folder(target) as partial:
+        source = open_folder(local(command.source))
         precision = None if command.dtype is None else Precision(param=command.dtype)
         config = import_config(source, precision, {}, command.ignore_config)
         mesh = command.mesh.make()
         with jax.set_mesh(mesh), _progress("read") as progress:
             model = load_folder(source, config, mesh, progress)
+        # A run trains in a folder, by default of this name.
+        folder = Path("runs", command.run.name) if isinstance(command.run, Address) else target
         run = TrainConfig(
-            run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=config
+            run=RunConfig(dir=folder), mesh=MeshConfig(**asdict(command.mesh)), model=config
         )
-        _save(partial, run, model, mesh, {"from": str(source.path), "dtype": dtype_of(source)})
+        _save(partial, run, model, mesh, {"from": recorded(source.path), "dtype": dtype_of(source)})
         copy_hf_files(source.path, partial)
         (partial / CONFIG).write_text(to_yaml(run), encoding="utf-8")
     return (
-        f"{source.path} ({source.attributes['model_type']}) is in {target}, parameters in "
+        f"{command.source} ({source.attributes['model_type']}) is in {command.run}, parameters in "
         f"{config.precision.param}"
     )
 
@@ -235,7 +238,21 @@ def _save(
 
 def export_run(command: Export) -> str:
     """Writes a checkpoint, or a model with adapters, in Hugging Face format; returns a message."""
+    with sending(command.out) as out:
+        text = _export(command, out)
+    return f"{text} in {command.out}"
+
+
+def _export(command: Export, out: Path) -> str:
     mesh = command.mesh.make()  # before `open_stored`, which starts JAX's backend
+    command = replace(
+        command,
+        run=local(command.run),
+        tokenizer_from=local(command.tokenizer_from, is_small=True),
+        base=local(command.base),
+        like=local(command.like),
+        out=out,
+    )
     settings = SourceConfig(
         adapters=command.adapters, base=command.base, ignore_config=command.ignore_config
     )
@@ -276,7 +293,7 @@ def export_run(command: Export) -> str:
             **options,
         )
     adapters = "" if source.adapters is None else f" with {source.adapters.path}"
-    return f"{source.folder}{adapters} is in {command.out}"
+    return f"{source.folder}{adapters} is"
 
 
 def _check_export(command: Export, source: StoredModel) -> None:
@@ -328,10 +345,10 @@ def _export_adapters(
     else:
         model = load_adapted(checkpoint, source.info, mesh, base)
     from_hf = source.info["config"]["model"].get("from_hf")
-    recorded = source.info[BASE]["from"] if from_hf is not None else None
+    origin = source.info[BASE]["from"] if from_hf is not None else None
     with _progress("written") as options["progress"]:
-        save_adapters(model, command.out, base=base or recorded, **options)
-    return f"the adapters of {checkpoint} are in {command.out}"
+        save_adapters(model, command.out, base=base or origin, **options)
+    return f"the adapters of {checkpoint} are"
 
 
 def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
@@ -340,7 +357,7 @@ def _run_files(source: StoredModel) -> tuple[dict[str, Any], Path | None]:
     data = source.info["config"].get("data", {})
     tokenizer = hf_files
     if data.get("path") is not None and not (hf_files and has_tokenizer(hf_files)):
-        tokenizer = expand(Path(data["path"]))
+        tokenizer = local(data["path"], is_small=True)
     attributes = copied_attributes(hf_files)
     trained_length = data.get("sequence_length")
     length = attributes.get(MAX_POSITIONS)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtp.config.schema import ConfigError, nearest_file
+from jaxtp.data.copies import local
 from jaxtp.data.manifest import MANIFEST, TRAIN, VALIDATION
 from jaxtp.data.prepare.batches import batches
 from jaxtp.data.prepare.prepare_config import PrepareConfig
@@ -54,14 +55,15 @@ def open_inputs(config: EvaluateConfig, path: Path, model: ModelSource) -> list[
 
 
 def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: ModelSource) -> Input:
-    if folder.is_file():
+    opened = local(folder)
+    if opened.is_file():
         raise ConfigError(
             f"--data {folder} is a file: read it by --text {folder}, or make a dataset by "
             "jaxtp prepare"
         )
-    if not folder.exists():
+    if not opened.exists():
         raise ConfigError(f"--data {folder}: no such folder{nearest_file(folder)}")
-    dataset = open_dataset(folder)
+    dataset = open_dataset(opened)
     require_tokenizer(dataset, config.tokenizer or path, model)
     splits = {name: split for name, split in dataset.splits.items() if split.num_documents}
     if not splits:
@@ -80,7 +82,7 @@ def _open_dataset(folder: Path, config: EvaluateConfig, path: Path, model: Model
             f"--data {folder} has pairs of answers, which only a loss of jaxtp train evaluates"
         )
     count = min(split.num_documents, config.limit or split.num_documents)
-    documents = partial(_documents_of_split, split, count, load_tokenizer(folder), model)
+    documents = partial(_documents_of_split, split, count, load_tokenizer(opened), model)
     return Input(str(folder), count, documents)
 
 

@@ -20,7 +20,9 @@ from jaxtp.config.schema import (
     DataPath,
     OptionalFolder,
     Positive,
+    UserPath,
 )
+from jaxtp.data.copies import local
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.rows import Rows
 from jaxtp.data.samples import LongDocuments, Packing, RowSettings, make_rows
@@ -92,7 +94,7 @@ class ScoreConfig(SourceConfig):
     model: OptionalFolder = None
     """A run of jaxtp train, one of its checkpoints, or a model in Hugging Face's format."""
 
-    out: OptionalFolder = None
+    out: Annotated[UserPath | None, Argument("DIR")] = None
     """New folder for the scores; the same command resumes in it."""
 
     top_k: Count | None = None
@@ -154,7 +156,7 @@ def _score(config: ScoreConfig) -> None:
     if config.dataset is None or path is None or out is None or length is None:
         raise ConfigError("; ".join(_missing(config)))
     with raise_everywhere():
-        dataset = open_dataset(config.dataset)
+        dataset = open_dataset(local(config.dataset))
         source = _open_model(config, path)
         require_tokenizer(dataset, config.tokenizer or path, source)
         _check(config, source, length)

@@ -8,19 +8,20 @@ import hashlib
 import importlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from jaxtp.checkpoint.io_errors import PAUSES, CheckpointError
-from jaxtp.config.entry import FILES
-from jaxtp.config.files import sync_file
+from jaxtp.config.entry import FILES, UserError
+from jaxtp.config.files import PAUSES, sync_file
 from jaxtp.config.reading import MAX_JSON
 from jaxtp.config.schema import ConfigError
+from jaxtp.distributed.environment import has_public_buckets
 
 T = TypeVar("T")
 _PART = 2**24
@@ -28,11 +29,36 @@ _PART = 2**24
 _MAX_PARTS = 5000  # of an object; S3 has at most 10,000
 # Of a small request, and of a part: over a slow link 16 are sent at once.
 _LIMITS = ("30s", "300s")
+_ATTEMPTS = 3  # Downloads of an object whose checksum differs
+_THREADS = 8
 # obstore repeats a request in its first 20 s, but not if the answer was cut short.
 _RETRIES = {"retry_timeout": timedelta(seconds=20)}
 
 
-class StoreError(CheckpointError):
+def is_plain(key: str) -> bool:
+    """Returns whether a key that someone else chose is a path that stays inside of a folder."""
+    return key.isprintable() and all(part.strip(".") for part in key.split("/"))
+
+
+def in_threads(
+    action: Callable[[str], None], keys: Iterable[str], stop: Callable[[], object] = lambda: None
+) -> None:
+    """Calls `action` for each key, a few at once; after an error those that have not begun end.
+
+    `stop` is called after an error.
+    """
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        list(pool.map(action, keys))
+    except BaseException as error:
+        stop()
+        # After Ctrl-C the process ends, and an upload in progress could take minutes.
+        pool.shutdown(wait=isinstance(error, Exception), cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+class StoreError(UserError):
     """The objects at a URL cannot be read or written: rights, credentials, or a missing bucket."""
 
 
@@ -42,13 +68,24 @@ class UnreachableError(StoreError):
     exit_code = FILES
 
 
-class ObjectStore:
-    """Objects by key. Every method raises `StoreError`, and `read` FileNotFoundError as well."""
+class Stored(NamedTuple):
+    """An object in a listing."""
 
-    def __init__(self, url: str):
+    size: int
+    # A name of its content by the store; None if the store gives none
+    tag: str | None
+
+
+class ObjectStore:
+    """Objects by key. Every method raises `StoreError`, and `read` FileNotFoundError as well.
+
+    A store that is not only read creates the folder of its file:/// URL.
+    """
+
+    def __init__(self, url: str, *, only_read: bool = False):
         self.url = url.rstrip("/")
         scheme = url.partition(":")[0]
-        options: dict[str, Any] = {"mkdir": True}
+        options: dict[str, Any] = {"mkdir": not only_read}
         # An endpoint of the environment may be a server in the own network.
         client = {"allow_http": True, "connect_timeout": "10s"}
         if scheme != "file":
@@ -58,7 +95,7 @@ class ObjectStore:
             self._library = importlib.import_module("obstore")
             self._errors = importlib.import_module("obstore.exceptions")
             stores = importlib.import_module("obstore.store")
-            if scheme == "s3":
+            if scheme == "s3" and not has_public_buckets():
                 credentials = importlib.import_module("obstore.auth.boto3")
                 options["credential_provider"] = self._do(credentials.Boto3CredentialProvider)
             for limit in _LIMITS:
@@ -114,17 +151,50 @@ class ObjectStore:
         get = partial(self._library.get_range, self._store, key, start=0, end=MAX_JSON)
         return bytes(self._do(get, FileNotFoundError))
 
-    def download(self, key: str, path: Path, size: int) -> str:
-        """Writes the first `size` bytes of an object to a new file; returns their sha256."""
-        digest = hashlib.sha256()
-        get = partial(self._library.get_range, self._store_of_parts, key)
-        with path.open("xb") as file:
-            for start in range(0, size, _PART):
-                part = self._do(partial(get, start=start, end=min(start + _PART, size)))
-                digest.update(part)
-                file.write(part)
-            sync_file(file)
-        return digest.hexdigest()
+    def download(
+        self,
+        key: str,
+        path: Path,
+        size: int,
+        sha256: str | None,
+        tag: str | None = None,
+        advance: Callable[[int], object] = lambda size: None,
+    ) -> bool:
+        """Writes the first `size` bytes of an object to a file; returns whether they are right.
+
+        Args:
+          key: the object.
+          path: the file; its folder exists.
+          size: bytes.
+          sha256: their checksum; None for any.
+          tag: raises `StoreError` if the object no longer has it.
+          advance: called with the number of bytes of each part.
+        """
+        for _ in range(_ATTEMPTS):
+            digest = hashlib.sha256()
+            path.unlink(missing_ok=True)
+            with path.open("xb") as file:
+                for start in range(0, size, _PART):
+                    part = self._part(key, start, min(start + _PART, size), tag)
+                    digest.update(part)
+                    file.write(part)
+                    advance(len(part))
+                sync_file(file)
+            if sha256 in (None, digest.hexdigest()):
+                return True
+        return False
+
+    def _part(self, key: str, start: int, end: int, tag: str | None) -> Any:
+        options: dict[str, Any] = {"range": (start, end)}
+        if tag is not None:
+            options["if_match"] = tag
+        changed = self._errors.PreconditionError
+        # The bytes arrive after the answer, and may end early.
+        get = lambda: self._library.get(self._store_of_parts, key, options=options).bytes()  # noqa: E731
+        try:
+            return self._do(get, changed)
+        except changed:
+            raise StoreError(f"{self.url}/{key} was changed meanwhile; start again") from None
 
     def modified(self, key: str) -> datetime | None:
         """Returns when an object was written, by the store's clock; None if it does not exist."""
@@ -134,10 +204,14 @@ class ObjectStore:
             return written
         return None
 
+    def listed(self, folder: str = "") -> dict[str, Stored]:
+        """Returns all objects below a folder by key."""
+        pages = self._do(lambda: list(self._library.list(self._store, prefix=folder)))
+        return {item["path"]: Stored(item["size"], item["e_tag"]) for item in chain(*pages)}
+
     def sizes(self, folder: str) -> dict[str, int]:
         """Returns the sizes of all objects below a folder, by key."""
-        pages = self._do(lambda: list(self._library.list(self._store, prefix=folder)))
-        return {item["path"]: item["size"] for item in chain(*pages)}
+        return {key: stored.size for key, stored in self.listed(folder).items()}
 
     def delete(self, *keys: str) -> None:
         """Deletes objects, which may be missing; many in one request, where a store can."""
