@@ -49,6 +49,13 @@ _BLOCK_TYPES = "layers_block_type"
 _PATTERN = "hybrid_override_pattern"
 _PARTS = {_LINEAR: "mixer", _FULL: "mixer", "mlp": "mlp", "moe": "mlp"}
 """Types of layers that have one branch, and the part of a block that they are."""
+_NESTED = "linear_attn_config"
+_NESTED_NAMES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""An attribute that has others, and their names in it and in transformers."""
 _FULL_LAYERS = "full_attn_idxs"
 _ADJUSTS = "block_auto_adjust_ff_dim"
 _OTHER_NAMES = {
@@ -203,7 +210,12 @@ def _model_kind(kinds: Sequence[LayerKind]) -> LayerKind:
 
 
 def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
-    """Returns attributes with `layer_types` and their number, if blocks have one branch each."""
+    """Returns attributes with `layer_types`, if the family describes layers in another way.
+
+    Blocks of one branch also get their number.
+    """
+    if _NESTED in family.layer_attributes:
+        return _unnested(attributes)
     if _BLOCK_TYPES not in family.layer_attributes:
         return attributes
     types = attributes.get(_BLOCK_TYPES)
@@ -218,6 +230,29 @@ def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
         )
     types = [names[name] for name in types]
     return {**attributes, "layer_types": types, "num_hidden_layers": len(types)}
+
+
+def _unnested(attributes: Attributes) -> Attributes:
+    """Returns attributes with those in Kimi's `linear_attn_config`, where layers count from 1."""
+    nested: Any = attributes.get(_NESTED)
+    if nested is None:
+        return attributes
+    count = attributes.get("num_hidden_layers")
+    try:
+        full = nested["full_attn_layers"]
+        linear = nested["kda_layers"]
+        types = dict.fromkeys(full, _FULL) | dict.fromkeys(linear, _LINEAR)
+        listed = [types[i] for i in range(1, len(full) + len(linear) + 1)]
+        flat = {name: nested[key] for key, name in _NESTED_NAMES.items()}
+    except (KeyError, TypeError):
+        listed = []
+    if not listed or len(listed) != count:
+        raise HFError(
+            f"{_NESTED} = {quote(nested)}: should have {', '.join(_NESTED_NAMES)}, and each of the "
+            f"layers from 1 to num_hidden_layers = {quote(count)} in kda_layers or in "
+            "full_attn_layers"
+        )
+    return {"layer_types": listed, **attributes, **flat}
 
 
 def _read_type(
@@ -654,7 +689,7 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
         return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
     if "first_k_dense_replace" in names:
         first = _layer_number(attributes, "first_k_dense_replace", first)
-        if "mlp_layer_types" in names and first != family.default_dense_layers:
+        if family.only_layer_types and first != family.default_dense_layers:
             raise HFError(
                 f"first_k_dense_replace = {first}, which transformers does not read here; add "
                 "mlp_layer_types"

@@ -563,6 +563,8 @@ class Family:
     """Names in layer_types that an export writes for the usual ones."""
     default_dense_layers: int = 0
     """Default of first_k_dense_replace and moe_layer_start_index."""
+    only_layer_types: bool = False
+    """Whether transformers reads dense layers from mlp_layer_types alone."""
     rope_theta: float = 10_000.0
     """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
     rope_theta_name: str = "rope_theta"
