@@ -83,6 +83,7 @@ from jaxtp.mesh import (
     batch_parts,
     mesh_shape,
 )
+from jaxtp.models.block import STATES
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
@@ -272,7 +273,8 @@ def block_costs(block: DecoderBlock, work: Workload) -> Costs:
     compute = itemsize(config.precision.compute)
     size = work.between(config.sequence_parallel) * config.d_model * compute
     last = block.names[-1]
-    saved_inputs = {"none": 1 if block.parallel else len(block.names), "offload": 0}
+    num_inputs = 1 if block.parallel else len({*block.names} - {STATES})
+    saved_inputs = {"none": num_inputs, "offload": 0}
     yield Bytes("saved", size * saved_inputs.get(work.remat, 1))
     regathered = work.regathers
     joined = [name for name, branch, *_ in block.branches() if branch.caller_communicates]

@@ -56,6 +56,18 @@ _NESTED_NAMES = {
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
 """An attribute that has others, and their names in it and in transformers."""
+_INNER = "mamba_d_ssm"
+_DEFAULT_INNER = 1024
+_MULTIPLIERS = {
+    "attention_scales": {
+        "attention_in_multiplier": None,
+        "key_multiplier": None,
+        "attention_out_multiplier": None,
+    },
+    "mlp_scales": {"mlp_multipliers": 2},
+    "mamba_scales": {"ssm_in_multiplier": None, "ssm_multipliers": 5, "ssm_out_multiplier": None},
+}
+"""Fields with several factors, and the attributes that have them: numbers, or lists of so many."""
 _FULL_LAYERS = "full_attn_idxs"
 _ADJUSTS = "block_auto_adjust_ff_dim"
 _OTHER_NAMES = {
@@ -145,12 +157,14 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     # All layers set the same fields, so that each that differs from the model's is a change.
     common = {name: fields.get(name, _DEFAULTS.get(name)) for name in family.changing_fields()}
     common["num_experts"] = num_experts
+    if _INNER in names:
+        common |= _read_multipliers(attributes)
     if _BLOCK_TYPES in names:
         common["parts"] = "both"
     if _ADJUSTS in names:
         common["d_ff"] = _adjusted_width(attributes, fields["d_ff"])
     has_linear = any(kind.is_linear for kind in kinds)
-    if not has_linear:
+    if not has_linear and _INNER not in names:
         common |= {name: _DEFAULTS[name] for name in fields if name.startswith("delta_")}
 
     def settings(kind: LayerKind) -> Settings:
@@ -216,6 +230,8 @@ def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
     """
     if _NESTED in family.layer_attributes:
         return _unnested(attributes)
+    if _INNER in family.layer_attributes:
+        return _with_width_of_heads(attributes)
     if _BLOCK_TYPES not in family.layer_attributes:
         return attributes
     types = attributes.get(_BLOCK_TYPES)
@@ -230,6 +246,50 @@ def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
         )
     types = [names[name] for name in types]
     return {**attributes, "layer_types": types, "num_hidden_layers": len(types)}
+
+
+def _with_width_of_heads(attributes: Attributes) -> Attributes:
+    """Returns attributes with Falcon-H1's `mamba_d_head`, which may be auto."""
+    width = attributes.get(_INNER, _DEFAULT_INNER)
+    if width is None:
+        expand = whole("mamba_expand", attributes.get("mamba_expand", 2))
+        width = expand * whole("hidden_size", attributes.get("hidden_size"))
+    heads = whole("mamba_n_heads", attributes.get("mamba_n_heads", 128))
+    of_head = attributes.get("mamba_d_head", "auto")
+    if of_head == "auto":
+        of_head = whole(_INNER, width) // heads
+    if whole("mamba_d_head", of_head) * heads != width:
+        raise HFError(
+            f"{_INNER} = {quote(width)}: should be mamba_n_heads = {heads} times mamba_d_head = "
+            f"{of_head}, {heads * of_head}"
+        )
+    return {**attributes, "mamba_d_head": of_head}
+
+
+def _read_multipliers(attributes: Attributes) -> Settings:
+    fields: MutableSettings = {}
+    for field, names in _MULTIPLIERS.items():
+        factors: list[float] = []
+        for name, count in names.items():
+            value: Any = attributes.get(name)
+            if value is None:
+                value = [1.0] * (count or 1)
+            elif count is None:
+                value = [value]
+            if not isinstance(value, list) or len(value) != (count or 1):
+                raise HFError(f"{name} = {quote(value)}: should be a list of {count} numbers")
+            factors += [positive(name, factor) for factor in value]
+        fields[field] = tuple(factors)
+    return fields
+
+
+def _write_multipliers(block: BlockConfig) -> MutableAttributes:
+    written: MutableAttributes = {}
+    for field, names in _MULTIPLIERS.items():
+        factors = iter(getattr(block, field))
+        for name, count in names.items():
+            written[name] = next(factors) if count is None else list(islice(factors, count))
+    return written
 
 
 def _unnested(attributes: Attributes) -> Attributes:
@@ -284,6 +344,8 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
     inner = max(layer.delta_value_heads * layer.delta_value_dim for layer in layers)
     if "mamba_expand" in names and inner:
         written["mamba_expand"] = plain_number(inner / config.d_model)
+    if _INNER in names:
+        written |= {_INNER: inner, **_write_multipliers(layers[0])}
     by_layer = _write_rotated(layers) | _write_sparse([bool(layer.num_experts) for layer in layers])
     written |= {name: value for name, value in by_layer.items() if name in names}
     for other, name in _OTHER_NAMES.items():

@@ -106,6 +106,10 @@ class AttentionConfig(Settings):
     query_scale: Positive | None = None
     """Factor of attention scores; by default head_dim ** -0.5."""
 
+    attention_scales: tuple[Positive, Positive, Positive] = (1.0, 1.0, 1.0)
+    """Factors of attention's input, of its scores beside query_scale, and of its output
+    (Falcon-H1)."""
+
     attention_softcap: Positive | None = None
     """Caps attention scores: c * tanh(score / c)."""
 
@@ -147,11 +151,15 @@ class AttentionConfig(Settings):
 
     def use(self, **fields: Any) -> Use:
         """Returns the `Use` of a kernel; `fields` are those that are not settings."""
+        scale = self.query_scale
+        _, of_scores, _ = self.attention_scales
+        if of_scores != 1:
+            scale = (scale or self.head_dim**-0.5) * of_scores
         return Use(
             head_dim=self.head_dim,
             window=self.sliding_window,
             softcap=self.attention_softcap,
-            scale=self.query_scale,
+            scale=scale,
             sinks=self.attention_sinks,
             **fields,
         )

@@ -33,14 +33,25 @@ def block_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pro
             f"model.parts=mixer has no experts: use model.num_experts=0, not {block.num_experts}, "
             "in these blocks"
         )
+    if block.parts == "all" and not block.delta_value_heads:
+        yield Problem(
+            "model.parts=all has a layer with states beside attention, but "
+            "model.delta_value_heads=0; set it, or use model.parts=both"
+        )
     if block.has_states:
         yield from _delta_problems(block, sizes)
-    elif block.has_attention:
+    if block.has_attention:
         yield from _attention_problems(block, sizes)
         yield from _latent_problems(block, sizes)
     if block.swiglu_limit is not None and block.mlp != "gated":
         yield Problem(
             f"model.swiglu_limit={block.swiglu_limit} needs model.mlp=gated, or leave it out"
+        )
+    of_gate, _ = block.mlp_scales
+    if of_gate != 1 and (block.mlp != "gated" or block.num_experts):
+        yield Problem(
+            f"model.mlp_scales={block.mlp_scales} needs model.mlp=gated and model.num_experts=0; "
+            "or set the first to 1"
         )
     if block.num_experts:
         yield from _group_problems(block)
@@ -192,6 +203,11 @@ def _delta_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pr
         )
     yield from storage_problems("model.delta_gate_rank", rank, sizes)
     yield from _idle_devices("model.delta_value_heads", heads, sizes[TP])
+    if len(block.mamba_scales) != len(type(block).mamba_scales):
+        yield Problem(
+            f"model.mamba_scales={block.mamba_scales} has {len(block.mamba_scales)} numbers; "
+            f"{len(type(block).mamba_scales)} are needed"
+        )
     longest = block.mamba_max_step
     if longest is not None and block.mamba_min_step > longest:
         yield Problem(
