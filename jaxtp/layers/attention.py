@@ -20,7 +20,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.affects import COST
-from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive, Settings
+from jaxtp.config.schema import (
+    ConfigError,
+    Count,
+    Even,
+    Fraction,
+    NonNegative,
+    Positive,
+    Settings,
+    of_length,
+)
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, LocalShape, Method, Sequences, of_heads
@@ -106,7 +115,7 @@ class AttentionConfig(Settings):
     query_scale: Positive | None = None
     """Factor of attention scores; by default head_dim ** -0.5."""
 
-    attention_scales: tuple[Positive, Positive, Positive] = (1.0, 1.0, 1.0)
+    attention_scales: Annotated[tuple[Positive, ...], of_length(3)] = (1.0, 1.0, 1.0)
     """Factors of attention's input, of its scores beside query_scale, and of its output
     (Falcon-H1)."""
 

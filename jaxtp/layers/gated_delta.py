@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,14 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
-from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive, Settings
+from jaxtp.config.schema import (
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    Settings,
+    of_length,
+)
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
@@ -107,7 +114,7 @@ class GatedDeltaConfig(Settings):
     mamba_max_step: Positive | None = None
     """Mamba-2: largest time step of a head; by default no limit."""
 
-    mamba_scales: tuple[Positive, ...] = (1.0,) * 7
+    mamba_scales: Annotated[tuple[Positive, ...], of_length(7)] = (1.0,) * 7
     """Mamba-2: factors of the input, of the projected gates, values (x), keys (B), queries (C) and
     time steps, and of the output (Falcon-H1)."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import device_view, token_spec
-from jaxtp.config.schema import Count, Positive, Settings
+from jaxtp.config.schema import Count, Positive, Settings, of_length
 from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
@@ -58,7 +58,7 @@ class MLPConfig(Settings):
     """Limits a gated MLP (gpt-oss): gate(x) to at most this, up(x) to between minus this and this,
     and adds 1 to it."""
 
-    mlp_scales: tuple[Positive, Positive] = (1.0, 1.0)
+    mlp_scales: Annotated[tuple[Positive, ...], of_length(2)] = (1.0, 1.0)
     """Factors of gate(x), and of the MLP's output (Falcon-H1)."""
 
     mlp_bias: bool = False

@@ -40,9 +40,9 @@ class BlockConfig(
     """
 
     parts: Literal["both", "mixer", "mlp", "all"] = "both"
-    """Branches of a block: attention, or a layer with states, and then an MLP or experts; or one of
-    them (Nemotron-H). With all, attention and a layer with states read one norm, the block adds
-    both results, and then comes the MLP (Falcon-H1)."""
+    """Branches of a block: attention, or a layer with states, and then an MLP or experts; one of
+    them (Nemotron-H); or all, where attention and a layer with states read one norm and their
+    results are added, before the MLP (Falcon-H1)."""
 
     residual_scale: Positive = 1.0
     """Factor of the outputs of attention and MLP (Granite)."""

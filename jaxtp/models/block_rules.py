@@ -203,11 +203,6 @@ def _delta_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pr
         )
     yield from storage_problems("model.delta_gate_rank", rank, sizes)
     yield from _idle_devices("model.delta_value_heads", heads, sizes[TP])
-    if len(block.mamba_scales) != len(type(block).mamba_scales):
-        yield Problem(
-            f"model.mamba_scales={block.mamba_scales} has {len(block.mamba_scales)} numbers; "
-            f"{len(type(block).mamba_scales)} are needed"
-        )
     longest = block.mamba_max_step
     if longest is not None and block.mamba_min_step > longest:
         yield Problem(

@@ -32,8 +32,8 @@ _MLP = {
 }
 # Of initial values, of kernels, or of other programs
 _IGNORED = """
-    attn_layer_indices mamba_chunk_size mamba_expand mlp_expansion_factor num_logits_to_keep
-    time_step_floor time_step_max time_step_min time_step_rank
+    mamba_chunk_size mamba_expand mlp_expansion_factor num_logits_to_keep time_step_floor
+    time_step_max time_step_min time_step_rank
 """
 
 FALCON_H1 = Family(
@@ -73,6 +73,10 @@ FALCON_H1 = Family(
     | {"mamba_d_ssm", "attention_in_multiplier", "attention_out_multiplier", "key_multiplier"}
     | {"mlp_multipliers", "ssm_in_multiplier", "ssm_multipliers", "ssm_out_multiplier"},
     always={"parts": "all", "delta_kind": "mamba2"},
-    required={"mamba_use_mlp": True, "time_step_limit": NO_STEP_LIMIT},
+    required={
+        "attn_layer_indices": None,
+        "mamba_use_mlp": True,
+        "time_step_limit": NO_STEP_LIMIT,
+    },
     ignored_attributes=frozenset(_IGNORED.split()),
 )
