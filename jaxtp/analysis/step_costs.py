@@ -282,8 +282,9 @@ def block_costs(block: DecoderBlock, work: Workload) -> Costs:
         hidden = work.tokens * config.d_model * compute
         split = work.is_split(config.sequence_parallel)
         yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=regathered))
-        yield from leave(JOINED, work, hidden, split=split, again=False)
-        yield Bytes("saved", hidden * (not regathered))
+        read = not block.parallel and joined[-1] != last
+        yield from leave(JOINED, work, hidden, split=split, again=read and work.rereduces)
+        yield Bytes("saved", hidden * (not regathered) + size * (read and work.saves_reduced))
     for name, branch, before, after in block.branches():
         if before is not None:
             yield from _within(name, norm_costs(before, work, recomputed=regathered))

@@ -69,11 +69,10 @@ class BlockConfig(
 
     def scales(self, branch: str) -> tuple[float, float]:
         """Returns the factors of a branch's input and output."""
-        factors: dict[str, tuple[float, ...]] = {
-            "attention": self.attention_scales,
-            "mlp": (1.0, self.mlp_scales[1]),
-        }
-        if self.has_states:
+        factors: dict[str, tuple[float, ...]] = {"mlp": (1.0, self.mlp_scales[1])}
+        if self.has_attention:
+            factors["attention"] = self.attention_scales
+        if self.has_states and self.delta_kind == "mamba2":
             factors[self.states] = self.mamba_scales
         entering, *_, leaving = factors.get(branch, (1.0, 1.0))
         return entering, leaving * self.residual_scale

@@ -71,7 +71,7 @@ class DecoderBlock(nnx.Module):
     """Residual branches in order: `x + branch(norm(x))`, `x + norm(branch(x))`, or with both norms.
 
     With norm_placement parallel all branches read the block's input, and share a gather and a
-    reduction over tp where they can. States beside attention read what it reads. Branches and norms
+    reduction over tp where they can; so do attention and the states beside it. Branches and norms
     are attributes, such as `attention`, `attention_norm` and `attention_after_norm`; a norm that
     branches share is the first one's.
     """
@@ -175,14 +175,23 @@ class DecoderBlock(nnx.Module):
         )
         input_BTD = read_BTD = gathered_BTD = x_BTD
         summands: list[Array] = []
+
+        def with_summands(x_BTD: Array) -> Array:
+            if not summands:
+                return x_BTD
+            summand = reduce(operator.add, summands)
+            summands.clear()
+            return x_BTD + leave(summand)
+
         for (name, branch, before, after), (entering, leaving) in zip(
             self.branches(), self.scales, strict=True
         ):
+            # Parallel branches read the block's input, and may share the first one's norm.
+            if not self.parallel and name != STATES:
+                x_BTD = with_summands(x_BTD)
+                input_BTD = x_BTD
+                read_BTD = x_BTD
             with jax.named_scope(name):
-                # Parallel branches read the block's input, and may share the first one's norm.
-                if not self.parallel and name != STATES:
-                    input_BTD = x_BTD
-                    read_BTD = x_BTD
                 if before is not None:
                     read_BTD = before(input_BTD)
                 if branch.caller_communicates:
@@ -195,8 +204,7 @@ class DecoderBlock(nnx.Module):
                 if after is not None:
                     y_BTD = after(y_BTD)
                 x_BTD = x_BTD + scaled(drop(name, y_BTD), leaving)
-        if summands:
-            x_BTD = x_BTD + leave(reduce(operator.add, summands))
+        x_BTD = with_summands(x_BTD)
         if self.layer_scale is None:
             return x_BTD
         return scaled(x_BTD, self.layer_scale[...])
