@@ -512,7 +512,7 @@ def row_costs(layer: RowParallelLinear, work: Workload, name: str, *, read: bool
         yield from leave(ROW, work, size, split=split, again=recomputed)
     shape = work.tokens // chunks, local, layer.features
     yield from projection_products(layer, name, shape, work, chunks=chunks, recomputed=recomputed)
-    if read and work.saves_reduced and not layer.transport.caller_communicates:
+    if read and work.saves_reduced:
         yield Bytes("saved", work.between(layer.sequence_parallel) * layer.features * compute)
     for lora in layer.loras:
         features = local, layer.features

@@ -284,7 +284,10 @@ def block_costs(block: DecoderBlock, work: Workload) -> Costs:
         yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=regathered))
         read = not block.parallel and joined[-1] != last
         yield from leave(JOINED, work, hidden, split=split, again=read and work.rereduces)
-        yield Bytes("saved", hidden * (not regathered) + size * (read and work.saves_reduced))
+        yield Bytes("saved", hidden * (not regathered))
+        if read and work.saves_reduced:
+            # Each row layer has the costs of a result, and there is one sum.
+            yield Bytes("saved", size * (1 - len(joined)))
     for name, branch, before, after in block.branches():
         if before is not None:
             yield from _within(name, norm_costs(before, work, recomputed=regathered))

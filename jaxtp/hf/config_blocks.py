@@ -58,7 +58,7 @@ _NESTED_NAMES = {
 """An attribute that has others, and their names in it and in transformers."""
 _INNER = "mamba_d_ssm"
 _DEFAULT_INNER = 1024
-_MULTIPLIERS = {
+_MULTIPLIERS: Mapping[str, Mapping[str, int | None]] = {
     "attention_scales": {
         "attention_in_multiplier": None,
         "key_multiplier": None,
@@ -255,15 +255,15 @@ def _with_width_of_heads(attributes: Attributes) -> Attributes:
         expand = whole("mamba_expand", attributes.get("mamba_expand", 2))
         width = expand * whole("hidden_size", attributes.get("hidden_size"))
     heads = whole("mamba_n_heads", attributes.get("mamba_n_heads", 128))
-    of_head = attributes.get("mamba_d_head", "auto")
-    if of_head == "auto":
-        of_head = whole(_INNER, width) // heads
-    if whole("mamba_d_head", of_head) * heads != width:
+    head_width: Any = attributes.get("mamba_d_head", "auto")
+    if head_width == "auto":
+        head_width = whole(_INNER, width) // heads
+    if whole("mamba_d_head", head_width) * heads != width:
         raise HFError(
             f"{_INNER} = {quote(width)}: should be mamba_n_heads = {heads} times mamba_d_head = "
-            f"{of_head}, {heads * of_head}"
+            f"{head_width}, {heads * head_width}"
         )
-    return {**attributes, "mamba_d_head": of_head}
+    return {**attributes, "mamba_d_head": head_width}
 
 
 def _read_multipliers(attributes: Attributes) -> Settings:

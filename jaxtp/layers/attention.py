@@ -161,9 +161,9 @@ class AttentionConfig(Settings):
     def use(self, **fields: Any) -> Use:
         """Returns the `Use` of a kernel; `fields` are those that are not settings."""
         scale = self.query_scale
-        _, of_scores, _ = self.attention_scales
-        if of_scores != 1:
-            scale = (scale or self.head_dim**-0.5) * of_scores
+        _, factor, _ = self.attention_scales
+        if factor != 1:
+            scale = (scale or self.head_dim**-0.5) * factor
         return Use(
             head_dim=self.head_dim,
             window=self.sliding_window,

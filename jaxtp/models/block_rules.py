@@ -47,8 +47,8 @@ def block_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pro
         yield Problem(
             f"model.swiglu_limit={block.swiglu_limit} needs model.mlp=gated, or leave it out"
         )
-    of_gate, _ = block.mlp_scales
-    if of_gate != 1 and (block.mlp != "gated" or block.num_experts):
+    gate_scale, _ = block.mlp_scales
+    if gate_scale != 1 and (block.mlp != "gated" or block.num_experts):
         yield Problem(
             f"model.mlp_scales={block.mlp_scales} needs model.mlp=gated and model.num_experts=0; "
             "or set the first to 1"

@@ -305,7 +305,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
         context = self._context_of(block)
-        of_mixer = self._context_of(block, beside=block.parts == "all")
+        mixer_context = self._context_of(block, beside=block.parts == "all")
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
         attention = partial(attention, norm=block)
         attention = ShortConvolution if block.short_conv else attention
@@ -315,9 +315,11 @@ class ModelConfig(BlockConfig, DecoderSizes):
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
         branches: dict[str, Branch] = {}
         if block.has_attention or (block.short_conv and block.parts != "mlp"):
-            branches["attention"] = attention(self.d_model, block, of_mixer, rngs=rngs)
+            branches["attention"] = attention(self.d_model, block, mixer_context, rngs=rngs)
         if block.has_states:
-            branches[block.states] = states(self.d_model, block, of_mixer, norm=block, rngs=rngs)
+            branches[block.states] = states(
+                self.d_model, block, mixer_context, norm=block, rngs=rngs
+            )
         if block.parts != "mixer":
             branches["mlp"] = mlp(self.d_model, block, context, rngs=rngs)
         return branches
