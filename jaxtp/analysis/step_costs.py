@@ -83,6 +83,7 @@ from jaxtp.mesh import (
     batch_parts,
     mesh_shape,
 )
+from jaxtp.models.block import STATES
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import JOINED, Decoder, DecoderBlock, create_decoder
 
@@ -272,7 +273,8 @@ def block_costs(block: DecoderBlock, work: Workload) -> Costs:
     compute = itemsize(config.precision.compute)
     size = work.between(config.sequence_parallel) * config.d_model * compute
     last = block.names[-1]
-    saved_inputs = {"none": 1 if block.parallel else len(block.names), "offload": 0}
+    num_inputs = 1 if block.parallel else len({*block.names} - {STATES})
+    saved_inputs = {"none": num_inputs, "offload": 0}
     yield Bytes("saved", size * saved_inputs.get(work.remat, 1))
     regathered = work.regathers
     joined = [name for name, branch, *_ in block.branches() if branch.caller_communicates]
@@ -280,8 +282,12 @@ def block_costs(block: DecoderBlock, work: Workload) -> Costs:
         hidden = work.tokens * config.d_model * compute
         split = work.is_split(config.sequence_parallel)
         yield from _within(joined[0], enter(JOINED, work, hidden, split=split, again=regathered))
-        yield from leave(JOINED, work, hidden, split=split, again=False)
+        read = not block.parallel and joined[-1] != last
+        yield from leave(JOINED, work, hidden, split=split, again=read and work.rereduces)
         yield Bytes("saved", hidden * (not regathered))
+        if read and work.saves_reduced:
+            # Each row layer has the costs of a result, and there is one sum.
+            yield Bytes("saved", size * (1 - len(joined)))
     for name, branch, before, after in block.branches():
         if before is not None:
             yield from _within(name, norm_costs(before, work, recomputed=regathered))

@@ -61,6 +61,11 @@ Even = Annotated[int, pydantic.Field(ge=2, multiple_of=2)]
 Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16)]
 
 
+def of_length(count: int) -> Any:
+    """Annotates a tuple that has so many values."""
+    return pydantic.Field(min_length=count, max_length=count)
+
+
 _SCHEMES = ("s3", "gs", "file")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")
 
@@ -489,6 +494,7 @@ _COMPLAINTS = {
     "tuple_type": "should be a list, such as [a, b]",
     "dict_type": "should be a mapping, such as {{a: 1}}",
     "too_long": "has {actual_length:,} values; at most {max_length:,} are allowed",
+    "too_short": "has {actual_length:,} values; {min_length:,} are needed",
     "path_type": "should be a path",
     "dataclass_type": "should be a section: keys and their values",
 }

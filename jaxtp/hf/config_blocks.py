@@ -49,6 +49,25 @@ _BLOCK_TYPES = "layers_block_type"
 _PATTERN = "hybrid_override_pattern"
 _PARTS = {_LINEAR: "mixer", _FULL: "mixer", "mlp": "mlp", "moe": "mlp"}
 """Types of layers that have one branch, and the part of a block that they are."""
+_NESTED = "linear_attn_config"
+_NESTED_NAMES = {
+    "head_dim": "linear_head_dim",
+    "num_heads": "linear_num_heads",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
+}
+"""An attribute that has others, and their names in it and in transformers."""
+_INNER = "mamba_d_ssm"
+_DEFAULT_INNER = 1024
+_MULTIPLIERS: Mapping[str, Mapping[str, int | None]] = {
+    "attention_scales": {
+        "attention_in_multiplier": None,
+        "key_multiplier": None,
+        "attention_out_multiplier": None,
+    },
+    "mlp_scales": {"mlp_multipliers": 2},
+    "mamba_scales": {"ssm_in_multiplier": None, "ssm_multipliers": 5, "ssm_out_multiplier": None},
+}
+"""Fields with several factors, and the attributes that have them: numbers, or lists of so many."""
 _FULL_LAYERS = "full_attn_idxs"
 _ADJUSTS = "block_auto_adjust_ff_dim"
 _OTHER_NAMES = {
@@ -138,12 +157,14 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     # All layers set the same fields, so that each that differs from the model's is a change.
     common = {name: fields.get(name, _DEFAULTS.get(name)) for name in family.changing_fields()}
     common["num_experts"] = num_experts
+    if _INNER in names:
+        common |= _read_multipliers(attributes)
     if _BLOCK_TYPES in names:
         common["parts"] = "both"
     if _ADJUSTS in names:
         common["d_ff"] = _adjusted_width(attributes, fields["d_ff"])
     has_linear = any(kind.is_linear for kind in kinds)
-    if not has_linear:
+    if not has_linear and _INNER not in names:
         common |= {name: _DEFAULTS[name] for name in fields if name.startswith("delta_")}
 
     def settings(kind: LayerKind) -> Settings:
@@ -203,7 +224,14 @@ def _model_kind(kinds: Sequence[LayerKind]) -> LayerKind:
 
 
 def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
-    """Returns attributes with `layer_types` and their number, if blocks have one branch each."""
+    """Returns attributes with `layer_types`, if the family describes layers in another way.
+
+    Blocks of one branch also get their number.
+    """
+    if _NESTED in family.layer_attributes:
+        return _unnested(attributes)
+    if _INNER in family.layer_attributes:
+        return _with_width_of_heads(attributes)
     if _BLOCK_TYPES not in family.layer_attributes:
         return attributes
     types = attributes.get(_BLOCK_TYPES)
@@ -218,6 +246,73 @@ def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
         )
     types = [names[name] for name in types]
     return {**attributes, "layer_types": types, "num_hidden_layers": len(types)}
+
+
+def _with_width_of_heads(attributes: Attributes) -> Attributes:
+    """Returns attributes with Falcon-H1's `mamba_d_head`, which may be auto."""
+    width = attributes.get(_INNER, _DEFAULT_INNER)
+    if width is None:
+        expand = whole("mamba_expand", attributes.get("mamba_expand", 2))
+        width = expand * whole("hidden_size", attributes.get("hidden_size"))
+    heads = whole("mamba_n_heads", attributes.get("mamba_n_heads", 128))
+    head_width: Any = attributes.get("mamba_d_head", "auto")
+    if head_width == "auto":
+        head_width = whole(_INNER, width) // heads
+    if whole("mamba_d_head", head_width) * heads != width:
+        raise HFError(
+            f"{_INNER} = {quote(width)}: should be mamba_n_heads = {heads} times mamba_d_head = "
+            f"{head_width}, {heads * head_width}"
+        )
+    return {**attributes, "mamba_d_head": head_width}
+
+
+def _read_multipliers(attributes: Attributes) -> Settings:
+    fields: MutableSettings = {}
+    for field, names in _MULTIPLIERS.items():
+        factors: list[float] = []
+        for name, count in names.items():
+            value: Any = attributes.get(name)
+            if value is None:
+                value = [1.0] * (count or 1)
+            elif count is None:
+                value = [value]
+            if not isinstance(value, list) or len(value) != (count or 1):
+                raise HFError(f"{name} = {quote(value)}: should be a list of {count} numbers")
+            factors += [positive(name, factor) for factor in value]
+        fields[field] = tuple(factors)
+    return fields
+
+
+def _write_multipliers(block: BlockConfig) -> MutableAttributes:
+    written: MutableAttributes = {}
+    for field, names in _MULTIPLIERS.items():
+        factors = iter(getattr(block, field))
+        for name, count in names.items():
+            written[name] = next(factors) if count is None else list(islice(factors, count))
+    return written
+
+
+def _unnested(attributes: Attributes) -> Attributes:
+    """Returns attributes with those in Kimi's `linear_attn_config`, where layers count from 1."""
+    nested: Any = attributes.get(_NESTED)
+    if nested is None:
+        return attributes
+    count = attributes.get("num_hidden_layers")
+    try:
+        full = nested["full_attn_layers"]
+        linear = nested["kda_layers"]
+        types = dict.fromkeys(full, _FULL) | dict.fromkeys(linear, _LINEAR)
+        listed = [types[i] for i in range(1, len(full) + len(linear) + 1)]
+        flat = {name: nested[key] for key, name in _NESTED_NAMES.items()}
+    except (KeyError, TypeError):
+        listed = []
+    if not listed or len(listed) != count:
+        raise HFError(
+            f"{_NESTED} = {quote(nested)}: should have {', '.join(_NESTED_NAMES)}, and each of the "
+            f"layers from 1 to num_hidden_layers = {quote(count)} in kda_layers or in "
+            "full_attn_layers"
+        )
+    return {"layer_types": listed, **attributes, **flat}
 
 
 def _read_type(
@@ -249,6 +344,8 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
     inner = max(layer.delta_value_heads * layer.delta_value_dim for layer in layers)
     if "mamba_expand" in names and inner:
         written["mamba_expand"] = plain_number(inner / config.d_model)
+    if _INNER in names:
+        written |= {_INNER: inner, **_write_multipliers(layers[0])}
     by_layer = _write_rotated(layers) | _write_sparse([bool(layer.num_experts) for layer in layers])
     written |= {name: value for name, value in by_layer.items() if name in names}
     for other, name in _OTHER_NAMES.items():
@@ -654,7 +751,7 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
         return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
     if "first_k_dense_replace" in names:
         first = _layer_number(attributes, "first_k_dense_replace", first)
-        if "mlp_layer_types" in names and first != family.default_dense_layers:
+        if family.only_layer_types and first != family.default_dense_layers:
             raise HFError(
                 f"first_k_dense_replace = {first}, which transformers does not read here; add "
                 "mlp_layer_types"

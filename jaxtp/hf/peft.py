@@ -103,6 +103,8 @@ or only with another attribute, which is refused."""
 _VERSION = "0.19.0"
 _CHOICES = ("exclude_modules", "layers_to_transform", "layers_pattern")
 """Attributes that choose among the modules that `target_modules` names."""
+REFUSED_BY_PEFT = {"falcon_h1", "nemotron_h"}
+"""Families whose `out_proj` can have no adapter in PEFT."""
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
@@ -318,9 +320,9 @@ def save_adapters(
 
 def _report_refused(family: Family, modules: Iterable[str]) -> None:
     is_refused = any(name.endswith("out_proj") for name in modules)
-    if family.model_type == "nemotron_h" and is_refused and jax.process_index() == 0:
+    if family.model_type in REFUSED_BY_PEFT and is_refused and jax.process_index() == 0:
         say(
-            "PEFT refuses adapters of out_proj in a nemotron_h; without o_proj in "
+            f"PEFT refuses adapters of out_proj in a {family.model_type}; without o_proj in "
             "--model.lora.targets it reads all others"
         )
 

@@ -32,15 +32,6 @@ _NOT_OF_TEXT = {"model_type", "vision_config"}
 """Attributes that are not the text model's where it has no `text_config`."""
 
 
-_LINEAR = "linear_attn_config"
-_LINEAR_NAMES = {
-    "head_dim": "linear_head_dim",
-    "num_heads": "linear_num_heads",
-    "short_conv_kernel_size": "linear_conv_kernel_dim",
-}
-"""Names in `linear_attn_config`, and in transformers."""
-
-
 def text_attributes(attributes: Attributes) -> dict[str, Any]:
     """Returns the text model's part of config.json.
 
@@ -48,7 +39,7 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
     """
     wrapper = WRAPPERS.get(str(attributes.get("model_type")))
     if wrapper is None:
-        return _with_linear_layers(attributes)
+        return dict(attributes)
     text = attributes.get(TEXT)
     if wrapper.can_be_flat and TEXT not in attributes:
         text = {name: attributes[name] for name in attributes.keys() - _NOT_OF_TEXT}
@@ -64,25 +55,6 @@ def text_attributes(attributes: Attributes) -> dict[str, Any]:
         **shared,
         "architectures": architectures,
     }
-
-
-def _with_linear_layers(attributes: Attributes) -> dict[str, Any]:
-    """Returns attributes with those in Kimi's `linear_attn_config`, where layers count from 1."""
-    flat: dict[str, Any] = dict(attributes)
-    nested: Any = flat.pop(_LINEAR, None)
-    if nested is None:
-        return flat
-    try:
-        types = dict.fromkeys(nested["full_attn_layers"], "full_attention")
-        types |= dict.fromkeys(nested["kda_layers"], "linear_attention")
-        listed = [types[i] for i in range(1, len(types) + 1)]
-        flat |= {name: nested[key] for key, name in _LINEAR_NAMES.items()}
-    except (KeyError, TypeError):
-        raise HFError(
-            f"{_LINEAR} = {quote(nested)}: should have {', '.join(_LINEAR_NAMES)}, and each layer, "
-            "counted from 1, in kda_layers or full_attn_layers"
-        ) from None
-    return {"layer_types": listed, **flat}
 
 
 def is_part(family: Family) -> bool:
@@ -104,7 +76,7 @@ def full_names(
     bare = table.removeprefix(family.prefix)
     has_prefix = table in stored
     wrapped = family.wrapper is not None or (
-        not has_prefix and TEXT_PREFIXES[1][0] + bare in stored
+        not has_prefix and any(prefix + bare in stored for prefix in dict(TEXT_PREFIXES))
     )
     full_names = {name: name for name in stored}
     if wrapped:

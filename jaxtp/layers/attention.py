@@ -20,7 +20,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config.affects import COST
-from jaxtp.config.schema import ConfigError, Count, Even, Fraction, NonNegative, Positive, Settings
+from jaxtp.config.schema import (
+    ConfigError,
+    Count,
+    Even,
+    Fraction,
+    NonNegative,
+    Positive,
+    Settings,
+    of_length,
+)
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import ContextAttention, LocalShape, Method, Sequences, of_heads
@@ -106,6 +115,10 @@ class AttentionConfig(Settings):
     query_scale: Positive | None = None
     """Factor of attention scores; by default head_dim ** -0.5."""
 
+    attention_scales: Annotated[tuple[Positive, ...], of_length(3)] = (1.0, 1.0, 1.0)
+    """Factors of attention's input, of its scores beside query_scale, and of its output
+    (Falcon-H1)."""
+
     attention_softcap: Positive | None = None
     """Caps attention scores: c * tanh(score / c)."""
 
@@ -147,11 +160,15 @@ class AttentionConfig(Settings):
 
     def use(self, **fields: Any) -> Use:
         """Returns the `Use` of a kernel; `fields` are those that are not settings."""
+        scale = self.query_scale
+        _, factor, _ = self.attention_scales
+        if factor != 1:
+            scale = (scale or self.head_dim**-0.5) * factor
         return Use(
             head_dim=self.head_dim,
             window=self.sliding_window,
             softcap=self.attention_softcap,
-            scale=self.query_scale,
+            scale=scale,
             sinks=self.attention_sinks,
             **fields,
         )

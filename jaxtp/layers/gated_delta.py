@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,14 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, axis_size, batch_spec, constrain, device_view, token_spec
-from jaxtp.config.schema import Count, CountOrZero, NonNegative, Positive, Settings
+from jaxtp.config.schema import (
+    Count,
+    CountOrZero,
+    NonNegative,
+    Positive,
+    Settings,
+    of_length,
+)
 from jaxtp.layers.attention import PaddedHeads
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens
@@ -92,6 +99,9 @@ class GatedDeltaConfig(Settings):
     mamba_bias: bool = False
     """Mamba-2: biases on the projections."""
 
+    mamba_out_bias: bool | None = None
+    """Mamba-2: a bias on the output projection, if another than mamba_bias says."""
+
     mamba_conv_bias: bool = True
     """Mamba-2: a bias on the convolution."""
 
@@ -103,6 +113,10 @@ class GatedDeltaConfig(Settings):
 
     mamba_max_step: Positive | None = None
     """Mamba-2: largest time step of a head; by default no limit."""
+
+    mamba_scales: Annotated[tuple[Positive, ...], of_length(7)] = (1.0,) * 7
+    """Mamba-2: factors of the input, of the projected gates, values (x), keys (B), queries (C) and
+    time steps, and of the output (Falcon-H1)."""
 
     @property
     def delta_targets(self) -> tuple[Target, ...]:
@@ -175,7 +189,8 @@ class GatedDeltaNet(Branch):
         self.dt_bias = parameter("dt_bias", bias, P(TP), padding=((-1, bias_dim),))
         self.norm_scale = parameter("scale", jnp.ones(width, dtype), P())
         self.norm_eps = norm.norm_eps
-        use_bias = config.mamba_bias and config.delta_kind == "mamba2"
+        use_bias = config.mamba_bias if config.mamba_out_bias is None else config.mamba_out_bias
+        use_bias &= config.delta_kind == "mamba2"
         self.out = RowParallelLinear(
             values, d_model, context, use_bias=use_bias, target="o_proj", rngs=rngs
         )

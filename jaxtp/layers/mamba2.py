@@ -1,6 +1,6 @@
 """Mamba-2 (arXiv 2405.21060): Gated DeltaNet that adds values to its states, and subtracts nothing.
 
-Nemotron-H and Granite 4 H have it. In their words x are the values, B the keys and C the
+Nemotron-H, Granite 4 H and Falcon-H1 have it. In their words x are the values, B the keys and C the
 queries of a group, and dt, the time step, is the strength of writing, which also decays the state.
 A head's result gets `skip_scale` times its value, and is gated; then each group of heads is
 normalised. Devices that share a group, like kv heads, sum its squares over tp.
@@ -29,11 +29,12 @@ from jaxtp.layers.gated_delta import (
 )
 from jaxtp.layers.kernels.delta_rule import State, Tokens, delta_rule, delta_step
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext
-from jaxtp.layers.norm import NormConfig
+from jaxtp.layers.norm import NormConfig, scaled
 from jaxtp.layers.parameter import PaddedDim, Weights, parameter
 from jaxtp.mesh import TP
 
 _CHUNK = 128  # Tokens; a token costs as many scores, and this share of its chunk's state.
+_SCALES = (4, 3, 2, 1, 5)  # `mamba_scales` of what is projected
 _BIASES = ("q_conv_bias", "k_conv_bias", "v_conv_bias")
 
 
@@ -90,6 +91,11 @@ class Mamba2(GatedDeltaNet):
             targets=MAMBA_TARGETS,
             rngs=rngs,
         )
+
+    def project(self, x_BTD: Array) -> tuple[Array, ...]:
+        """See `GatedDeltaNet`."""
+        factors = [self.config.mamba_scales[i] for i in _SCALES]
+        return tuple(map(scaled, super().project(x_BTD), factors))
 
     def _initial_dt_bias(self, rngs: nnx.Rngs) -> tuple[Array, PaddedDim]:
         dim = self.config.delta_heads.numbers()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import device_view, token_spec
-from jaxtp.config.schema import Count, Positive, Settings
+from jaxtp.config.schema import Count, Positive, Settings, of_length
 from jaxtp.layers.branch import PositionwiseBranch
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, LayerContext, RowParallelLinear
+from jaxtp.layers.norm import scaled
 from jaxtp.layers.parameter import DType, PaddedDim, parameter, spec_of
 from jaxtp.mesh import TP
 
@@ -56,6 +57,9 @@ class MLPConfig(Settings):
     swiglu_limit: Positive | None = None
     """Limits a gated MLP (gpt-oss): gate(x) to at most this, up(x) to between minus this and this,
     and adds 1 to it."""
+
+    mlp_scales: Annotated[tuple[Positive, ...], of_length(2)] = (1.0, 1.0)
+    """Factors of gate(x), and of the MLP's output (Falcon-H1)."""
 
     mlp_bias: bool = False
     """Biases on the MLP's projections."""
@@ -115,6 +119,7 @@ class MLP(PositionwiseBranch):
         activation = self.config.activation
         activate = self._xielu if activation == XIELU else ACTIVATIONS[activation]
         products_BTF = [*self.columns(x_BTD)]
+        products_BTF[0] = scaled(products_BTF[0], self.config.mlp_scales[0])
         return self.down(hidden_features(activate, products_BTF, self.config.swiglu_limit))
 
     def _xielu(self, x_BTF: Array) -> Array:

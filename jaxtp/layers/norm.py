@@ -65,6 +65,13 @@ class NormConfig(Settings):
         return self if self.norm_after_eps is None else replace(self, norm_eps=self.norm_after_eps)
 
 
+def scaled(x: Array, factor: float | Array) -> Array:
+    """Multiplies in float32, which a factor in bfloat16 would not."""
+    if isinstance(factor, float) and factor == 1:
+        return x
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 class Norm(nnx.Module):
     """Normalises the last dim of `[B, T, D]` in float32.
 

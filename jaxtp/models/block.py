@@ -20,6 +20,9 @@ from jaxtp.layers.lora import Target
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import PaddedDim
 
+STATES = "states"
+"""Name of the branch beside attention that reads its norm, of blocks with `parts: all`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(
@@ -36,9 +39,10 @@ class BlockConfig(
     if `kv_rank` is not 0.
     """
 
-    parts: Literal["both", "mixer", "mlp"] = "both"
-    """Branches of a block: attention, or a layer with states, and then an MLP or experts; or one of
-    them (Nemotron-H)."""
+    parts: Literal["both", "mixer", "mlp", "all"] = "both"
+    """Branches of a block: attention, or a layer with states, and then an MLP or experts; one of
+    them (Nemotron-H); or all, where attention and a layer with states read one norm and their
+    results are added, before the MLP (Falcon-H1)."""
 
     residual_scale: Positive = 1.0
     """Factor of the outputs of attention and MLP (Granite)."""
@@ -55,7 +59,23 @@ class BlockConfig(
     @property
     def has_attention(self) -> bool:
         """Whether the block has attention, of either kind."""
-        return self.parts != "mlp" and not (self.delta_value_heads or self.short_conv)
+        replaced = self.short_conv or (self.delta_value_heads and self.parts != "all")
+        return self.parts != "mlp" and not replaced
+
+    @property
+    def states(self) -> str:
+        """Name of the branch that has states."""
+        return STATES if self.parts == "all" else "attention"
+
+    def scales(self, branch: str) -> tuple[float, float]:
+        """Returns the factors of a branch's input and output."""
+        factors: dict[str, tuple[float, ...]] = {"mlp": (1.0, self.mlp_scales[1])}
+        if self.has_attention:
+            factors["attention"] = self.attention_scales
+        if self.has_states and self.delta_kind == "mamba2":
+            factors[self.states] = self.mamba_scales
+        entering, *_, leaving = factors.get(branch, (1.0, 1.0))
+        return entering, leaving * self.residual_scale
 
     def zigzag(self, shape: LocalShape) -> bool:
         """See `AttentionConfig`; other layers work equally on all devices in any order."""
@@ -74,14 +94,18 @@ def adapter_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
 
 
 def _mixer_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
-    if block.delta_value_heads:
-        yield from _kernels("attention.in_proj", block.delta_targets)
+    if block.has_states:
+        states = block.states
+        yield from _kernels(f"{states}.in_proj", block.delta_targets)
         if block.delta_gate_rank:
-            yield "f_a_proj", "attention.decay_down.kernel"
-            yield "f_b_proj", "attention.decay_up.kernels.0"
-            yield "g_a_proj", "attention.gate_down.kernel"
-            yield "g_b_proj", "attention.gate_up.kernels.0"
-    elif block.short_conv:
+            yield "f_a_proj", f"{states}.decay_down.kernel"
+            yield "f_b_proj", f"{states}.decay_up.kernels.0"
+            yield "g_a_proj", f"{states}.gate_down.kernel"
+            yield "g_b_proj", f"{states}.gate_up.kernels.0"
+        yield "o_proj", f"{states}.out.kernel"
+        if not block.has_attention:
+            return
+    if block.short_conv:
         yield from _kernels("attention.in_proj", CONVOLUTION_TARGETS)
     elif block.kv_rank:
         if block.query_rank:
@@ -132,12 +156,12 @@ def _kernels(module: str, targets: Iterable[Target]) -> Iterator[tuple[Target, s
 
 def padded_dims(block: BlockConfig, tp: int) -> Iterator[Padded]:
     """Yields the name, the size and the padded size of each dim that tp may pad."""
-    if block.has_states:
-        if block.delta_key_heads and block.delta_value_heads % block.delta_key_heads == 0:
-            key_heads, group, _ = block.delta_heads.stored(tp)
-            yield "delta value heads", block.delta_value_heads, key_heads * group
-            yield "delta key heads", block.delta_key_heads, key_heads
-    elif block.has_attention and block.num_heads % block.num_kv_heads == 0:
+    key_heads = block.delta_key_heads
+    if block.has_states and key_heads and block.delta_value_heads % key_heads == 0:
+        key_heads, group, _ = block.delta_heads.stored(tp)
+        yield "delta value heads", block.delta_value_heads, key_heads * group
+        yield "delta key heads", block.delta_key_heads, key_heads
+    if block.has_attention and block.num_heads % block.num_kv_heads == 0:
         kv_heads, group, _ = block.heads.stored(tp)
         yield "query heads", block.num_heads, kv_heads * group
         yield "kv heads", block.num_kv_heads, kv_heads

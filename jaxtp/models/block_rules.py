@@ -33,14 +33,25 @@ def block_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pro
             f"model.parts=mixer has no experts: use model.num_experts=0, not {block.num_experts}, "
             "in these blocks"
         )
+    if block.parts == "all" and not block.delta_value_heads:
+        yield Problem(
+            "model.parts=all has a layer with states beside attention, but "
+            "model.delta_value_heads=0; set it, or use model.parts=both"
+        )
     if block.has_states:
         yield from _delta_problems(block, sizes)
-    elif block.has_attention:
+    if block.has_attention:
         yield from _attention_problems(block, sizes)
         yield from _latent_problems(block, sizes)
     if block.swiglu_limit is not None and block.mlp != "gated":
         yield Problem(
             f"model.swiglu_limit={block.swiglu_limit} needs model.mlp=gated, or leave it out"
+        )
+    gate_scale, _ = block.mlp_scales
+    if gate_scale != 1 and (block.mlp != "gated" or block.num_experts):
+        yield Problem(
+            f"model.mlp_scales={block.mlp_scales} needs model.mlp=gated and model.num_experts=0; "
+            "or set the first to 1"
         )
     if block.num_experts:
         yield from _group_problems(block)

@@ -305,29 +305,33 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
         context = self._context_of(block)
+        mixer_context = self._context_of(block, beside=block.parts == "all")
         attention: Callable[..., Branch] = LatentAttention if block.kv_rank else CausalSelfAttention
-        if block.delta_value_heads:
-            attention = Mamba2 if block.delta_kind == "mamba2" else GatedDeltaNet
-            if block.delta_gate_rank:
-                attention = KimiDeltaAttention
         attention = partial(attention, norm=block)
         attention = ShortConvolution if block.short_conv else attention
+        states: type[GatedDeltaNet] = Mamba2 if block.delta_kind == "mamba2" else GatedDeltaNet
+        states = KimiDeltaAttention if block.delta_gate_rank else states
         mlp: Callable[..., Branch] = MixtureOfExperts if block.num_experts else MLP
         mlp = partial(ExpertsBesideMLP, norm=block) if block.dense_mlp else mlp
         branches: dict[str, Branch] = {}
-        if block.parts != "mlp":
-            branches["attention"] = attention(self.d_model, block, context, rngs=rngs)
+        if block.has_attention or (block.short_conv and block.parts != "mlp"):
+            branches["attention"] = attention(self.d_model, block, mixer_context, rngs=rngs)
+        if block.has_states:
+            branches[block.states] = states(
+                self.d_model, block, mixer_context, norm=block, rngs=rngs
+            )
         if block.parts != "mixer":
             branches["mlp"] = mlp(self.d_model, block, context, rngs=rngs)
         return branches
 
-    def _context_of(self, block: BlockConfig) -> LayerContext:
+    def _context_of(self, block: BlockConfig, *, beside: bool = False) -> LayerContext:
         recomputed = self.remat not in ("none", "save_dots")
         # Rings need each layer's own collectives, experts and latents have collectives of their
         # own, and dropout acts on each branch.
         has_latents = block.kv_rank or block.delta_gate_rank
         separate = self.overlap == "ring" or block.num_experts or has_latents or self.dropout
-        gathers_once = block.norm_placement == "parallel" and not separate
+        placements = ("before", "parallel", "parallel_two") if beside else ("parallel",)
+        gathers_once = block.norm_placement in placements and not separate
         return replace(self.layer_context, caller_communicates=gathers_once, recomputed=recomputed)
 
     def zigzag(self, shape: LocalShape) -> bool:
@@ -490,7 +494,7 @@ def _switches(config: ModelConfig) -> Iterator[Switch]:
     delta += ["delta_gate_rank", "delta_kind"]
     yield "model.delta_value_heads", has_delta, delta
     has_mamba = any(block.delta_kind == "mamba2" for block in config.block_kinds())
-    mamba = ("bias", "conv_bias", "norm", "min_step", "max_step")
+    mamba = ("bias", "out_bias", "conv_bias", "norm", "min_step", "max_step", "scales")
     yield "model.delta_kind=mamba2", has_mamba, [f"mamba_{name}" for name in mamba]
     lora = ["lora.alpha", "lora.rslora", "lora.base", "lora.tokens", "lora.tables"]
     # Runs of 0.1 have other defaults.

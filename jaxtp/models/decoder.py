@@ -43,12 +43,12 @@ from jaxtp.layers.experts import ExpertsBesideMLP, MixtureOfExperts
 from jaxtp.layers.forms import FORMS
 from jaxtp.layers.lora import freeze, store_kernels
 from jaxtp.layers.loss import Projection, vocab_parallel_cross_entropy
-from jaxtp.layers.norm import Norm, rms_normalise
+from jaxtp.layers.norm import Norm, rms_normalise, scaled
 from jaxtp.layers.parameter import parameter, spec_of
 from jaxtp.layers.positions import dropout, segment_positions
 from jaxtp.layers.transport import activation_spec, sequence_dim
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
-from jaxtp.models.block import BlockConfig, base_kernels
+from jaxtp.models.block import STATES, BlockConfig, base_kernels
 from jaxtp.models.config import ModelConfig, Stack, validate_model
 
 BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
@@ -71,8 +71,9 @@ class DecoderBlock(nnx.Module):
     """Residual branches in order: `x + branch(norm(x))`, `x + norm(branch(x))`, or with both norms.
 
     With norm_placement parallel all branches read the block's input, and share a gather and a
-    reduction over tp where they can. Branches and norms are attributes, such as `attention`,
-    `attention_norm` and `attention_after_norm`; a norm that branches share is the first one's.
+    reduction over tp where they can; so do attention and the states beside it. Branches and norms
+    are attributes, such as `attention`, `attention_norm` and `attention_after_norm`; a norm that
+    branches share is the first one's.
     """
 
     def __init__(self, config: ModelConfig, block: BlockConfig | None = None, *, rngs: nnx.Rngs):
@@ -82,10 +83,10 @@ class DecoderBlock(nnx.Module):
         self.names = tuple(branches)
         placement = block.norm_placement
         self.parallel = placement in ("parallel", "parallel_two")
-        self.residual_scale = block.residual_scale
+        self.scales = tuple(map(block.scales, self.names))
         norm = partial(Norm, config.d_model, context=config.layer_context)
         for name, branch in branches.items():
-            shares = placement == "parallel" and name != self.names[0]
+            shares = name == STATES or (placement == "parallel" and name != self.names[0])
             has_own_norms = isinstance(branch, ExpertsBesideMLP)
             norm_before = not shares and not has_own_norms and placement != "after"
             norm_after = placement in ("after", "both")
@@ -174,28 +175,39 @@ class DecoderBlock(nnx.Module):
         )
         input_BTD = read_BTD = gathered_BTD = x_BTD
         summands: list[Array] = []
-        for name, branch, before, after in self.branches():
+
+        def with_summands(x_BTD: Array) -> Array:
+            if not summands:
+                return x_BTD
+            summand = reduce(operator.add, summands)
+            summands.clear()
+            return x_BTD + leave(summand)
+
+        for (name, branch, before, after), (entering, leaving) in zip(
+            self.branches(), self.scales, strict=True
+        ):
+            # Parallel branches read the block's input, and may share the first one's norm.
+            if not self.parallel and name != STATES:
+                x_BTD = with_summands(x_BTD)
+                input_BTD = x_BTD
+                read_BTD = x_BTD
             with jax.named_scope(name):
-                # Parallel branches read the block's input, and may share the first one's norm.
-                if not self.parallel:
-                    input_BTD = x_BTD
-                    read_BTD = x_BTD
                 if before is not None:
                     read_BTD = before(input_BTD)
                 if branch.caller_communicates:
                     if not summands:
                         gathered_BTD = enter(read_BTD)
-                    summands.append(run(name, branch, gathered_BTD))
+                    y_BTD = run(name, branch, scaled(gathered_BTD, entering))
+                    summands.append(scaled(y_BTD, leaving))
                     continue
-                y_BTD = run(name, branch, read_BTD)
+                y_BTD = run(name, branch, scaled(read_BTD, entering))
                 if after is not None:
                     y_BTD = after(y_BTD)
-                x_BTD = x_BTD + _scaled(drop(name, y_BTD), self.residual_scale)
-        if summands:
-            x_BTD = x_BTD + _scaled(leave(reduce(operator.add, summands)), self.residual_scale)
+                x_BTD = x_BTD + scaled(drop(name, y_BTD), leaving)
+        x_BTD = with_summands(x_BTD)
         if self.layer_scale is None:
             return x_BTD
-        return _scaled(x_BTD, self.layer_scale[...])
+        return scaled(x_BTD, self.layer_scale[...])
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -536,13 +548,6 @@ def _create_blocks(
         return DecoderBlock(config, block, rngs=rngs)
 
     return create(rngs)
-
-
-def _scaled(x_BTD: Array, factor: float | Array) -> Array:
-    """Multiplies in float32, which a factor in bfloat16 would not."""
-    if isinstance(factor, float) and factor == 1:
-        return x_BTD
-    return (x_BTD.astype(jnp.float32) * factor).astype(x_BTD.dtype)
 
 
 def split_keys(keys_B: Array, count: int) -> Array:

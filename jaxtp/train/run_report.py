@@ -181,15 +181,17 @@ def describe_block(model: ModelConfig) -> str:
 def _describe_heads(block: BlockConfig) -> str:
     if block.parts == "mlp":
         return "only an MLP"
-    if block.delta_value_heads:
-        return (
-            f"{block.delta_value_heads} heads with states ({block.delta_key_heads} key) of "
-            f"{block.delta_key_dim} x {block.delta_value_dim}"
-        )
+    states = (
+        f"{block.delta_value_heads} heads with states ({block.delta_key_heads} key) of "
+        f"{block.delta_key_dim} x {block.delta_value_dim}"
+    )
+    if block.has_states and not block.has_attention:
+        return states
     if block.short_conv:
         return f"convolutions of {block.short_conv} tokens"
     keys = f"keys and values from {block.kv_rank}" if block.kv_rank else f"{block.num_kv_heads} kv"
-    return f"{block.num_heads} heads ({keys}) of {block.head_dim}"
+    heads = f"{block.num_heads} heads ({keys}) of {block.head_dim}"
+    return f"{heads} beside {states}" if block.has_states else heads
 
 
 def describe_padding(model: ModelConfig, sizes: Sizes) -> str | None:

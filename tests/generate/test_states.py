@@ -57,6 +57,13 @@ SMALL = SmallDecoder(CONFIG, scale=0.3, change=slowly)
 MAMBA = SmallDecoder(replace(CONFIG, delta_kind="mamba2"), scale=0.3, change=slowly)
 
 
+BESIDE = SmallDecoder(
+    replace(MAMBA.config, parts="all", pattern=(), mamba_scales=(1.5, *[0.75] * 6)),
+    scale=0.3,
+    change=slowly,
+)
+
+
 @cache
 def greedy(prompt, small=SMALL):
     return greedy_ids(small.logits, prompt, TOKENS, LENGTH)
@@ -81,7 +88,16 @@ def assert_read(generator, prompt, kept):
     assert (speed.kept_tokens, speed.prefill_tokens) == (kept, len(prompt) - kept)
 
 
-@swept("case", [(SMALL, None), (SMALL, (1, 1, 3)), (SMALL, (2, 1, 2)), (MAMBA, (1, 1, 2))])
+@swept(
+    "case",
+    [
+        (SMALL, None),
+        (SMALL, (1, 1, 3)),
+        (SMALL, (2, 1, 2)),
+        (MAMBA, (1, 1, 2)),
+        (BESIDE, (1, 1, 2)),
+    ],
+)
 def test_texts_are_those_of_reading_everything_again(case):
     """Of more prompts than rows, packed, and in chunks that are shorter than a prompt; equal
     ones are read once.

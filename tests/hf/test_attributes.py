@@ -143,6 +143,8 @@ def test_published_attributes_are_written_as_they_were():
         read({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}) == gpt_oss
     )
     assert rewritten_attributes(gpt_oss, PUBLISHED["gpt_oss_20b"]) == []
+    falcon = PUBLISHED["falcon_h1"]
+    assert rewritten_attributes(read(falcon), falcon) == []
     qwen = PUBLISHED["qwen3_next"]
     assert rewritten_attributes(read(qwen), qwen) == ["intermediate_size"]  # of no layer
     written = write_attributes(read(qwen), FAMILIES["qwen3_next"], "bfloat16")

@@ -127,15 +127,19 @@ def test_a_folder_keeps_its_dtypes_and_its_layout_of_experts(wide, tmp_path, cap
     assert f"{len(heads)} tensors that predict further tokens (mtp." in said
 
 
-def test_a_text_model_may_have_the_names_of_its_multimodal_folder(tmp_path):
+@pytest.mark.parametrize("name", ["qwen3_5_mm", "idefics3"])
+def test_a_text_model_may_have_the_names_of_its_multimodal_folder(name, tmp_path):
     """As transformers writes a Qwen3_5ForCausalLM that it has read there."""
-    attributes = reference_attributes("qwen3_5_mm")["text_config"] | {
-        "architectures": ["Qwen3_5ForCausalLM"]
+    tensors = {
+        path: array
+        for path, array in reference_tensors(name).items()
+        if not any(other in path for other in (".visual.", ".vision_model.", ".connector."))
     }
-    write_model(
-        tmp_path, attributes, changed_tensors(reference_tensors("qwen3_5_mm"), {"drop": ".visual."})
-    )
-    assert_same(values(hf.load(tmp_path)), values(hf.load(FOLDER / "qwen3_5_mm")))
+    write_model(tmp_path / "in", reference_attributes(name)["text_config"], tensors)
+    model = hf.load(tmp_path / "in")
+    assert_same(values(model), values(hf.load(FOLDER / name)))
+    hf.save(model, tmp_path / "out", like=tmp_path / "in")
+    assert "model.embed_tokens.weight" in read_tensors(tmp_path / "out")
 
 
 def test_a_shared_expert_of_width_zero_is_none(tmp_path):

@@ -17,6 +17,7 @@ from jaxtp.hf.families.dots import DOTS1
 from jaxtp.hf.families.ernie import ERNIE4_5, ERNIE4_5_MOE
 from jaxtp.hf.families.exaone import EXAONE
 from jaxtp.hf.families.exaone4 import EXAONE4, EXAONE4_5_WRAPPER, EXAONE_MOE
+from jaxtp.hf.families.falcon import FALCON_H1
 from jaxtp.hf.families.family import Family, Wrapper
 from jaxtp.hf.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_WRAPPER, VAULTGEMMA
 from jaxtp.hf.families.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WRAPPER, GEMMA4_WRAPPER
@@ -99,6 +100,7 @@ FAMILIES: Mapping[str, Family] = {
         *(EXAONE, INTERNLM3, IQUESTCODER, CWM, SOLAR_OPEN, YOUTU),
         *(SARVAM_MOE, SARVAM_MLA, EXAONE_MOE, HY_V3, AFMOE, NANOCHAT),
         *(NEMOTRON_H, LFM2, LFM2_MOE),
+        FALCON_H1,
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -133,7 +135,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"
     ),
-    **dict.fromkeys(("falcon_h1", "mamba2", "bamba"), "Mamba-2 layers in blocks of another form"),
+    **dict.fromkeys(("mamba2", "bamba"), "Mamba-2 layers in blocks of another form"),
     "llama4": "chunked attention",
     "gemma3n": "embeddings and caches that layers share",
     "phimoe": "sparsemixer routing, which is random in training and has gradients of its own",

@@ -268,7 +268,10 @@ KIMI_LINEAR = Family(
         rms_norm_eps=1e-5,
         routed_scaling_factor=2.446,
     ),
-    layer_attributes={"layer_types", "first_k_dense_replace", "mlp_layer_types"},
+    layer_attributes={
+        *("layer_types", "linear_attn_config"),
+        *("first_k_dense_replace", "mlp_layer_types"),
+    },
     layer_types={"linear_attention": "linear_attention"},
     default_dense_layers=1,
     by_type={

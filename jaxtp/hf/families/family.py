@@ -357,24 +357,24 @@ NO_STEP_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 """A time_step_limit of none, as files of the Hub and as transformers 5 write it."""
 
 
-def mamba_tensors(prefix: str) -> Tensors:
-    """Returns the tensors of Mamba-2, whose names begin with `prefix`."""
+def mamba_tensors(prefix: str, module: str = "attention") -> Tensors:
+    """Returns the tensors of Mamba-2, whose names begin with `prefix`, of a branch."""
     # The gate, the values (x), the keys (B), the queries (C) and the time step
-    inputs = {f"attention.in_proj.kernels.{i}": "in_proj.weight" for i in (3, 2, 1, 0, 4)}
-    taps = {f"attention.{name}_conv": "conv1d.weight" for name in "vkq"}
-    biases = {f"attention.{name}_conv_bias": "conv1d.bias" for name in "vkq"}
+    inputs = {f"{module}.in_proj.kernels.{i}": "in_proj.weight" for i in (3, 2, 1, 0, 4)}
+    taps = {f"{module}.{name}_conv": "conv1d.weight" for name in "vkq"}
+    biases = {f"{module}.{name}_conv_bias": "conv1d.bias" for name in "vkq"}
     numbers = {
-        "attention.decay_log": "A_log",
-        "attention.dt_bias": "dt_bias",
-        "attention.skip_scale": "D",
+        f"{module}.decay_log": "A_log",
+        f"{module}.dt_bias": "dt_bias",
+        f"{module}.skip_scale": "D",
     }
-    out = {"attention.out.kernel": "out_proj.weight"}
+    out = {f"{module}.out.kernel": "out_proj.weight"}
     return (
         *with_biases(*block_tensors(inputs | out, prefix, transposed=True)),
         *block_tensors(taps, prefix, transposed=True, unit_dim=True),
         *block_tensors(biases, prefix),
         *block_tensors(numbers, prefix, float32=None),
-        *block_tensors({"attention.norm_scale": "norm.weight"}, prefix),
+        *block_tensors({f"{module}.norm_scale": "norm.weight"}, prefix),
     )
 
 
@@ -563,6 +563,8 @@ class Family:
     """Names in layer_types that an export writes for the usual ones."""
     default_dense_layers: int = 0
     """Default of first_k_dense_replace and moe_layer_start_index."""
+    only_layer_types: bool = False
+    """Whether transformers reads dense layers from mlp_layer_types alone."""
     rope_theta: float = 10_000.0
     """Default of rope_theta; with rope_local_base_freq, it is 10,000 in layers with a window."""
     rope_theta_name: str = "rope_theta"

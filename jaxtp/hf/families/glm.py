@@ -115,6 +115,7 @@ GLM4_MOE_LITE = replace(
         topk_group=1,
     ),
     layer_attributes=ROPE | {"mlp_layer_types", "first_k_dense_replace"},
+    only_layer_types=True,
     by_type=first_dense(1536, 1),
     default_dense_layers=1,
     remote_code=(),

@@ -87,6 +87,7 @@ HY_V3 = Family(
         Attribute("router_scaling_factor", "experts_scale", float, 2.826),
     ),
     layer_attributes=COMMON | {"mlp_layer_types", "first_k_dense_replace"},
+    only_layer_types=True,
     default_dense_layers=1,
     by_type=first_dense(1536, 1, "num_shared_experts"),
     later_layers=True,
