@@ -195,7 +195,11 @@ def _flock(file: IO[str], operation: int) -> None:
 @contextmanager
 def _fetching(root: Path) -> Iterator[None]:
     with (root / "lock").open("a") as file:
-        _flock(file, fcntl.LOCK_EX)
+        try:
+            lock(file, f"waiting for another process, which fetches into {root}")
+        except ConfigError as busy:
+            say(str(busy))
+            _flock(file, fcntl.LOCK_EX)
         yield
 
 
