@@ -169,7 +169,9 @@ def _fetched(url: str, is_small: bool) -> Path:
                 # Another process may have fetched it meanwhile.
                 if not _is_whole(folder, items):
                     _fetch(store, items, folder)
-        os.utime(shared.name)
+        # The system's clock of files may stand still between two uses.
+        now = time.time_ns()
+        os.utime(shared.name, ns=(now, now))
         _in_use.push(stack.pop_all())
     _urls[folder] = url
     return folder
