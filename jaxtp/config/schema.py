@@ -88,8 +88,9 @@ def expand(path: Path) -> Path:
     if url := _URL.match(str(path)):
         raise ConfigError(
             f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that "
-            "all hosts mount, on a file system that locks, appends and renames (NFS, Lustre); "
-            "--run.mirror URL keeps a copy of a run in a bucket"
+            "all hosts mount, on a file system that locks, appends and renames (NFS, Lustre), and "
+            "--run.mirror URL keeps a copy of it in a bucket. Datasets, models and exports may be "
+            "at URLs, and texts in a mounted bucket (gcsfuse, Mountpoint for S3)"
         )
     try:
         return path.expanduser()

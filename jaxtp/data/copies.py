@@ -169,7 +169,9 @@ def _fetched(url: str, is_small: bool) -> Path:
                 # Another process may have fetched it meanwhile.
                 if not _is_whole(folder, items):
                     _fetch(store, items, folder)
-        os.utime(shared.name)
+        # The system's clock of files may stand still between two uses.
+        now = time.time_ns()
+        os.utime(shared.name, ns=(now, now))
         _in_use.push(stack.pop_all())
     _urls[folder] = url
     return folder
@@ -195,7 +197,11 @@ def _flock(file: IO[str], operation: int) -> None:
 @contextmanager
 def _fetching(root: Path) -> Iterator[None]:
     with (root / "lock").open("a") as file:
-        _flock(file, fcntl.LOCK_EX)
+        try:
+            lock(file, f"waiting for another process, which fetches into {root}")
+        except ConfigError as busy:
+            say(str(busy))
+            _flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -31,6 +31,9 @@ _MAX_PARTS = 5000  # of an object; S3 has at most 10,000
 _LIMITS = ("30s", "300s")
 _ATTEMPTS = 3  # Downloads of an object whose checksum differs
 _THREADS = 8
+_REFUSED = re.compile("status code: (301|40[0134])|Unable to canonicalize")
+# What the variables of a store begin with, by its scheme
+_VARIABLES = {"s3": "AWS", "gs": "GOOGLE"}
 # obstore repeats a request in its first 20 s, but not if the answer was cut short.
 _RETRIES = {"retry_timeout": timedelta(seconds=20)}
 
@@ -120,9 +123,12 @@ class ObjectStore:
             except Exception as error:
                 cause = " ".join(str(error).partition("Debug source")[0].split())[:300]
                 problem = f"{self.url} cannot be used ({cause})"
-                is_refused = re.search(r"status code: (301|40[0134])", str(error)) is not None
+                is_refused = _REFUSED.search(str(error)) is not None
                 if is_refused or not isinstance(error, self._errors.BaseError):
                     advice = "see its address, rights and credentials"
+                    store = _VARIABLES.get(self.url[:2])
+                    if store is not None:
+                        advice += f" (a public bucket needs none with {store}_SKIP_SIGNATURE=true)"
                     raise StoreError(f"{problem}; {advice}") from error
                 pause = next(pauses, None)
                 if pause is None:

@@ -135,12 +135,12 @@ def resolve(
             "--model.add-tokens is for the tokenizer of --model.from-hf, and there is none; "
             "`jaxtp convert export RUN FOLDER` makes one of a run"
         )
-    if config.origin.build is not None and run is None:
-        return config, InitSource()
-    if config.origin.build is not None:
+    if config.origin.build is not None and run is not None:
         from jaxtp.data.copies import local
 
         return config, OwnModelRun(local(run))
+    if config.origin.build is not None:
+        return config, InitSource()
     if run is not None or folder is not None:
         from jaxtp.train.pretrained import resolve_pretrained
 
