@@ -3,15 +3,20 @@
     python scripts/mamba2_speed.py
 
 The layer has the width, heads and states of mamba2-130m, and eight groups as Nemotron 3; one row,
-float32. Both programs run in turns. `MiB` are the temporaries of the compiled programs, `differ` is
-the largest relative difference of the output and the gradients. Below are the collectives of both
-passes over tp 2, beside attention's of the same width.
+float32. `states` are the part that differs: from convolved tokens to results. `s` are seconds of
+the processor over all threads, which other work on the machine hardly changes; both programs run in
+turns. `MiB` are the temporaries of the compiled programs, `differ` is the largest relative
+difference of the result and the gradients. Below are the collectives of both passes over tp 2,
+beside attention's of the same width.
 """
 
 import argparse
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,16 +58,33 @@ class PlainMamba2(Mamba2):
         return jnp.moveaxis(y, 0, 1), final
 
 
-def program(build: Callable[[], Branch], x: Array) -> partial[tuple[Array, nnx.State]]:
-    """Returns a compiled program of the layer's output and its gradients, for an output's of x."""
-    graph, params = nnx.split(jax.jit(build)())
+def program(run: Callable[..., Array], grad: Array, *arrays: Any) -> partial[tuple[Array, Any]]:
+    """Returns a compiled program of a result and its gradients, for the gradient of the result."""
 
-    def run(params: nnx.State, x: Array, grad: Array) -> tuple[Array, tuple[nnx.State, Array]]:
-        y, backward = jax.vjp(lambda params, x: nnx.merge(graph, params)(x), params, x)
+    def both(grad: Array, *arrays: Any) -> tuple[Array, Any]:
+        y, backward = jax.vjp(run, *arrays)
         return y, backward(grad)
 
-    compiled = jax.jit(run).lower(params, x, x).compile()
-    return partial(compiled, params, x, x)
+    return partial(jax.jit(both).lower(grad, *arrays).compile(), grad, *arrays)
+
+
+def layer_program(build: Callable[[], Branch], x: Array) -> partial[tuple[Array, Any]]:
+    """Returns the program of a layer; `x` is also the gradient of its output."""
+    graph, params = nnx.split(jax.jit(build)())
+    return program(lambda params, x: nnx.merge(graph, params)(x), x, params, x)
+
+
+def states_program(layer: Mamba2, length: int) -> partial[tuple[Array, Any]]:
+    """Returns the program of a layer's states, from convolved tokens to results."""
+    config = layer.config
+    draw = partial(jax.random.normal, jax.random.key(1))
+    keys = 0.1 * draw((1, length, config.delta_key_heads, config.delta_key_dim))
+    values = draw((1, length, config.delta_value_heads, config.delta_value_dim))
+    steps = jax.nn.softplus(draw(values.shape[:3]) - 3)
+    decay = -steps * jnp.linspace(1, 16, values.shape[2])
+    return program(
+        lambda *tokens: layer.rule(Tokens(*tokens))[0], values, keys, keys, values, decay, steps
+    )
 
 
 def difference(ours: object, right: object) -> float:
@@ -90,24 +112,23 @@ def attention(width: int) -> Branch:
     return jaxtp.CausalSelfAttention(width, config, rngs=nnx.Rngs(0))
 
 
-def time_of(width: int, length: int, rounds: int) -> tuple[str, ...]:
-    """Returns a row of the table."""
+def time_of(width: int, length: int, rounds: int) -> Iterator[tuple[str, ...]]:
+    """Yields rows of the table."""
     x = jax.random.normal(jax.random.key(1), (1, length, width))
-    programs = {
-        kind.__name__: program(partial(mamba2, kind, width), x) for kind in (Mamba2, PlainMamba2)
+    builds = {kind.__name__: partial(mamba2, kind, width) for kind in (Mamba2, PlainMamba2)}
+    parts = {
+        "states": {name: states_program(build(), length) for name, build in builds.items()},
+        "layer": {name: layer_program(build, x) for name, build in builds.items()},
     }
-    by_chunks, by_token = programs.values()
-    differ = difference(by_chunks(), by_token())
-    seconds = medians(programs, rounds).values()
-    ours, plain = seconds
-    memory = [each.func.memory_analysis().temp_size_in_bytes / 2**20 for each in programs.values()]
-    return (
-        f"{length:,}",
-        *(f"{each:.3f}" for each in seconds),
-        f"{plain / ours:.1f}",
-        *(f"{each:,.1f}" for each in memory),
-        f"{differ:.1e}",
-    )
+    for part, programs in parts.items():
+        results = [run() for run in programs.values()]
+        ours, plain = medians(programs, rounds, clock=time.process_time).values()
+        memory = [run.func.memory_analysis().temp_size_in_bytes for run in programs.values()]
+        yield (
+            *(part, f"{length:,}", f"{ours:.2f}", f"{plain:.2f}", f"{plain / ours:.1f}"),
+            *(f"{each / 2**20:,.1f}" for each in memory),
+            f"{difference(*results):.1e}",
+        )
 
 
 def collectives(build: Callable[[], Branch], width: int, length: int) -> str:
@@ -115,7 +136,7 @@ def collectives(build: Callable[[], Branch], width: int, length: int) -> str:
     mesh = jaxtp.make_mesh(tp=2)
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.zeros((1, length, width)), NamedSharding(mesh, P(None, TP)))
-        text = program(build, x).func.as_text()
+        text = layer_program(build, x).func.as_text()
     counts: Counter[str] = Counter()
     for collective, times in count_collectives_in_hlo(text, mesh_sizes(mesh)).items():
         if collective.axes == (TP,):
@@ -129,15 +150,15 @@ def main() -> None:
     )
     parser.add_argument("--width", type=int, default=768, help="d_model (default 768)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048])
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each program (default 5)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each program (default 3)")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     width = options.width
     print(f"jax {jax.__version__}, d_model {width}; medians of {options.rounds} runs\n")
-    rows = [time_of(width, length, options.rounds) for length in options.lengths]
-    head = ("tokens", "s", "s, plain", "plain / s", "MiB", "MiB, plain", "differ")
-    print(columns(head, rows))
+    rows = chain.from_iterable(time_of(width, length, options.rounds) for length in options.lengths)
+    head = ("part", "tokens", "s", "s, plain", "plain / s", "MiB", "MiB, plain", "differ")
+    print(columns(head, list(rows)))
     length = options.lengths[0]
     for name, build in (("mamba2", partial(mamba2, Mamba2)), ("attention", attention)):
         print(f"tp 2, {length} tokens, {name}: {collectives(partial(build, width), width, length)}")

@@ -86,7 +86,9 @@ def test_first_blocks_that_repeat_are_a_stack():
     repeated = replace(PLAIN, num_layers=35, pattern=blocks[:7])
     assert (first,) == repeated.stacks()
     assert sum(len(stack.pattern) for stack in listed.stacks()) == 14
-    assert list(listed.layers())[35:] == list(replace(PLAIN, num_layers=17, first_blocks=blocks[35:]).layers())
+    assert list(listed.layers())[35:] == list(
+        replace(PLAIN, num_layers=17, first_blocks=blocks[35:]).layers()
+    )
 
 
 def test_it_is_written_as_mappings_and_read_back(tmp_path):
