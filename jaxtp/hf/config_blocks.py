@@ -381,8 +381,8 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
         return {**base}
     period = next(p for p in range(1, len(changes) + 1) if changes[p:] == changes[:-p])
     listed = repeated_patterns(changes)
-    rest = repeated_patterns(changes[: len(changes) % period])
-    if period + _num_items(rest) <= _num_items(listed):
+    remainder = repeated_patterns(changes[: len(changes) % period])
+    if period + _num_items(remainder) <= _num_items(listed):
         return {**base, "pattern": changes[:period]}
     pattern, repeats = listed[-1]
     num_first = len(changes) - repeats * len(pattern)

@@ -109,8 +109,8 @@ def with_each_kind(config: ModelConfig) -> ModelConfig:
     turns, remainder = divmod(config.num_layers - len(config.first_blocks), period)
     pattern = config.pattern if turns else config.pattern[:remainder]
     pattern = tuple(dict.fromkeys(pattern))
-    first_blocks = dict.fromkeys(config.first_blocks)
-    first_blocks = tuple(block for block in first_blocks if block not in pattern)
+    listed = dict.fromkeys(config.first_blocks)
+    first_blocks = tuple(block for block in listed if block not in pattern)
     num_layers = len(first_blocks) + (len(pattern) or 1) * min(turns, _MAX_TURNS)
     num_layers += min(remainder, 1 if turns else len(pattern))
     return replace(config, first_blocks=first_blocks, pattern=pattern, num_layers=num_layers)
