@@ -15,6 +15,7 @@ import jaxtp
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 SMALL = {
     "generation.py --only host --turns 1": "one token of 8 rows, CPU ms",
+    "mamba2_speed.py --width 256 --lengths 16 --rounds 1": "mamba2: 2 all-gather of 16,384 bytes",
     "decision.py": "Trainer, scripts/examples/mixer.py: ",
     "beside_peers.py --model tiny --cases packed": "left out: not installed: give --titan",
     "loader_speed.py --tokens 100000 --seconds 0.1 --repeats 1": "concatenated, 4,096 tokens",

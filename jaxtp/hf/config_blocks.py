@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from dataclasses import fields as fields_of
-from itertools import chain, filterfalse, groupby, islice, repeat
+from itertools import chain, filterfalse, islice, repeat
 from typing import Any, NamedTuple
 
 from jaxtp.config.reading import truncate
@@ -37,7 +37,7 @@ from jaxtp.hf.model_folder import (
 from jaxtp.layers.rope import UNSCALED, RopeScaling
 from jaxtp.models.block import BlockConfig
 from jaxtp.models.block_rules import rope_problems
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import ModelConfig, repeated_patterns
 
 _ORIGINAL = "original_max_position_embeddings"
 _FULL = "full_attention"
@@ -461,7 +461,14 @@ def _read_overrides(
 
 
 def _changes(base: Settings, layer: Settings) -> Settings:
-    return {name: value for name, value in layer.items() if name not in base or base[name] != value}
+    # Without heads, other settings of states have no effect.
+    has_states = layer.get("delta_value_heads", 0) > 0
+    return {
+        name: value
+        for name, value in layer.items()
+        if (name not in base or base[name] != value)
+        and (has_states or name == "delta_value_heads" or not name.startswith("delta_"))
+    }
 
 
 def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
@@ -470,12 +477,17 @@ def _compress_layers(base: Settings, layers: Sequence[Settings]) -> Settings:
     if not any(changes):
         return {**base}
     period = next(p for p in range(1, len(changes) + 1) if changes[p:] == changes[:-p])
-    remainder = changes[: len(changes) % period]
-    if period + len(list(groupby(remainder))) <= len(list(groupby(changes))):
+    listed = repeated_patterns(changes)
+    remainder = repeated_patterns(changes[: len(changes) % period])
+    if period + _num_items(remainder) <= _num_items(listed):
         return {**base, "pattern": changes[:period]}
-    _, last_run = next(groupby(reversed(changes)))
-    num_last = len(list(last_run))
-    return {**base, "first_blocks": changes[:-num_last], "pattern": changes[-1:]}
+    pattern, repeats = listed[-1]
+    num_first = len(changes) - repeats * len(pattern)
+    return {**base, "first_blocks": changes[:num_first], "pattern": pattern}
+
+
+def _num_items(patterns: Sequence[tuple[Sequence[Settings], int]]) -> int:
+    return sum(len(pattern) for pattern, _ in patterns)
 
 
 def _are_of_type(name: str, types: object, layer_type: str, other: str, count: int) -> list[bool]:

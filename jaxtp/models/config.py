@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain, count, groupby, islice
-from typing import Annotated, Any
+from itertools import chain, count, islice
+from typing import Annotated, Any, TypeVar
 
 from flax import nnx
 from jax.sharding import AbstractMesh
@@ -114,6 +114,9 @@ _BlockList = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_LISTED_BLO
 
 BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
+T = TypeVar("T")
+
+_MAX_PERIOD = 32  # blocks of a pattern that is found in a list
 _MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
 _MODEL_WIDE = {"attention", "grouped"}  # settings that all blocks share
 
@@ -383,12 +386,37 @@ def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
     turns, remainder = divmod(config.num_layers - len(first), len(pattern))
-    stacks = [Stack((block,), len(list(equal))) for block, equal in groupby(first)]
+    patterns = repeated_patterns(first)
     if turns > 0:
-        stacks.append(Stack(tuple(pattern), turns))
-    for block, equal in groupby(pattern[:remainder]):
-        stacks.append(Stack((block,), len(list(equal))))
-    return tuple(stacks)
+        patterns.append((pattern, turns))
+    patterns += repeated_patterns(pattern[:remainder])
+    return tuple(Stack(tuple(pattern), repeats) for pattern, repeats in patterns)
+
+
+def repeated_patterns(items: Sequence[T]) -> list[tuple[Sequence[T], int]]:
+    """Splits a list into patterns with the fewest items, each with the number of its repeats.
+
+    Each item of a pattern is a kind of block that is compiled by itself.
+    """
+    # Of the items from each index on: how many are in patterns; the first pattern, its repeats
+    splits: dict[int, tuple[int, Sequence[T], int]] = {len(items): (0, (), 0)}
+    for start in reversed(range(len(items))):
+        later = items[start:]
+        choices = []
+        for period in range(1, min(len(later) // 2, _MAX_PERIOD) + 1):
+            pattern = later[:period]
+            turns = range(period, len(later) + 1, period)
+            end = next(turn for turn in turns if later[turn : turn + period] != pattern)
+            choices.append((period + splits[start + end][0], pattern, end // period))
+        choices.append((1 + splits[start + 1][0], later[:1], 1))
+        splits[start] = min(choices, key=lambda choice: (choice[0], choice[2] == 1))
+    patterns = []
+    start = 0
+    while start < len(items):
+        _, pattern, repeats = splits[start]
+        patterns.append((pattern, repeats))
+        start += repeats * len(pattern)
+    return patterns
 
 
 def validate_model(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> None:

@@ -100,3 +100,22 @@ def test_a_small_model_is_padded_like_the_large_one():
         sizes = [padded_sizes(each, tp) for each in (large, small)]
         padded = [{name: n for name, n in each.items() if "heads" in name} for each in sizes]
         assert padded[0] == padded[1]
+
+
+def test_a_small_model_lists_each_kind_of_block_once():
+    window = {"sliding_window": 256}
+    large = replace(
+        CONFIG,
+        experts_per_token=6,
+        first_blocks=(window, {"num_experts": 64}, window),
+        pattern=({}, {}, window),
+    )
+    kinds = lambda config: {
+        (bool(block.sliding_window), bool(block.num_experts)) for block in config.layers()
+    }
+    for num_layers, kept in ((10, 6), (4, 3), (3, 2)):
+        large = replace(large, num_layers=num_layers)
+        small = shrink_model(large, ShrinkSpec(frozenset({1}), shards=1, length=32, before=4096))
+        assert small.num_layers == kept
+        assert kinds(small) == kinds(large)
+        assert not [*violations(small, mesh_shape())]

@@ -2,11 +2,14 @@
 divide."""
 
 from dataclasses import replace
+from itertools import groupby
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.random import default_rng
 from numpy.testing import assert_allclose
 from support import decoder, random_weights, without_mesh
@@ -15,7 +18,7 @@ from variants import small_model
 
 from jaxtp.config.schema import ConfigError, from_yaml, to_plain, to_yaml
 from jaxtp.mesh import mesh_shape
-from jaxtp.models.config import validate_model
+from jaxtp.models.config import repeated_patterns, validate_model
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.resume import check_resumable
@@ -64,6 +67,28 @@ def test_equal_blocks_are_one_stack_whatever_describes_them():
     for described in TABLES["equal"]:
         (stack,) = replace(PLAIN, **with_tuples(described)).stacks()
         assert stack == PLAIN.stacks()[0]
+
+
+@given(st.text("abc", max_size=30))
+def test_patterns_of_a_list_are_that_list_in_at_most_as_many_kinds_as_runs(text):
+    patterns = repeated_patterns(text)
+    assert "".join(pattern * repeats for pattern, repeats in patterns) == text
+    assert sum(len(pattern) for pattern, _ in patterns) <= len(list(groupby(text)))
+
+
+def test_first_blocks_that_repeat_are_a_stack():
+    """Nemotron 3 Nano has 52 blocks, of which 14 are compiled."""
+    changes = {"M": {}, "E": {"d_ff": 16}, "*": {"sliding_window": 3}}
+    letters = "MEMEM*E" * 5 + "MEMEMEM*E" + "MEMEMEME"
+    blocks = tuple(changes[letter] for letter in letters)
+    listed = replace(PLAIN, num_layers=len(blocks), first_blocks=blocks)
+    first, *_ = listed.stacks()
+    repeated = replace(PLAIN, num_layers=35, pattern=blocks[:7])
+    assert (first,) == repeated.stacks()
+    assert sum(len(stack.pattern) for stack in listed.stacks()) == 14
+    assert list(listed.layers())[35:] == list(
+        replace(PLAIN, num_layers=17, first_blocks=blocks[35:]).layers()
+    )
 
 
 def test_it_is_written_as_mappings_and_read_back(tmp_path):

@@ -30,6 +30,8 @@ from jaxtp.layers.kernels.padding import pad_to, round_up
 CARRIED = "carried"
 """`checkpoint_name` of the states and new values that the backward pass of `chunk_states` needs."""
 
+_BLOCK = 32  # chunks of which `chunk_sums` makes one product
+
 State = Array | Callable[[Array, Array], Array] | None
 _Results = tuple[Array, Array, Array]
 Scan = Callable[[Array, Array, Array, Array, Array], _Results]
@@ -96,7 +98,7 @@ def delta_rule(
         kind = _Chunks if tokens.log_decay.ndim == 3 else _ChannelChunks
         chunks = kind(chunk, tokens)
         if not subtracts:
-            return chunks.sums(begin, initial)
+            return chunks.sums(None if state is None else begin or (lambda *_: initial))
         return chunks.rule(scan or chunk_states, begin, initial)
 
     y, final = run(tokens, initial)
@@ -216,23 +218,20 @@ class _Chunks:
         new = new.reshape(*self.v.shape[:3], *new.shape[2:])
         return self._results(states, new, self.between), final
 
-    def sums(
-        self, begin: Callable[[Array, Array], Array] | None, initial: Array
-    ) -> tuple[Array, Array]:
+    def sums(self, begin: Callable[[Array, Array], Array] | None) -> tuple[Array, Array]:
         """Returns what the tokens read, and the final state, without `subtracts`."""
         dtype = self.v.dtype
         written = self.between * self.write[..., None, :]  # [B, Hk, Hv // Hk, C, c, c]
         k = self.of_values(self.k) * written[..., -1, :, None]
         changes = _by_head(_product("bgrnjk,bgrnjv->bgrnkv", k.astype(dtype), self.v))
         decay = _by_head(self.from_state[..., -1])
-        states, final = chunk_sums(changes, decay, initial)
+        states, final = chunk_sums(changes, decay)
         if begin is not None:
             # `states` and `final` started from zero; the initial state decays over all chunks.
-            decays = jnp.cumprod(decay, axis=2)
-            diagonal = jnp.broadcast_to(decays[..., -1:, None], (*initial.shape[:3], 1))
-            state = vary_like(begin(diagonal, final).astype(initial.dtype), initial)
-            decays = jnp.pad(decays[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=1)
-            states = states + decays[..., None, None] * state[:, :, None]
+            whole = jnp.prod(decay, axis=-1)[..., None, None]
+            diagonal = jnp.broadcast_to(whole, (*final.shape[:3], 1))
+            state = vary_like(begin(diagonal, final).astype(final.dtype), final)
+            states += _decays_until(decay)[..., None, None] * state[:, :, None]
             final = final + diagonal * state
         return self._results(states, self.v, written), final
 
@@ -344,24 +343,44 @@ def _by_head(x: Array) -> Array:
 
 
 @jax.custom_vjp
-def chunk_sums(changes: Array, decay: Array, state: Array) -> tuple[Array, Array]:
+def chunk_sums(changes: Array, decay: Array) -> tuple[Array, Array]:
     """Returns the states before chunks, `[B, H, C, K, V]`, and the final state.
 
-    Each chunk makes S = decay * S + changes.
+    Each chunk makes S = decay * S + changes; the first S is zero. A block of chunks is one product,
+    and the states before blocks are found in the same way: a loop over chunks is many kernels on a
+    GPU, and copies its results.
 
     Args:
       changes: `[B, H, C, K, V]`, float32.
       decay: of the whole chunk, `[B, H, C]`; 0 where a document begins in it.
-      state: `[B, H, K, V]`, float32.
     """
+    return _sums(decay, changes)
 
-    def step(state: Array, chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-        decay, change = chunk
-        return decay[..., None, None] * state + change, state
 
-    chunks = (jnp.moveaxis(decay, 2, 0), jnp.moveaxis(changes, 2, 0))
-    final, states = lax.scan(step, state, chunks)
-    return jnp.moveaxis(states, 0, 2), final
+def _sums(decay: Array, changes: Array) -> tuple[Array, Array]:
+    rows, heads, count, *state = changes.shape
+    size = min(count, _BLOCK)
+    padding = ((0, 0), (0, 0), (0, -count % size))
+    decay = jnp.pad(decay, padding, constant_values=1).reshape(rows, heads, -1, size)
+    changes = jnp.pad(changes, (*padding, (0, 0), (0, 0))).reshape(*decay.shape, *state)
+    index = jnp.arange(size)
+    is_later = index[:, None] > index
+    # [..., n, l]: how a state after chunk l decays until chunk n begins
+    decays = jnp.cumprod(jnp.where(is_later, decay[..., None], 1), axis=-2)
+    decays = jnp.where(is_later, jnp.roll(decays, 1, axis=-2), 0)
+    states = _exact("bhrnl,bhrlkv->bhrnkv", decays, changes)
+    last = decay[..., -1, None, None] * states[..., -1, :, :] + changes[..., -1, :, :]
+    if count == size:
+        return states[:, :, 0], last[:, :, 0]
+    before, final = _sums(jnp.prod(decay, axis=-1), last)
+    states += _decays_until(decay)[..., None, None] * before[:, :, :, None]
+    return states.reshape(rows, heads, -1, *state)[:, :, :count], final
+
+
+def _decays_until(decay: Array) -> Array:
+    """Returns how a state before all chunks decays until each of them begins, `[..., C]`."""
+    decays = jnp.cumprod(decay, axis=-1)[..., :-1]
+    return jnp.concatenate([jnp.ones_like(decay[..., :1]), decays], axis=-1)
 
 
 def _sums_forward(*operands: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
@@ -370,15 +389,12 @@ def _sums_forward(*operands: Array) -> tuple[tuple[Array, Array], tuple[Array, A
     return (states, final), (operands[1], states)
 
 
-def _sums_backward(
-    saved: tuple[Array, Array], grads: tuple[Array, Array]
-) -> tuple[Array, Array, Array]:
+def _sums_backward(saved: tuple[Array, Array], grads: tuple[Array, Array]) -> tuple[Array, Array]:
     decay, states = saved
-    d_states, d_final = grads
-    # The same recurrence from the last chunk to the first, whose states are d_after
-    d_after, d_state = chunk_sums(jnp.flip(d_states, 2), jnp.flip(decay, 2), d_final)
-    d_after = jnp.flip(d_after, 2)
-    return d_after, jnp.sum(states * d_after, axis=(-2, -1)), d_state
+    # They are linear in the changes, so their transpose needs none.
+    _, transposed = jax.vjp(partial(_sums, decay), states)
+    (d_changes,) = transposed(grads)
+    return d_changes, jnp.sum(states * d_changes, axis=(-2, -1))
 
 
 chunk_sums.defvjp(_sums_forward, _sums_backward)

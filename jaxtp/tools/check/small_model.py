@@ -70,21 +70,22 @@ def smallest_congruent(value: int, modulus: int, minimum: int) -> int:
 
 def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     """Returns a small model for virtual CPU devices, with every kind of block."""
+    config = with_each_kind(config)
     num_first = len(config.first_blocks)
-    period = max(1, len(config.pattern))
-    turns, remainder = divmod(config.num_layers - num_first, period)
     precision = config.precision
     if precision.matmul != "compute":
         precision = replace(precision, matmul_least=1)
     norm_eps = config.norm_eps
     if any(block.delta_value_heads for block in config.block_kinds()):
         norm_eps = max(norm_eps, _SMALL_EPS)
+    usual = {**vars(config), **shrink_block(config, small)}
     listed = []
     all_changes = (*config.first_blocks, *config.pattern)
     for changes, block in zip(all_changes, config.listed_blocks().values(), strict=True):
-        # The same settings of the small block
         shrunk = {**changes, **shrink_block(block, small)}
-        listed.append({name: shrunk[name] for name in changes})
+        # The same settings of the small block, and others in which small blocks differ
+        names = [name for name in shrunk if name in changes or shrunk[name] != usual[name]]
+        listed.append({name: shrunk[name] for name in names})
     vocab_size = small.size(config.vocab_size, _MIN_VOCAB)
     tokens = tuple(range(min(len(config.lora.tokens), vocab_size)))
     return replace(
@@ -92,7 +93,6 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
         vocab_size=vocab_size,
         lora=replace(config.lora, tokens=tokens),
         d_model=smallest_congruent(0, small.features * small.shards, _MIN_D_MODEL),
-        num_layers=num_first + period * min(turns, _MAX_TURNS) + remainder,
         loss_chunk=small.positions(config.loss_chunk),
         first_blocks=tuple(listed[:num_first]),
         pattern=tuple(listed[num_first:]),
@@ -101,6 +101,19 @@ def shrink_model(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
         precision=precision,
         **shrink_block(config, small),
     )
+
+
+def with_each_kind(config: ModelConfig) -> ModelConfig:
+    """Returns a model with each kind of block listed once, as each listed block is compiled."""
+    period = len(config.pattern) or 1
+    turns, remainder = divmod(config.num_layers - len(config.first_blocks), period)
+    pattern = config.pattern if turns else config.pattern[:remainder]
+    pattern = tuple(dict.fromkeys(pattern))
+    listed = dict.fromkeys(config.first_blocks)
+    first_blocks = tuple(block for block in listed if block not in pattern)
+    num_layers = len(first_blocks) + (len(pattern) or 1) * min(turns, _MAX_TURNS)
+    num_layers += min(remainder, 1 if turns else len(pattern))
+    return replace(config, first_blocks=first_blocks, pattern=pattern, num_layers=num_layers)
 
 
 def small_attention(choice: KernelChoice) -> KernelChoice:

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-import yaml
 from hf_reference import FOLDER
 from jax.sharding import PartitionSpec as P
 from pages import checked_meshes
@@ -56,26 +55,15 @@ def checked(tmp_path, *flags):
 
 @pytest.mark.parametrize("name", journeys(CONFIGS, "tiny", "finetune_llama31_8b"))
 def test_a_configuration_passes_on_the_mesh_of_a_page(name, tmp_path, capsys):
-    """A configuration that no page checks, on its own mesh of tp, with each kind of block once."""
-    file = ROOT / f"configs/{name}.yaml"
-    settings = yaml.safe_load(file.read_text())
-    blocks = settings.get("model", {}).get("pattern", [])
-    if len(blocks) > 1:
-        first = {json.dumps(block): block for block in blocks}
-        settings["model"]["pattern"] = list(first.values())
-        file = tmp_path / "run.yaml"
-        file.write_text(yaml.safe_dump(settings))
-    config = from_yaml(CheckConfig, file)
+    """A configuration that no page checks, on its own mesh of tp."""
+    config = read(name)
     own_mesh = f"tp={config.mesh.tp}" if config.mesh.tp > 1 else "fsdp=8"
     mesh = MESHES.get(name, own_mesh)
     compute = config.model.precision.compute if name in IN_16_BITS else "float32"
     flags = ["--mesh", mesh]
-    listed = len(config.model.first_blocks) + len(config.model.pattern)
-    if listed > 1:
-        flags += ["--model.num-layers", str(listed)]
     if name in IN_16_BITS:
         flags += ["--model.precision.compute", compute]
-    record = checked(tmp_path, "--config", file, *flags)
+    record = checked(tmp_path, "--config", ROOT / f"configs/{name}.yaml", *flags)
     cases = record["cases"]
     precisions = {"float32", compute, config.model.precision.matmul} - {"compute"}
     split = {case["sequence_parallel"] for case in cases}
