@@ -392,7 +392,11 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
     """
     if problem := _model_problem(path):
         raise SourceError(f"--model {path}: {problem}")
-    stored = open_stored(path, options)
+    return source_of(open_stored(path, options), path, options)
+
+
+def source_of(stored: StoredModel, path: Path, options: SourceConfig) -> ModelSource:
+    """Returns the model at a path as `open_source` does; of a run, only the info is read."""
     if stored.is_run:
         source, folders = _source_of_run(stored, str(path), options)
     else:
