@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint import silence_orbax
-from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.checkpoint.manager import Checkpoints, load_weights, weight_average
 from jaxtp.checkpoint.storage import CONFIG
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
@@ -125,6 +125,9 @@ class Export:
     kernels."""
     adapters: OptionalFolder = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
+    ema: bool = False
+    """Write the moving average of the weights that the run's optimizer made, in place of the
+    weights (scripts/examples/ema.py)."""
     base: OptionalFolder = None
     """Base model of a run that trained adapters, if it has moved."""
     like: OptionalFolder = None
@@ -270,6 +273,10 @@ def export_run(command: Export) -> str:
     config = replace(stored, lora=LoraConfig(), precision=replace(stored.precision, param=dtype))
     with nullcontext() if source.is_run else _progress("read") as progress:
         model = source.load(config, mesh, progress)
+    if command.ema:
+        parameters = nnx.state(model, nnx.Param)
+        prefix = weight_average(source.folder, parameters, mesh)
+        nnx.update(model, load_weights(source.folder, parameters, mesh, prefix)[0])
     options["dtype"] = dtype
     with _progress("written") as options["progress"]:
         saving.save(
@@ -288,6 +295,11 @@ def _check_export(command: Export, source: StoredModel) -> None:
     if source.adapters is None and not source.is_run:
         raise HFError(
             f"{source.folder} is in Hugging Face format already; --adapters DIR adds adapters to it"
+        )
+    if command.ema and (source.config.lora.rank or not source.is_run):
+        raise HFError(
+            f"--ema: {source.folder} is no checkpoint of a run that trained all weights; leave "
+            "--ema out"
         )
     if source.config.lora.rank:
         return
