@@ -1,4 +1,4 @@
-"""AdamW with an exponential moving average of the weights, which often predicts better than they do.
+"""AdamW with an exponential moving average of the weights, which often predicts better.
 
     python scripts/examples/ema.py --mesh fsdp=2,tp=4
     jaxtp convert export runs/ema models/averaged --ema

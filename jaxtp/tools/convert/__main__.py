@@ -26,7 +26,15 @@ from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import Keys, OptionalFolder, UserPath, expand, to_plain, to_yaml
+from jaxtp.config.schema import (
+    Keys,
+    OptionalFile,
+    OptionalFolder,
+    UserPath,
+    expand,
+    to_plain,
+    to_yaml,
+)
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
 from jaxtp.hf import saving
@@ -133,6 +141,10 @@ class Export:
     like: OptionalFolder = None
     """Folder that the model came from, if it has moved. The vision tower and other tensors outside
     of the text model are copied from there."""
+    heads: OptionalFile = None
+    """File of safetensors with prediction heads that were trained with this model, by the names in
+    the folder that the model came from, whose heads they replace
+    (scripts/examples/prediction_head.py)."""
     text_only: bool = False
     """Write the text model of a multimodal model by itself."""
     dtype: DType | None = None
@@ -284,6 +296,7 @@ def export_run(command: Export) -> str:
             command.out,
             attributes=attributes,
             like=like,
+            heads=command.heads,
             max_shard_size=command.max_shard_size,
             **options,
         )
