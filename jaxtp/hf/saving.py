@@ -154,7 +154,6 @@ def save(
     attributes = attributes or {}
     whole = None if like is None else open_whole(Path(like), config)
     text: StoredTensors = {}
-    other_tensors: StoredTensors = {}
     if whole is None:
         if heads is not None:
             raise HFError(f"{heads}: name the folder whose heads these replace by like (--like)")
@@ -164,12 +163,17 @@ def save(
         chosen = whole.family
         text = whole.text
         written = changed_config(whole, config.vocab_size, dtype, attributes.get(MAX_POSITIONS))
-        other_tensors = _with_heads(whole, heads)
         if not tokenizer_from and has_tokenizer(whole.folder.path):
             tokenizer_from = whole.folder.path
     variables = named_variables(nnx.state(model))
-    like_text = {} if experts else general_names(text)
-    parts = tensor_parts(variables, config, chosen, experts or "separate", like_text)
+    parts = tensor_parts(
+        variables,
+        config,
+        chosen,
+        experts or "separate",
+        # The folder's layout has no say in the layout that is asked for.
+        general_names({} if experts else text),
+    )
     tensors: dict[str, Stored] = {
         name: as_stored(text.get(name), group) for name, group in group_by_tensor(parts).items()
     }
@@ -177,7 +181,7 @@ def save(
     other_files = {CONFIG: json_bytes(written)}
     if whole is not None:
         tensors = {whole.name(name): stored for name, stored in tensors.items()}
-        tensors |= other_tensors
+        tensors |= _with_heads(whole, heads)
         other_files |= read_files(whole.folder.path, PROCESSOR_FILES)
     files = _shards(tensors, dtype, max_shard_size)
     if len(files) > 1:

@@ -23,6 +23,24 @@ from safetensors.numpy import save_file
 
 import jaxtp
 
+OF_QWEN = {
+    "joined.": "mtp.fc.",
+    "embedding_norm.": "mtp.pre_fc_norm_embedding.",
+    "hidden_norm.": "mtp.pre_fc_norm_hidden.",
+    "model.layers.0.": "mtp.layers.0.",
+    "model.norm.": "mtp.norm.",
+}
+OF_DEEPSEEK = {
+    "joined.": "eh_proj.",
+    "embedding_norm.": "enorm.",
+    "hidden_norm.": "hnorm.",
+    "model.layers.0.": "",
+    "model.norm.": "shared_head.norm.",
+    "model.embed_tokens.": "embed_tokens.",
+    "lm_head.": "shared_head.head.",
+}
+"""Where the tensors of the head stand in a folder, after the number of their layer."""
+
 
 class LastBlock(jaxtp.Decoder):
     """A block and a norm, for states in place of tokens."""
@@ -85,26 +103,20 @@ def tensors(model: PredictingDecoder, folder: Path):
     """Yields the head's tensors, by their names in published folders of the model's family."""
     attributes = json.loads((folder / "config.json").read_text())
     text = attributes.get("text_config", attributes)
-    last = f"model.layers.{text['num_hidden_layers']}"
-    names = {"joined": "eh_proj", "embedding_norm": "enorm", "hidden_norm": "hnorm"}
-    moved = {"layers.0": last, "norm": f"{last}.shared_head.norm"}
-    moved |= {"embed_tokens": f"{last}.embed_tokens", "lm_head": f"{last}.shared_head.head"}
-    if text["model_type"].startswith("qwen3"):
-        last = "mtp"
-        names = {"joined": "fc"} | {
-            name: f"pre_fc_norm_{name.removesuffix('_norm')}" for name in list(names)[1:]
-        }
-        moved = {"layers.0": "mtp.layers.0", "norm": "mtp.norm"}
-    for name, new in names.items():
-        module = getattr(model, name)
-        array = module.kernel[...].T if name == "joined" else module.scale[...]
-        yield f"{last}.{new}.weight", array
+    names = OF_QWEN
+    if not text["model_type"].startswith("qwen3"):
+        layer = f"model.layers.{text['num_hidden_layers']}."
+        names = {begin: layer + name for begin, name in OF_DEEPSEEK.items()}
+    arrays = {"joined.weight": model.joined.kernel[...].T}
+    arrays["embedding_norm.weight"] = model.embedding_norm.scale[...]
+    arrays["hidden_norm.weight"] = model.hidden_norm.scale[...]
+    # The family's names of a model of one layer
     model.last.embedding, model.last.head = model.embedding, model.head
-    for name, array in jaxtp.hf.stream_weights(model.last, family=text["model_type"]):
-        bare = name.removeprefix("model.")
-        for begin, new in moved.items():
-            if bare.startswith(f"{begin}."):
-                yield new + bare.removeprefix(begin), array
+    arrays |= jaxtp.hf.stream_weights(model.last, family=text["model_type"])
+    for name, array in arrays.items():
+        begin = next((begin for begin in names if name.startswith(begin)), None)
+        if begin is not None:
+            yield names[begin] + name.removeprefix(begin), array
 
 
 def main(
