@@ -18,13 +18,16 @@ from flax import nnx
 from flax_parity import assert_same
 from moves import bytes_over_tp
 from runs import records, wait_for_step
-from support import swept, task_flags
+from support import assert_refused, swept, task_flags
 
 import jaxtp
 from jaxtp.__main__ import main as run_command
 from jaxtp.config.entry import UserError
+from jaxtp.config.hints import dotted
 from jaxtp.config.public_names import NAMESPACES
 from jaxtp.data.sources import open_batches
+from jaxtp.train.sharded_optimizer import replicated_bytes
+from jaxtp.train.state import plan_state
 
 FOLDER = Path(__file__).parent.parent / "scripts" / "examples"
 PLANNED = ["vit", "mixer", "encoder_decoder", "recurrent", "diffusion"]
@@ -108,6 +111,62 @@ def test_the_reward_rises():
     means = example("rl_loop").main(steps=14)
     assert means[0] < 0.1
     assert means[-1] > 0.5
+
+
+SMALL = jaxtp.ModelConfig(
+    vocab_size=256, d_model=16, num_layers=1, num_heads=4, num_kv_heads=4, head_dim=4, d_ff=16
+)
+
+
+def averaged_run(folder, mesh, optimizer, *callbacks, steps=4):
+    """Returns the parameters after each step that a run on its own source does, from its start."""
+    settings = {"data.path": str(FOLDER / "ema.py"), "data.sequence_length": 32}
+    with jaxtp.Trainer(
+        model=SMALL,
+        optimizer=optimizer,
+        mesh=mesh,
+        folder=folder,
+        steps=steps,
+        settings=settings,
+        callbacks=callbacks,
+    ) as trainer:
+        history = [arrays_of(trainer.model)]
+        history += [arrays_of(trainer.model) for _ in trainer]
+    return history
+
+
+def arrays_of(model):
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    return {dotted(path): np.asarray(array[...]) for path, array in state}
+
+
+def stop_half_way(trainer, step):
+    if step.index == 2:
+        trainer.stop("half of the steps are done")
+
+
+@pytest.mark.wide
+def test_an_average_of_the_weights_survives_another_mesh_and_is_exported(tmp_path, capsys):
+    run = tmp_path / "run"
+    ema = example("ema")
+    first = averaged_run(run, "fsdp=2,tp=2", ema.optimizer, stop_half_way)
+    last = averaged_run(run, "dp=2,tp=2", ema.optimizer)
+    average = first[0]
+    for weights in [*first[1:], *last[1:]]:
+        average = {path: 0.99 * average[path] + 0.01 * weights[path] for path in average}
+    assert run_command(["convert", "export", str(run), str(tmp_path / "out"), "--ema"]) == 0
+    exported = arrays_of(jaxtp.hf.load(tmp_path / "out"))
+    for path, expected in average.items():
+        np.testing.assert_allclose(exported[path], expected, rtol=1e-5, atol=1e-7, err_msg=path)
+        assert path.endswith("scale") or not np.allclose(exported[path], last[-1][path], rtol=1e-3)
+    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
+    assert replicated_bytes(plan_state(SMALL, ema.optimizer(4), mesh).sharded) == {}
+    twice = optax.chain(optax.sgd(0.1), ema.weight_average(), ema.weight_average())
+    for optimizer, problem in ((twice, "several moving averages"), (optax.sgd(0.1), "no moving")):
+        wrong = tmp_path / problem
+        averaged_run(wrong, "dp=1", optimizer, steps=1)
+        words = ["convert", "export", str(wrong), str(tmp_path / "none"), "--ema"]
+        assert_refused(run_command, words, problem, capsys)
 
 
 def parts(name):
@@ -196,7 +255,7 @@ def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
 
 
 def test_an_example_is_short_and_imports_only_public_names():
-    for name in (*NAMES, "rl_loop"):
+    for name in (*NAMES, "rl_loop", "ema"):
         source = (FOLDER / f"{name}.py").read_text()
         assert f"python scripts/examples/{name}.py" in source, name
         places = set(

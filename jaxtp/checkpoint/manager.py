@@ -63,6 +63,7 @@ from jaxtp.checkpoint.storage import (
     newest_checkpoint,
     read_info,
     read_info_on_all,
+    read_metadata,
     read_verified,
     require_openable,
     seal,
@@ -522,10 +523,45 @@ def restore_newest(
     return None
 
 
-def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Returns the parameters in a checkpoint, or a run's newest checkpoint, and its folder."""
+def load_weights(
+    run: Path, weights: nnx.State, mesh: Mesh, prefix: str = "model."
+) -> tuple[nnx.State, Path]:
+    """Returns the parameters in a checkpoint, or a run's newest checkpoint, and its folder.
+
+    `prefix` begins the names of their arrays in the checkpoint (`weight_average`).
+    """
     folder, info = read_info_on_all(run, lambda: newest_checkpoint(run))
-    target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
+    target = {prefix + name: array for name, array in abstract_logical(weights, mesh).items()}
     restored = read_verified(folder, target, info)
     arrays = dict(zip(named_variables(weights), restored.values(), strict=True))
     return from_logical(arrays, weights, mesh), folder
+
+
+def weight_average(folder: Path, weights: nnx.State, mesh: Mesh) -> str:
+    """Returns the prefix of the moving average of parameters in a checkpoint's optimizer state.
+
+    It is the mapping in a field such as `ema` (of `optax.EmaState`) that has an array of the shape
+    of each parameter.
+
+    Raises:
+      CheckpointError: there is none, or there are several.
+    """
+    saved = {name: tuple(array.shape) for name, array in read_metadata(folder).items()}
+    shapes = {name: array.shape for name, array in abstract_logical(weights, mesh).items()}
+    first = next(iter(shapes))
+    mappings = [name.removesuffix(first) for name in saved if name.endswith(f".{first}")]
+    averages = []
+    for prefix in mappings:
+        field = prefix.rstrip(".").rpartition(".")[2]
+        has_all = all(saved.get(prefix + name) == shape for name, shape in shapes.items())
+        if "ema" in field.split("_") and has_all:
+            averages.append(prefix)
+    if len(averages) == 1:
+        return averages[0]
+    problem = "no moving average of all weights"
+    if averages:
+        problem = f"several moving averages ({', '.join(averages)})"
+    raise CheckpointError(
+        f"{folder}: the optimizer's state has {problem}; it needs one mapping named ema, such as "
+        "that of scripts/examples/ema.py"
+    )

@@ -127,7 +127,7 @@ def fetch_programs(url: str, folder: Path) -> None:
         path = f"{PROGRAMS}/{name}"
         size, expected = programs.files[name]
         is_whole = sizes.get(path) == size
-        if not is_whole or store.download(path, folder / name, size) != expected:
+        if not is_whole or not store.download(path, folder / name, size, expected):
             raise DamagedError(f"{url}/{path} is damaged")
 
     in_threads(get, programs.files)

@@ -397,12 +397,17 @@ def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSour
     path = local(path)
     if problem := _model_problem(path):
         raise SourceError(f"--model {path}: {problem}")
-    stored = open_stored(path, options)
+    return source_of(open_stored(path, options), name, options)
+
+
+def source_of(stored: StoredModel, name: str, options: SourceConfig) -> ModelSource:
+    """Returns a model as `open_source` does, with its path or URL; of a run, only the info is
+    read."""
     if stored.is_run:
         source, folders = _source_of_run(stored, name, options)
     else:
         source = replace(_source_of_folder(stored, options), name=name)
-        folders = [path]
+        folders = [stored.folder]
     if stored.adapters is not None:
         source = replace(source, name=f"{source.name} with {stored.adapters.path}")
     chat = chat_source(folders, source.name)
@@ -430,7 +435,7 @@ def _model_problem(path: Path) -> str:
 
 
 def _source_of_run(
-    stored: StoredModel, path: str, options: SourceConfig
+    stored: StoredModel, name: str, options: SourceConfig
 ) -> tuple[ModelSource, list[Path]]:
     """Returns a run's model, and the folders that may have a chat template."""
     corpus = stored.info.get("corpus", {})
@@ -445,7 +450,7 @@ def _source_of_run(
     folders = [folder for folder in (location, hf_files) if folder is not None and folder.is_dir()]
     dtype = options.dtype or _default_dtype(stored.config.precision.compute)
     source = ModelSource(
-        name=f"{path}, step {stored.folder.name}",
+        name=f"{name}, step {stored.folder.name}",
         config=inference_config(stored.config, dtype),
         tokenizer=tokenizer,
         stored=stored,

@@ -27,6 +27,8 @@ from jaxtp.checkpoint.checksum import NonFiniteError, Sums, describe_not_finite
 from jaxtp.checkpoint.logical import Variable, named_variables
 from jaxtp.config.entry import say
 from jaxtp.config.files import sync_folder, write_atomically
+from jaxtp.config.hints import closest
+from jaxtp.config.reading import truncate
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.hf.adapters import Factors, factors_by_kernel, merge_layer, tables_with_rows
 from jaxtp.hf.config_json import changed_config, choose_family, open_whole, write_attributes
@@ -49,6 +51,7 @@ from jaxtp.hf.safetensors import (
     StoredTensor,
     StoredTensors,
     bytes_of,
+    read_header,
     write_file,
 )
 from jaxtp.hf.tensor_map import (
@@ -62,7 +65,7 @@ from jaxtp.hf.tensor_map import (
     group_by_tensor,
     tensor_parts,
 )
-from jaxtp.hf.wrapper import PROCESSOR_FILES, text_attributes
+from jaxtp.hf.wrapper import PROCESSOR_FILES, Whole, text_attributes
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType, padding_of, unpad
 from jaxtp.mesh import TP, mesh_sizes
@@ -109,6 +112,7 @@ def save(
     dtype: DType | None = None,
     experts: Layout | None = None,
     like: str | Path | None = None,
+    heads: str | Path | None = None,
     attributes: Attributes | None = None,
     max_shard_size: int | str = "5GB",
     allow_non_finite: bool = False,
@@ -128,6 +132,8 @@ def save(
         transformers 5. By default as in `like`, else separate.
       like: folder that the model came from. Tensors outside of the text model (vision towers,
         prediction heads) and the configuration are copied from it.
+      heads: file of safetensors with the prediction heads of this model, by their names in `like`,
+        where they replace those of the model before training.
       attributes: more config.json attributes. max_position_embeddings overrides the value from
         `tokenizer_from`.
       max_shard_size: bytes per file, or a string like "5GB"; never splits a tensor.
@@ -149,18 +155,25 @@ def save(
     whole = None if like is None else open_whole(Path(like), config)
     text: StoredTensors = {}
     if whole is None:
+        if heads is not None:
+            raise HFError(f"{heads}: name the folder whose heads these replace by like (--like)")
         chosen = choose_family(config, family)
         written = _new_attributes(config, chosen, dtype, attributes, tokenizer_from)
     else:
         chosen = whole.family
         text = whole.text
         written = changed_config(whole, config.vocab_size, dtype, attributes.get(MAX_POSITIONS))
-        _report_heads(whole.prediction_heads)
         if not tokenizer_from and has_tokenizer(whole.folder.path):
             tokenizer_from = whole.folder.path
     variables = named_variables(nnx.state(model))
-    like_text = {} if experts else general_names(text)
-    parts = tensor_parts(variables, config, chosen, experts or "separate", like_text)
+    parts = tensor_parts(
+        variables,
+        config,
+        chosen,
+        experts or "separate",
+        # The folder's layout has no say in the layout that is asked for.
+        general_names({} if experts else text),
+    )
     tensors: dict[str, Stored] = {
         name: as_stored(text.get(name), group) for name, group in group_by_tensor(parts).items()
     }
@@ -168,7 +181,7 @@ def save(
     other_files = {CONFIG: json_bytes(written)}
     if whole is not None:
         tensors = {whole.name(name): stored for name, stored in tensors.items()}
-        tensors |= whole.other_tensors
+        tensors |= _with_heads(whole, heads)
         other_files |= read_files(whole.folder.path, PROCESSOR_FILES)
     files = _shards(tensors, dtype, max_shard_size)
     if len(files) > 1:
@@ -185,12 +198,29 @@ def save(
     )
 
 
-def _report_heads(names: Sequence[str]) -> None:
+def _with_heads(whole: Whole, file: str | Path | None) -> StoredTensors:
+    """Returns the tensors outside of the text model; heads of a file replace those of the same
+    name.
+    """
+    before = {name: whole.other_tensors[name] for name in whole.prediction_heads}
+    heads = {} if file is None else read_header(Path(file))
+    for name, tensor in heads.items():
+        if name not in before:
+            close = closest(name, before)
+            hint = f"did you mean {close}?" if close else f"it has {len(before)} tensors of heads"
+            raise HFError(f"{file}: {whole.folder.path} has no {truncate(name)}; {hint}")
+        if tensor.shape != before[name].shape:
+            raise HFError(
+                f"{file}: {truncate(name)} is {list(tensor.shape)}, and "
+                f"{list(before[name].shape)} in {whole.folder.path}"
+            )
+    names = [name for name in before if name not in heads]
     if names and jax.process_index() == 0:
         say(
             f"{len(names)} tensors that predict further tokens ({names[0]}, ...) are copied: they "
             "were made for the weights before training"
         )
+    return {**whole.other_tensors, **heads}
 
 
 def _new_attributes(

@@ -47,7 +47,7 @@ from jaxtp.layers.norm import Norm, rms_normalise, scaled
 from jaxtp.layers.parameter import parameter, spec_of
 from jaxtp.layers.positions import dropout, segment_positions
 from jaxtp.layers.transport import activation_spec, sequence_dim
-from jaxtp.mesh import TP, current_mesh, mesh_sizes
+from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes
 from jaxtp.models.block import STATES, BlockConfig, base_kernels
 from jaxtp.models.config import ModelConfig, Stack, validate_model
 
@@ -254,7 +254,9 @@ class EmbeddingAndHead(nnx.Module):
         selected_BRT = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
         x_BRD = jnp.sum(jnp.where(selected_BRT[..., None], x_BTD[:, None], 0), axis=2)
         x_N1D = constrain(x_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
-        return self.logits_of_hidden(x_N1D)[:, 0]
+        # cp splits a dim of its size: each device computes all of these logits.
+        copies_NTD = jnp.repeat(x_N1D, mesh_sizes(current_mesh())[CP], axis=1)
+        return self.logits_of_hidden(copies_NTD)[:, 0]
 
     def projection(self, temperature: float = 1.0) -> Projection:
         """Returns what makes logits of hidden states, divided by a temperature."""

@@ -16,10 +16,12 @@ from jaxtp.config.affects import (
     NOTHING,
     NUMBERS,
     ONLY_IN_FILES,
+    RUNS_CODE,
     SAMPLES,
     SHORT_HELP,
     STEP,
     Affects,
+    Argument,
     ArgumentsOf,
     WithinSection,
     settings,
@@ -431,6 +433,27 @@ class EvalConfig(Settings):
     batches: Count = 8
     """Maximum number of batches in an evaluation, which reads each held-out row at most once, and
     the same rows on every mesh."""
+
+    tasks: Annotated[tuple[str, ...], Argument("NAME")] = ()
+    """Tasks or groups of lm-evaluation-harness to run on the weights in training (pip install
+    'jaxtp[eval]'). Their scores are metrics: eval_TASK/METRIC. The numbers are those of jaxtp
+    evaluate on a checkpoint of the step."""
+
+    tasks_every: CountOrZero = 500
+    """Steps between runs of the tasks, which also run after the last step; with 0, only then."""
+
+    task_folder: Annotated[tuple[UserPath, ...], RUNS_CODE] = ()
+    """Folders of your own tasks, in the harness's YAML, which may call Python functions of the
+    folder."""
+
+    num_fewshot: CountOrZero | None = None
+    """Examples shown before each question of a task; by default the number in the task."""
+
+    limit: Count | None = None
+    """Use at most this many examples of each task."""
+
+    chat: bool = False
+    """Ask tasks' questions as chat messages, with the model's chat template."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,9 @@ from jaxtp.train.state import Blueprint
 if TYPE_CHECKING:
     from jaxtp.train.resume import Restored
 
+MODEL = "model."
+"""Prefix of the names of a model's variables in a checkpoint."""
+
 NAME_MODEL = "name its folder by --model.from-hf FOLDER or --run.init-from RUN"
 
 Default = tuple[str, object, str]
@@ -95,14 +98,30 @@ class OwnModelRun(InitSource):
     def create_state(
         self, run: RunConfig, blueprint: Blueprint, restored: "Restored | None" = None
     ) -> InitialState:
-        """Loads the model's variables from the newest checkpoint, unless the run is resumed."""
+        """Loads the model's variables from the newest checkpoint, unless the run is resumed.
+
+        A model that has all variables of the run may have others, which begin as its code makes
+        them.
+        """
         if restored is not None:
             return super().create_state(run, blueprint, restored)
+        from jaxtp.checkpoint.logical import named_variables, select_paths
         from jaxtp.checkpoint.manager import load_weights
+        from jaxtp.checkpoint.storage import newest_checkpoint, read_info_on_all
 
-        weights, folder = load_weights(self.path, blueprint.abstract["model"], blueprint.mesh)
+        _, info = read_info_on_all(self.path, lambda: newest_checkpoint(self.path))
+        stored = {name.removeprefix(MODEL) for name in info["checksums"] if name.startswith(MODEL)}
+        variables = blueprint.abstract["model"]
+        names = named_variables(variables).keys()
+        if stored <= names:
+            variables = select_paths(variables, stored.__contains__)
+        weights, folder = load_weights(self.path, variables, blueprint.mesh)
         state = blueprint.create(run.seed, weights)
-        return InitialState(state, description=f"weights from {folder}")
+        description = f"weights from {folder}"
+        if names > stored:
+            new = ", ".join(sorted(names - stored))
+            description += f", which has no {new}: they begin as new ones"
+        return InitialState(state, description=description)
 
 
 def resolve(

@@ -19,6 +19,7 @@ from jaxtp.checkpoint.storage import PROGRAMS, Info, kept_steps, starts_of
 from jaxtp.config import entry
 from jaxtp.config.console import size_text
 from jaxtp.config.entry import Interrupt
+from jaxtp.config.python_object import load_object
 from jaxtp.config.schema import ConfigError, replace_nested, to_plain, to_yaml
 from jaxtp.data.batches import Batches, Position, SampleBatches
 from jaxtp.data.columns import WEIGHTS, BatchError, layout_of
@@ -49,6 +50,8 @@ from jaxtp.train.validation import batch_problems, check_decoder, refuse, violat
 if TYPE_CHECKING:
     from jaxtp.checkpoint.mirror import Mirror
 
+TASKS_OF_RUN = "jaxtp.tools.evaluate.evaluation_settings:tasks_of_run"
+"""Makes the callback of `eval.tasks`."""
 _NOTICE = "stops and saves after this step; a second Ctrl-C ends at once"
 _NOTHING_LOST = "interrupted before the first step; nothing is lost, and the same command {}"
 
@@ -312,6 +315,10 @@ def plan_run(decided: Decided, task: Task = Task()) -> RunPlan:
     config, parts = load_parts(config, task)
     if config.model is not model:
         check_decoder(config, mesh)
+    if config.eval.tasks:
+        # Tools may import training, and not the reverse: the callback is named, as a user's is.
+        tasks_of_run = load_object(TASKS_OF_RUN, "eval.tasks")
+        parts = replace(parts, callbacks=(*parts.callbacks, tasks_of_run(config)))
     data = open_data(config, source, parts)
     config = with_batches(config, data, mesh)
     config, _ = with_steps(config, data.num_rows, decided.before)

@@ -3,7 +3,7 @@
 # Signatures then show names instead of what they stand for.
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -236,12 +236,22 @@ class Trainer:
         self._session.started().line(text)
 
     @contextmanager
-    def paused(self, cause: str) -> Iterator[None]:
-        """Waits for the last step, then counts the time of the block as lost to `cause`."""
+    def paused(self, cause: str) -> Iterator[Callable[[], None]]:
+        """Waits for the last step, then counts the time of the block as lost to `cause`.
+
+        A block that may take as long as `train.stall_seconds` calls the yielded function now and
+        then: it has not stalled.
+        """
         with self._session.reading() as loop:
             loop.finish_step()
             with loop.phase(f"{cause} at step {loop.step}", cause):
-                yield
+                yield loop.watchdog.on_activity
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The info that a checkpoint of the current step stores, as JSON values."""
+        with self._session.reading() as loop:
+            return loop.checkpoint_info()
 
     def stop(self, reason: str) -> None:
         """Saves and ends the run after this step.

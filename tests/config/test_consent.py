@@ -24,6 +24,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 REFERENCES = [
     "data.batches",
     "data.validation_batches",
+    "eval.task_folder",
     "model.build",
     "model.plan",
     "optimizer.build",
@@ -48,7 +49,9 @@ def write(path, values):
 
 
 def value_of(name, reference):
-    return [reference] if name in ("train.callbacks", "task_folder") else reference
+    return (
+        [reference] if name in ("train.callbacks", "eval.task_folder", "task_folder") else reference
+    )
 
 
 def run(program, words):

@@ -15,13 +15,21 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint import silence_orbax
-from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.checkpoint.manager import Checkpoints, load_weights, weight_average
 from jaxtp.checkpoint.storage import CONFIG
 from jaxtp.config import entry
 from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.console import Display
-from jaxtp.config.schema import Address, FolderOrUrl, Keys, OptionalFolder, to_plain, to_yaml
+from jaxtp.config.schema import (
+    Address,
+    FolderOrUrl,
+    Keys,
+    OptionalFile,
+    OptionalFolder,
+    to_plain,
+    to_yaml,
+)
 from jaxtp.data.copies import local, recorded, sending
 from jaxtp.data.tokenizer_files import MAX_POSITIONS
 from jaxtp.generate.loading import SourceConfig, StoredModel, open_stored
@@ -122,11 +130,18 @@ class Export:
     kernels."""
     adapters: OptionalFolder = None
     """Folder of adapters in PEFT's format, to merge into the kernels in float32."""
+    ema: bool = False
+    """Write the moving average of the weights that the run's optimizer made, in place of the
+    weights (scripts/examples/ema.py)."""
     base: OptionalFolder = None
     """Base model of a run that trained adapters, if it has moved."""
     like: OptionalFolder = None
     """Folder that the model came from, if it has moved. The vision tower and other tensors outside
     of the text model are copied from there."""
+    heads: OptionalFile = None
+    """File of safetensors with prediction heads that were trained with this model, by the names in
+    the folder that the model came from, whose heads they replace
+    (scripts/examples/prediction_head.py)."""
     text_only: bool = False
     """Write the text model of a multimodal model by itself."""
     dtype: DType | None = None
@@ -282,6 +297,10 @@ def _export(command: Export, out: Path) -> str:
     config = replace(stored, lora=LoraConfig(), precision=replace(stored.precision, param=dtype))
     with nullcontext() if source.is_run else _progress("read") as progress:
         model = source.load(config, mesh, progress)
+    if command.ema:
+        parameters = nnx.state(model, nnx.Param)
+        prefix = weight_average(source.folder, parameters, mesh)
+        nnx.update(model, load_weights(source.folder, parameters, mesh, prefix)[0])
     options["dtype"] = dtype
     with _progress("written") as options["progress"]:
         saving.save(
@@ -289,6 +308,7 @@ def _export(command: Export, out: Path) -> str:
             command.out,
             attributes=attributes,
             like=like,
+            heads=command.heads,
             max_shard_size=command.max_shard_size,
             **options,
         )
@@ -300,6 +320,11 @@ def _check_export(command: Export, source: StoredModel) -> None:
     if source.adapters is None and not source.is_run:
         raise HFError(
             f"{source.folder} is in Hugging Face format already; --adapters DIR adds adapters to it"
+        )
+    if command.ema and (source.config.lora.rank or not source.is_run):
+        raise HFError(
+            f"--ema: {source.folder} is no checkpoint of a run that trained all weights; leave "
+            "--ema out"
         )
     if source.config.lora.rank:
         return

@@ -1,11 +1,9 @@
 """`jaxtp evaluate`: measures models on documents, and reports a table or JSON."""
 
-import datetime
 import json
+import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,10 @@ from jaxtp.analysis.tables import columns
 from jaxtp.checkpoint import silence_orbax
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
+from jaxtp.config.entry import Interrupt
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.schema import ConfigError
-from jaxtp.data.chat_template import writes_day
 from jaxtp.distributed.agreement import (
-    is_multiprocess,
     raise_everywhere,
     reporting_failure,
     run_and_report,
@@ -41,6 +38,7 @@ from jaxtp.tools.evaluate.evaluation_settings import (
     SHOWN_FIRST,
     EvaluateConfig,
     conflicts,
+    require_harness,
     window_length,
 )
 from jaxtp.tools.evaluate.inputs import Input, open_inputs
@@ -143,30 +141,31 @@ def _measure(
 
 
 def _run_tasks(config: EvaluateConfig, path: Path) -> None:
-    if find_spec("lm_eval") is None:
-        raise ConfigError("--tasks needs lm-evaluation-harness: pip install 'jaxtp[eval]'")
-    if is_multiprocess():
-        raise ConfigError(
-            "--tasks runs in one process, and there are several; one process drives all GPUs "
-            "of a host"
-        )
+    require_harness("--tasks")
     from jaxtp.tools.evaluate import harness
 
     _require_json(config.json)
     source = open_source(path, config.source_options)
-    if config.chat and source.chat.text is None:
-        raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
+    source, day = harness.with_day(source, config)
     length = window_length(config, source)
     mesh = inference_mesh(config.mesh, source.config)
     record = _describe(source, mesh, length)
-    if config.chat and source.chat.text is not None and writes_day(source.chat.text):
-        day = config.date or source.chat.day or datetime.date.today().isoformat()
-        source = replace(source, chat=replace(source.chat, day=day))
+    if day is not None:
         record["chat_template_day"] = day
         print_status(f"date    the chat template writes the day {day}; --date names another")
     tasks = harness.open_tasks(config.tasks, config.task_folder)
-    table, results = harness.run(load_model(source, mesh), source, tasks, config, length)
-    _report(table, config.json, record | results)
+    # Waits for the batch
+    with Interrupt(signal.SIGINT) as interrupt:
+        lm = harness.JaxtpLM(
+            load_model(source, mesh),
+            source,
+            batch_size=config.batch_size,
+            max_length=length,
+            check=interrupt.check,
+        )
+        results = harness.run(lm, tasks, config)
+    table, described = harness.described(results)
+    _report(table, config.json, record | described)
 
 
 def _describe(source: ModelSource, mesh: Mesh, length: int) -> Record:

@@ -1,8 +1,9 @@
 """The settings of `jaxtp evaluate`, and the window length that follows from them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from jaxtp.config.affects import REPEATED, RUNS_CODE, Argument
 from jaxtp.config.hints import nearest_multiples
@@ -17,6 +18,7 @@ from jaxtp.config.schema import (
     UserPath,
 )
 from jaxtp.data.prepare.prepare_config import TEXT_FIELD
+from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.generate.loading import (
     InferenceMeshConfig,
     ModelSource,
@@ -25,6 +27,9 @@ from jaxtp.generate.loading import (
 )
 from jaxtp.generate.request import limits_of
 from jaxtp.mesh import CP
+
+if TYPE_CHECKING:
+    from jaxtp.train.config import TrainConfig
 
 MAX_DEFAULT_LENGTH = 2048  # Maximum window length, unless a setting or a run determines it
 
@@ -134,6 +139,28 @@ def conflicts(config: EvaluateConfig) -> Iterator[str]:
         needed = _NEEDS.get(name)
         if needed is not None and needed not in changed:
             yield f"--{name.replace('_', '-')} has no effect without --{needed}"
+
+
+def require_harness(setting: str) -> None:
+    """Raises ConfigError if lm-evaluation-harness is not installed, or cannot run here."""
+    if find_spec("lm_eval") is None:
+        raise ConfigError(f"{setting} needs lm-evaluation-harness: pip install 'jaxtp[eval]'")
+    if is_multiprocess():
+        raise ConfigError(
+            f"{setting} runs in one process, and there are several; one process drives all GPUs "
+            "of a host"
+        )
+
+
+def tasks_of_run(config: "TrainConfig") -> Callable[[Any, Any], None]:
+    """Returns the callback of `eval.tasks`.
+
+    Raises ConfigError if the harness is missing, or the run cannot do the tasks.
+    """
+    require_harness("eval.tasks")
+    from jaxtp.tools.evaluate.harness import TasksOfRun
+
+    return TasksOfRun(config)
 
 
 def window_length(config: EvaluateConfig, source: ModelSource) -> int:

@@ -6,17 +6,23 @@ Tokens, windows and the prefix of an empty context are as in the harness's `hf` 
 agree.
 """
 
+import datetime
+import io
 import itertools
 import json
 import logging
+import random
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import datasets
 import numpy as np
+from flax import nnx
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import (
@@ -29,22 +35,27 @@ from lm_eval.utils import (
     get_rolling_token_windows,
     handle_non_serializable,
     make_disjoint_window,
-    make_table,
 )
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from jaxtp.config.entry import Interrupt
+from jaxtp.analysis.tables import columns
+from jaxtp.config.entry import Interrupt, InterruptError
 from jaxtp.config.hints import closest
 from jaxtp.config.schema import ConfigError, nearest_file, validate
-from jaxtp.data.chat_template import ChatTemplate
+from jaxtp.data.chat_template import ChatTemplate, writes_day
 from jaxtp.data.rows import empty_row
 from jaxtp.generate.engine import Generator
-from jaxtp.generate.loading import ModelSource
+from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, StoredModel, source_of
 from jaxtp.generate.sampling import Settings
-from jaxtp.models.decoder import Decoder
-from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig
+from jaxtp.hf.adapters import merge_adapters
+from jaxtp.hf.runs import family_of_run
+from jaxtp.mesh import CP, mesh_sizes
+from jaxtp.models.decoder import Decoder, abstract_decoder
+from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig, window_length
 from jaxtp.tools.evaluate.inputs import check_ids
 from jaxtp.tools.evaluate.measure import Scorer, row_length
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.run_folder import CHECKPOINTS
 
 MAX_NEW_TOKENS = 256  # Default of a task's max_gen_toks, as in the harness's own models
 _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"}
@@ -65,7 +76,7 @@ class JaxtpLM(TemplateLM):
 
     Args:
       max_length: maximum tokens read together.
-      interrupt: checked after each batch.
+      check: called after each batch.
     """
 
     tokenizer_name = ""  # part of the key of cached requests, which are off
@@ -77,14 +88,14 @@ class JaxtpLM(TemplateLM):
         *,
         batch_size: int,
         max_length: int,
-        interrupt: Interrupt,
+        check: Callable[[], None],
     ):
         super().__init__()
         self.source = source
         self.max_length = max_length
         self._model = model
         self._scorer = Scorer(model, batch_size)
-        self._interrupt = interrupt
+        self._check_run = check
 
     @cached_property
     def _generator(self) -> Generator:
@@ -162,7 +173,7 @@ class JaxtpLM(TemplateLM):
                     text = self.source.tokenizer.decode(ids).decode(errors="replace")
                     texts[indices[piece.index]] = postprocess_generated_text(text, stops, None)
                     progress.update()
-                    self._interrupt.check()
+                    self._check_run()
         return [texts[index] for index in range(len(requests))]
 
     def apply_chat_template(
@@ -195,7 +206,7 @@ class JaxtpLM(TemplateLM):
                     for index in groups[inputs]:
                         answers[index] = score(row, len(inputs), requests[index][2])
                 progress.update(len(answers) - progress.n)
-                self._interrupt.check()
+                self._check_run()
         return [answers[index] for index in range(len(requests))]
 
     def _batches(
@@ -203,8 +214,9 @@ class JaxtpLM(TemplateLM):
     ) -> Iterator[tuple[int, list[tuple[int, ...]]]]:
         """Yields batches of rows that are padded to one length, the longest first."""
         longest_first = sorted(rows, key=lambda inputs: (-len(inputs), inputs))
+        parts = self._scorer.sequence_parts
         by_length = itertools.groupby(
-            longest_first, lambda inputs: row_length(len(inputs), self.max_length)
+            longest_first, lambda inputs: row_length(len(inputs), self.max_length, parts)
         )
         for length, same_length in by_length:
             while batch := list(itertools.islice(same_length, self._scorer.batch_size)):
@@ -288,8 +300,11 @@ class _Tasks(TaskManager):
         return self._loaded
 
 
-def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
+def open_tasks(names: Sequence[str], folders: Sequence[Path], section: str = "") -> TaskManager:
     """Finds and loads tasks of the harness and of folders; downloads only data that a task names.
+
+    Args:
+      section: of the settings, in messages (`--eval.tasks`).
 
     Raises:
       ConfigError: a task or folder does not exist or cannot be loaded.
@@ -298,7 +313,9 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
     datasets.disable_progress_bars()
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
+            raise ConfigError(
+                f"--{section}task-folder {folder}: no such folder{nearest_file(folder)}"
+            )
     paths = list(map(str, folders))
     in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
     tasks = _Tasks(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
@@ -308,43 +325,163 @@ def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
             hint = "`lm_eval ls tasks` lists the tasks of the harness"
             if close:
                 hint = f"did you mean {close}?"
-            raise ConfigError(f"--tasks {name}: no such task; {hint}")
+            raise ConfigError(f"--{section}tasks {name}: no such task; {hint}")
     try:
         tasks.load(list(names))
     except Exception as error:  # from YAML, datasets, or a task's code
         message = str(error).strip().partition("\n")[0][:300]
-        raise ConfigError(f"--tasks {' '.join(names)}: {type(error).__name__}: {message}") from None
+        raise ConfigError(
+            f"--{section}tasks {' '.join(names)}: {type(error).__name__}: {message}"
+        ) from None
     return tasks
 
 
-def run(
-    model: Decoder, source: ModelSource, tasks: TaskManager, config: EvaluateConfig, length: int
-) -> tuple[str, dict[str, object]]:
-    """Runs tasks; `length` is the maximum tokens of a request.
-
-    Returns:
-      the table of the harness's command, and the results for JSON.
+def run(lm: JaxtpLM, tasks: TaskManager, config: EvaluateConfig, **options: Any) -> dict[str, Any]:
+    """Returns the harness's results; the options are of `simple_evaluate`.
 
     Raises:
       ConfigError: the model cannot run a task.
     """
-    with Interrupt(signal.SIGINT) as interrupt:  # waits for the batch
-        results = simple_evaluate(
-            JaxtpLM(
-                model, source, batch_size=config.batch_size, max_length=length, interrupt=interrupt
-            ),
-            tasks=list(config.tasks),
-            task_manager=tasks,
-            num_fewshot=config.num_fewshot,
-            limit=config.limit,
-            apply_chat_template=config.chat,
-            log_samples=False,
-            batch_size=config.batch_size,
-        )
-    tables = [make_table(results)]
-    if results.get("groups"):
-        tables.append(make_table(results, "groups"))
+    results: dict[str, Any] = simple_evaluate(
+        lm,
+        tasks=list(config.tasks),
+        task_manager=tasks,
+        num_fewshot=config.num_fewshot,
+        limit=config.limit,
+        apply_chat_template=config.chat,
+        log_samples=False,
+        batch_size=config.batch_size,
+        **options,
+    )
+    return results
+
+
+def scores_of(results: Mapping[str, Any]) -> Iterator[tuple[str, str, float, object]]:
+    """Yields task or group, metric (`acc`, or `exact_match/FILTER`), score, and standard error."""
+    for task, values in results["results"].items():
+        for key, value in values.items():
+            metric, _, variant = key.partition(",")
+            if variant and not metric.endswith("_stderr") and isinstance(value, int | float):
+                name = metric if variant == "none" else f"{metric}/{variant}"
+                yield task, name, float(value), values.get(f"{metric}_stderr,{variant}", "N/A")
+
+
+def described(results: Mapping[str, Any]) -> tuple[str, dict[str, object]]:
+    """Returns a table of scores, and the results for JSON."""
+    cells = []
+    for task, metric, score, error in scores_of(results):
+        shown = f"{error:.4f}" if isinstance(error, float) else "-"
+        cells.append([task, str(results["n-shot"].get(task, "-")), metric, f"{score:.4f}", shown])
     names = ("results", "groups", "n-shot", "n-samples", "versions")
-    shown = {name: results[name] for name in names if name in results}
-    record = json.loads(json.dumps(shown, default=handle_non_serializable))
-    return "\n".join(tables).rstrip(), record
+    chosen = {name: results[name] for name in names if name in results}
+    record = json.loads(json.dumps(chosen, default=handle_non_serializable))
+    return columns(["", "examples shown", "metric", "score", "standard error"], cells), record
+
+
+def with_day(source: ModelSource, config: EvaluateConfig) -> tuple[ModelSource, str | None]:
+    """Returns a model whose chat template, if tasks use it, writes one day; and the day, if any.
+
+    Raises ConfigError if tasks need a template and the model has none.
+    """
+    if not config.chat:
+        return source, None
+    if source.chat.text is None:
+        raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
+    if not writes_day(source.chat.text):
+        return source, None
+    day = config.date or source.chat.day or datetime.date.today().isoformat()
+    return replace(source, chat=replace(source.chat, day=day)), day
+
+
+class TasksOfRun:
+    """A callback of the trainer that runs tasks on the current weights and logs their scores."""
+
+    def __init__(self, config: TrainConfig):
+        if config.origin.build is not None and config.model.decoder is None:
+            raise ConfigError(
+                f"eval.tasks needs a jaxtp.Decoder, and the model is of {config.origin.build}"
+            )
+        if config.data.batches is not None and config.origin.from_hf is None:
+            raise ConfigError(
+                "eval.tasks: the batches are your own, and name no tokenizer; start from a model "
+                "that has one (--model.from-hf), or train on data of jaxtp prepare"
+            )
+        settings = config.eval
+        self._every = settings.tasks_every
+        self._tasks = open_tasks(settings.tasks, settings.task_folder, "eval.")
+        self._config = EvaluateConfig(
+            tasks=settings.tasks,
+            num_fewshot=settings.num_fewshot,
+            limit=settings.limit,
+            chat=settings.chat,
+            # A micro-batch fits: this needs no gradients.
+            batch_size=max(config.data.global_batch_size // config.train.accumulation, 1),
+        )
+        self._source: ModelSource | None = None
+
+    def __call__(self, trainer: Any, step: Any) -> None:
+        """Runs the tasks after a step, if it is their turn."""
+        if self._source is None:
+            # Not at the first turn: an error would come late.
+            self._source = self._open(trainer)
+        is_last = step.index == trainer.config.train.steps
+        if not is_last and not (self._every and step.index % self._every == 0):
+            return
+        scores: dict[str, float] = {}
+        interrupt = Interrupt()
+        with interrupt, suppress(InterruptError), trainer.paused("tasks") as still_works:
+
+            def check() -> None:
+                still_works()
+                interrupt.check()
+
+            scores = self._scores(trainer, self._source, check)
+        if interrupt.received is not None:
+            # The run stops and saves.
+            signal.raise_signal(signal.Signals[interrupt.received])
+        if not scores:
+            return
+        trainer.log(scores)
+        shown = ", ".join(f"{name} {score:.4g}" for name, score in scores.items())
+        trainer.line(f"step {step.index}: {shown}")
+
+    def _open(self, trainer: Any) -> ModelSource:
+        model = trainer.model.config
+        run = trainer.config.run.dir
+        checkpoint = run / CHECKPOINTS / str(trainer.step)
+        family = family_of_run(checkpoint)
+        stored = StoredModel(checkpoint, model, model.precision.param, family, trainer.info)
+        source, day = with_day(
+            source_of(stored, str(run), self._config.source_options), self._config
+        )
+        if day is not None:
+            trainer.line(f"the chat template of the tasks writes the day {day}")
+        return source
+
+    def _scores(
+        self, trainer: Any, source: ModelSource, check: Callable[[], None]
+    ) -> dict[str, float]:
+        cp = mesh_sizes(trainer.mesh)[CP]
+        config = replace(self._config, mesh=InferenceMeshConfig(cp=cp))
+        merged = merge_adapters(trainer.model, dtype=source.config.precision.param)
+        model = nnx.merge(abstract_decoder(source.config)[0], nnx.state(merged))
+        lm = JaxtpLM(
+            model,
+            source,
+            batch_size=config.batch_size,
+            max_length=window_length(config, source),
+            check=check,
+        )
+        # The harness seeds these generators, which a user's batches may use.
+        python_state = random.getstate()
+        numpy_state = np.random.get_state()
+        try:
+            # Standard errors would take processes, which JAX's threads do not survive.
+            options = {"bootstrap_iters": 0, "torch_random_seed": None}
+            # The harness's bars would cut the lines of the run.
+            with redirect_stderr(io.StringIO()):
+                results = run(lm, self._tasks, config, **options)
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+        return {f"eval_{task}/{metric}": score for task, metric, score, _ in scores_of(results)}

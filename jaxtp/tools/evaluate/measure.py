@@ -141,7 +141,9 @@ class Scorer:
             result = Scores(sequences.natural(losses_BT), sequences.natural(correct_BT))
             if last_B is None:
                 return result, None
-            logits_BV = merged.logits_at(x_BTD, last_B[:, None]).astype(jnp.float32)
+            logits_BV = merged.logits_at(sequences.natural(x_BTD), last_B[:, None]).astype(
+                jnp.float32
+            )
             return result, jax.nn.log_softmax(logits_BV, axis=-1)
 
         # Replicated, so that every process can read all scores.
@@ -153,10 +155,7 @@ class Scorer:
             return self._scores(self._state, self._put_batch(batch), None)[0]
 
     def next_token_logprobs(self, batch: Row, last_B: Ids) -> tuple[Scores, Array]:
-        """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`.
-
-        The mesh must have cp=1.
-        """
+        """Returns scores, and next-token log-probabilities `[B, V]` at each row's `last_B`."""
         last = self._put(last_B, batch_spec())
         with jax.set_mesh(self._mesh):
             return self._scores(self._state, self._put_batch(batch), last)

@@ -263,6 +263,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 
 
 def test_tasks_need_the_harness(tiny_model, monkeypatch, capsys):
-    monkeypatch.setattr("jaxtp.tools.evaluate.__main__.find_spec", lambda name: None)
-    message = "--tasks needs lm-evaluation-harness: pip install 'jaxtp[eval]'"
+    monkeypatch.setattr("jaxtp.tools.evaluate.evaluation_settings.find_spec", lambda name: None)
+    message = "tasks needs lm-evaluation-harness: pip install 'jaxtp[eval]'"
     assert_refused(run, ["--model", tiny_model, "--tasks", "mmlu"], message, capsys)
+    assert_refused(train, ["--eval.tasks", "mmlu"], f"eval.{message}", capsys)

@@ -2,7 +2,9 @@
 log-probabilities.
 """
 
+import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 from corpora import jsonl
 from evaluations import TEXTS
 from flax import nnx
+from quick_run import quick_flags
+from runs import TEXT, records
 from small_tokenizers import begins_texts
 from support import assert_refused, swept
 from tables import read_json, read_table, write_json
@@ -20,11 +24,14 @@ pytest.importorskip("lm_eval")
 
 from lm_eval.api.instance import Instance
 
-from jaxtp.config.entry import Interrupt, UserError
+from jaxtp.checkpoint.__main__ import main as compare
+from jaxtp.config.entry import UserError
 from jaxtp.generate.loading import SourceConfig, open_source
 from jaxtp.tools.evaluate.__main__ import main
 from jaxtp.tools.evaluate.harness import ConfigError, JaxtpLM
 from jaxtp.tools.evaluate.measure import Scorer
+from jaxtp.tools.report.__main__ import main as report
+from jaxtp.train.__main__ import main as train
 
 QUESTIONS = read_table(__file__)
 
@@ -78,7 +85,7 @@ def opened(model, batch_size=8, sequence_length=2048, **mesh):
     source = open_source(model, SourceConfig(special_tokens=True))
     decoder = source.stored.load(source.config, jaxtp.make_mesh(**mesh))
     return JaxtpLM(
-        decoder, source, batch_size=batch_size, max_length=sequence_length, interrupt=Interrupt()
+        decoder, source, batch_size=batch_size, max_length=sequence_length, check=lambda: None
     )
 
 
@@ -213,7 +220,7 @@ class TestTheCommand:
         flags = [f"--model={model}", f"--task-folder={tasks}", *names, f"--json={file}"]
         assert main(flags) == 0
         record = read_json(file)
-        assert "|own_choice |" in capsys.readouterr().out
+        assert re.search(r"own_choice +0 +acc +0\.\d{4} +0\.\d{4}\n", capsys.readouterr().out)
         assert record["n-samples"]["own_choice"] == {"original": 3, "effective": 3}
         texts = [context for context, _ in QUESTIONS]
         total = sum(
@@ -243,3 +250,93 @@ class TestTheCommand:
         assert_refused(
             main, words, f"--chat: {tiny_model} has no chat template; leave --chat out", capsys
         )
+
+
+NAMES = ["own_choice", "own_rolling", "own_text"]
+
+
+@pytest.fixture(scope="module")
+def silent(tmp_path_factory):
+    """A run of four steps without tasks, and its text."""
+    folder = tmp_path_factory.mktemp("silent")
+    text = folder / "text.txt"
+    text.write_text(TEXT)
+    assert train([*quick_flags(folder / "run", text, 1, 1, 1), *STEPS]) == 0
+    return folder
+
+
+STEPS = ["--train.steps=4", "--checkpoint.every=2", "--checkpoint.keep=9"]
+
+
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning"
+)
+class TestDuringARun:
+    @pytest.fixture(autouse=True)
+    def hub(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub"))
+
+    def flags(self, folder, silent, tasks, *sizes):
+        chosen = ["--eval.tasks", *NAMES, "--eval.tasks-every=2", f"--eval.task-folder={tasks}"]
+        return [*quick_flags(folder, silent / "text.txt", *sizes), *STEPS, *chosen]
+
+    def test_scores_are_those_of_the_checkpoints_and_the_run_does_not_notice(
+        self, silent, tasks, tmp_path, capsys
+    ):
+        run = tmp_path / "run"
+        flags = self.flags(run, silent, tasks, 1, 1, 1)
+        numbers = np.random.get_state()[1].tolist()
+        assert train([*flags, "--train.steps=2"]) == 0
+        assert train(flags) == 0
+        assert np.random.get_state()[1].tolist() == numbers
+        assert compare(["diff", str(silent / "run"), str(run)]) == 0
+        printed = capsys.readouterr().out
+        for step in (2, 4):
+            file = tmp_path / f"{step}.json"
+            names = [f"--tasks={name}" for name in NAMES]
+            source = [f"--model={run}/checkpoints/{step}", f"--task-folder={tasks}"]
+            assert main([*source, *names, f"--json={file}"]) == 0
+            results = read_json(file)["results"]
+            for name, metric in zip(NAMES, ("acc", "bits_per_byte", "exact_match"), strict=True):
+                score = records(run, f"eval_{name}/{metric}")[step]
+                assert score == pytest.approx(results[name][f"{metric},none"], rel=1e-7)
+                assert f"eval_{name}/{metric} {score:.4g}" in printed
+        assert report([str(run), "--out", str(tmp_path / "page.html")]) == 0
+        assert "eval_own_choice/acc" in (tmp_path / "page.html").read_text()
+
+    @pytest.mark.parametrize("sizes", [(1, 2, 2), (1, 1, 2, 2)], ids=str)
+    def test_every_mesh_has_the_scores_of_one_device(self, silent, tasks, tmp_path, sizes):
+        run = tmp_path / "run"
+        # Only the last step
+        last = ["--eval.tasks-every=0"]
+        assert train([*self.flags(run, silent, tasks, *sizes), *last]) == 0
+        one = tmp_path / "one"
+        assert train([*self.flags(one, silent, tasks, 1, 1, 1), *last]) == 0
+        for key in ("eval_own_choice/acc", "eval_own_rolling/bits_per_byte"):
+            assert records(run, key) == pytest.approx(records(one, key), rel=1e-5)
+
+    def test_a_signal_ends_the_tasks_and_saves_the_run(self, silent, tasks, tmp_path, monkeypatch):
+        run = tmp_path / "run"
+        answer = JaxtpLM._scores
+
+        def interrupted(self, rows, length):
+            signal.raise_signal(signal.SIGTERM)
+            return answer(self, rows, length)
+
+        monkeypatch.setattr(JaxtpLM, "_scores", interrupted)
+        assert train(self.flags(run, silent, tasks, 1, 1, 1)) == 0
+        assert [path.name for path in (run / "checkpoints").iterdir()] == ["2"]
+        assert "eval_own" not in (run / "metrics.jsonl").read_text()
+
+    @pytest.mark.parametrize(
+        ("flags", "message"),
+        [
+            (["--eval.tasks=own_choise"], "--eval.tasks own_choise: no such task; did you mean"),
+            (["--eval.task-folder=nowhere"], "--eval.task-folder nowhere: no such folder"),
+        ],
+        ids=str,
+    )
+    def test_refused_at_the_start(self, silent, tasks, tmp_path, capsys, flags, message):
+        words = [*self.flags(tmp_path / "run", silent, tasks, 1, 1, 1), *flags]
+        assert_refused(train, words, message, capsys)
+        assert not (tmp_path / "run").exists()
