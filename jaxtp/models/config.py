@@ -483,7 +483,7 @@ def _too_few_layers(config: ModelConfig) -> Problem | None:
 
 
 def _switches(config: ModelConfig) -> Iterator[Switch]:
-    experts = ("selection_bias", "shared_experts", "router_bias", "experts_bias")
+    experts = ["selection_bias", "shared_experts", "router_bias", "experts_bias", "experts_rank"]
     yield "model.num_experts", config.most_experts, experts
     has_delta = any(block.delta_value_heads for block in config.block_kinds())
     delta = ["delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"]

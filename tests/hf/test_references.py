@@ -168,6 +168,7 @@ BLOCKS = [
     "phi4_mini_long",
     "lfm2",
     "lfm2_moe",
+    "nemotron_h_latent",
 ]
 """Models of one kind of block each: a kind of attention, norms, rotation or experts."""
 

@@ -4,6 +4,7 @@ are the same.
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from jaxtp.hf.families import ALIASES, FAMILIES, WRAPPERS
 from jaxtp.hf.model_folder import read_attributes
 from jaxtp.hf.safetensors import read_header, with_scales
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.models.block import adapter_kernels
 from jaxtp.tools.convert.__main__ import main as convert
 
 TABLES = read_table(__file__)
@@ -46,6 +48,8 @@ CONVERTED = {
 """Families whose adapters in modules of experts PEFT reads; in others (Qwen2-MoE), it skips them
 silently.
 """
+MAMBA = {"nemotron_h"}
+"""Families of which PEFT refuses adapters of out_proj."""
 PLAIN = small_model(vocab_size=256, num_layers=2, head_dim=6)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)
 KINDS = TABLES["adapters"]
@@ -128,8 +132,10 @@ def test_an_export_is_read_by_transformers_and_peft(source, tmp_path):
     with use_mesh(1, 2, 2):
         model = hf.load(source)
         config = LoraConfig(rank=2, rslora=True)
-        if name == "nemotron_h":  # PEFT refuses adapters of its out_proj
-            config = replace(config, targets=("q_proj", "up_proj"))
+        if name in MAMBA:
+            kernels = chain(*map(adapter_kernels, model.config.block_kinds()))
+            targets = {target for target, _ in kernels} - {"o_proj"}
+            config = replace(config, targets=tuple(targets))
         adapted = move_adapters(add_adapters(model, config), scale=0.05)
         expected = ours(adapted, ids)
         layout = "stacked" if model.config.most_experts and family.wrapper is None else "separate"
