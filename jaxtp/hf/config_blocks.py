@@ -50,6 +50,8 @@ _PATTERN = "hybrid_override_pattern"
 _PARTS = {_LINEAR: "mixer", _FULL: "mixer", "mlp": "mlp", "moe": "mlp"}
 """Types of layers that have one branch, and the part of a block that they are."""
 _FULL_LAYERS = "full_attn_idxs"
+_INDICES = "attn_layer_indices"
+"""Attributes that number the layers with full attention; of those that null means, all and none."""
 _ADJUSTS = "block_auto_adjust_ff_dim"
 _OTHER_NAMES = {
     "num_dense_layers": "first_k_dense_replace",
@@ -244,7 +246,7 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
         written |= _write_windows(layers, family)
     if "rope_theta" in names:
         written |= _write_ropes(layers, family)
-    if _INTERVAL in names or family.layer_types:
+    if names & {_INTERVAL, _INDICES} or family.layer_types:
         written |= _write_mixers(layers, family)
     inner = max(layer.delta_value_heads * layer.delta_value_dim for layer in layers)
     if "mamba_expand" in names and inner:
@@ -583,6 +585,9 @@ def _write_rotated(layers: Sequence[BlockConfig]) -> MutableAttributes:
 def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
     """Returns whether each layer has another mixer than attention."""
     names = family.layer_attributes
+    if _INDICES in names:
+        full = _layer_numbers(_INDICES, attributes.get(_INDICES))
+        return [i not in full for i in range(count)]
     if _BLOCK_TYPES in names or not (family.layer_types or _INTERVAL in names):
         return [False] * count
     types = attributes.get("layer_types")
@@ -625,6 +630,8 @@ def _check_multiple(values: int, keys: int) -> None:
 def _write_mixers(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     linear = [bool(layer.delta_value_heads or layer.short_conv) for layer in layers]
     types = [_LINEAR if is_linear else _FULL for is_linear in linear]
+    if _INDICES in family.layer_attributes:
+        return {_INDICES: [i for i in range(len(types)) if not linear[i]]}
     if _BLOCK_TYPES in family.layer_attributes:
         for i, layer in enumerate(layers):
             if layer.parts == "mlp":
