@@ -50,6 +50,8 @@ _PATTERN = "hybrid_override_pattern"
 _PARTS = {_LINEAR: "mixer", _FULL: "mixer", "mlp": "mlp", "moe": "mlp"}
 """Types of layers that have one branch, and the part of a block that they are."""
 _FULL_LAYERS = "full_attn_idxs"
+_EXPANDS = {"expand", "mamba_expand"}
+"""Names of the width of Mamba-2's heads in units of the model's, which follows from other sizes."""
 _INDICES = "attn_layer_indices"
 """Attributes that number the layers with full attention; of those that null means, all and none."""
 _ADJUSTS = "block_auto_adjust_ff_dim"
@@ -249,8 +251,8 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
     if names & {_INTERVAL, _INDICES} or family.layer_types:
         written |= _write_mixers(layers, family)
     inner = max(layer.delta_value_heads * layer.delta_value_dim for layer in layers)
-    if "mamba_expand" in names and inner:
-        written["mamba_expand"] = plain_number(inner / config.d_model)
+    if inner:
+        written |= dict.fromkeys(names & _EXPANDS, plain_number(inner / config.d_model))
     by_layer = _write_rotated(layers) | _write_sparse([bool(layer.num_experts) for layer in layers])
     written |= {name: value for name, value in by_layer.items() if name in names}
     for other, name in _OTHER_NAMES.items():

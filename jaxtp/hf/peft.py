@@ -107,6 +107,9 @@ _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""
 
 
+_REFUSING = {"nemotron_h", "mamba2"}
+"""Families of which PEFT refuses adapters of the layers' last projection."""
+
 _Modules = TensorParts
 """The parts of each tensor that can have an adapter, by its name in transformers' memory; a part is
 a kernel."""
@@ -318,9 +321,9 @@ def save_adapters(
 
 def _report_refused(family: Family, modules: Iterable[str]) -> None:
     is_refused = any(name.endswith("out_proj") for name in modules)
-    if family.model_type == "nemotron_h" and is_refused and jax.process_index() == 0:
+    if family.model_type in _REFUSING and is_refused and jax.process_index() == 0:
         say(
-            "PEFT refuses adapters of out_proj in a nemotron_h; without o_proj in "
+            f"PEFT refuses adapters of out_proj in a {family.model_type}; without o_proj in "
             "--model.lora.targets it reads all others"
         )
 

@@ -204,6 +204,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
     embedding_norm: bool = False
     """Divide the embedding by its root mean square (Muse Glimmer)."""
 
+    residual_float32: bool = False
+    """Keep the residual stream in float32; branches compute in precision.compute (Mamba-2)."""
+
     final_norm: NormKind | None = None
     """Kind of the norm before the head; by default norm (Muse Glimmer has another)."""
 

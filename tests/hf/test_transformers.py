@@ -48,7 +48,7 @@ CONVERTED = {
 """Families whose adapters in modules of experts PEFT reads; in others (Qwen2-MoE), it skips them
 silently.
 """
-MAMBA = {"nemotron_h"}
+MAMBA = {"nemotron_h", "mamba2"}
 """Families of which PEFT refuses adapters of out_proj."""
 PLAIN = small_model(vocab_size=256, num_layers=2, head_dim=6)
 IDS = (np.arange(16).reshape(2, 8) * 5 % 37).astype(np.int32)

@@ -49,6 +49,7 @@ from jaxtp.hf.families.llama import (
     SMOLLM3,
     SMOLVLM_WRAPPER,
 )
+from jaxtp.hf.families.mamba import MAMBA2
 from jaxtp.hf.families.minimax import MINIMAX_M2
 from jaxtp.hf.families.mistral import (
     MINISTRAL,
@@ -98,7 +99,7 @@ FAMILIES: Mapping[str, Family] = {
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, KIMI_LINEAR),
         *(EXAONE, INTERNLM3, IQUESTCODER, CWM, SOLAR_OPEN, YOUTU),
         *(SARVAM_MOE, SARVAM_MLA, EXAONE_MOE, HY_V3, AFMOE, NANOCHAT),
-        *(NEMOTRON_H, LFM2, LFM2_MOE, BAMBA),
+        *(NEMOTRON_H, LFM2, LFM2_MOE, BAMBA, MAMBA2),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -133,7 +134,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"
     ),
-    **dict.fromkeys(("falcon_h1", "mamba2"), "Mamba-2 layers in blocks of another form"),
+    "falcon_h1": "Mamba-2 layers in blocks of another form",
     "zamba2": "attention that blocks share, with adapters in each use",
     "llama4": "chunked attention",
     "gemma3n": "embeddings and caches that layers share",
