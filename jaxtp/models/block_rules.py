@@ -21,6 +21,7 @@ _MEANINGLESS_WITH_LATENTS = (
     "value_is_key",
     "clip_qkv",
     "attention_gate",
+    "gate_per_head",
     "attention_bias",
     "attention_sinks",
 )

@@ -492,6 +492,8 @@ def _switches(config: ModelConfig) -> Iterator[Switch]:
     delta = ["delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"]
     delta += ["delta_gate_rank", "delta_kind"]
     yield "model.delta_value_heads", has_delta, delta
+    has_gate = any(block.attention_gate for block in config.block_kinds())
+    yield "model.attention_gate", has_gate, ["gate_per_head"]
     has_mamba = any(block.delta_kind == "mamba2" for block in config.block_kinds())
     mamba = ("bias", "conv_bias", "norm", "min_step", "max_step")
     yield "model.delta_kind=mamba2", has_mamba, [f"mamba_{name}" for name in mamba]

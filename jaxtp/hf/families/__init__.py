@@ -35,7 +35,7 @@ from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
 from jaxtp.hf.families.gpt_oss import GPT_OSS
 from jaxtp.hf.families.granite import BAMBA, GRANITE, GRANITEMOE, GRANITEMOEHYBRID
 from jaxtp.hf.families.hunyuan import HUNYUAN, HY_V3
-from jaxtp.hf.families.lfm2 import LFM2, LFM2_MOE
+from jaxtp.hf.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from jaxtp.hf.families.llama import (
     ARCEE,
     CWM,
@@ -99,7 +99,7 @@ FAMILIES: Mapping[str, Family] = {
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, KIMI_LINEAR),
         *(EXAONE, INTERNLM3, IQUESTCODER, CWM, SOLAR_OPEN, YOUTU),
         *(SARVAM_MOE, SARVAM_MLA, EXAONE_MOE, HY_V3, AFMOE, NANOCHAT),
-        *(NEMOTRON_H, LFM2, LFM2_MOE, BAMBA, MAMBA2),
+        *(NEMOTRON_H, LFM2, LFM2_MOE, LFM3, BAMBA, MAMBA2),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
