@@ -26,7 +26,7 @@ LATER += ["exaone_moe", "hy_v3", "afmoe", "nanochat"]
 LATER += ["qwen3_vl", "qwen2_5_vl", "qwen2_vl", "glm4v", "glm4v_moe", "internvl"]
 LATER += ["llava", "llava_next", "exaone4_5", "granite4_h", "nemotron_h"]
 LATER += ["lfm2", "lfm2_moe", "qwen3_vl_moe", "idefics3", "smolvlm", "kimi_k25", "kimi_linear"]
-LATER += ["falcon_h1"]
+LATER += ["nemotron_h_latent", "bamba", "mamba2", "lfm3", "falcon_h1"]
 """Models at the end, so that all others stay on their meshes."""
 NEWER = {path.parent.name for path in FOLDER.glob("*/config.json")} - {*COPIED, *MADE, *LATER}
 NEWER = [*sorted(NEWER), *LATER]

@@ -54,7 +54,8 @@ def attention(x, w, num_heads, num_kv_heads, head_dim, theta, change=None):
         outputs.append(jax.nn.softmax(scores, axis=-1)[..., :-1] @ v[:, :, shared])
     heads = jnp.concatenate(outputs, axis=-1)
     if "gate" in w:
-        heads /= 1 + jnp.exp(-(x @ w["gate"]))
+        gate = x @ w["gate"]
+        heads /= 1 + jnp.exp(-jnp.repeat(gate, heads.shape[-1] // gate.shape[-1], axis=-1))
     return heads @ w["o"] + w.get("bo", 0.0)
 
 

@@ -660,26 +660,33 @@ def _latent_attention_costs(layer: LatentAttention, work: Workload, *, read: boo
 
 def latents_costs(inputs: Sequence[DownProjection], work: Workload) -> Costs:
     """Yields the costs of down projections, whose latents enter the tp group together."""
-    precision = inputs[0].precision
-    compute = itemsize(precision.compute)
     split = work.is_split(inputs[0].sequence_parallel)
-    # The down projections read a device's own tokens.
-    own = replace(work, length=work.length // work.tp) if split else work
-    recomputed = work.reprojects
-    weight = partial(weight_of, module=LATENT, precision=precision, summed=split)
+    own = of_own_tokens(work, split=split)
     token = 0
     for down in inputs:
-        features, rank = down.kernel.shape
-        token += rank * compute
-        yield from kernel_weights(down.kernel, LATENT, precision, summed=split)
-        count = work.num_evals(recomputed)
-        yield Product.of("latent", (own.tokens, features, rank), compute, count)
-        for lora in down.loras:
-            yield from lora_costs(lora, own, (features, rank), weight, recomputed=recomputed)
+        token += down.kernel.shape[1] * compute_itemsize(down)
+        yield from down_costs(down, own, split=split, recomputed=work.reprojects)
     again = work.regathers
     yield from enter(LATENT, work, work.tokens * token, split=split, again=again)
     saved = {"none": 2 * work.tokens, "save_gathered": work.tokens, "save_dots": own.tokens}
     yield Bytes("saved", saved.get(work.remat, 0) * token)
+
+
+def of_own_tokens(work: Workload, *, split: bool) -> Workload:
+    """Returns the work of a layer that reads a device's own tokens."""
+    return replace(work, length=work.length // work.tp) if split else work
+
+
+def down_costs(down: DownProjection, own: Workload, *, split: bool, recomputed: bool) -> Costs:
+    """Yields the costs of a down projection, without the memory of its result."""
+    precision = down.precision
+    features, rank = down.kernel.shape
+    weight = partial(weight_of, module=LATENT, precision=precision, summed=split)
+    yield from kernel_weights(down.kernel, LATENT, precision, summed=split)
+    shape = own.tokens, features, rank
+    yield Product.of("latent", shape, itemsize(precision.compute), own.num_evals(recomputed))
+    for lora in down.loras:
+        yield from lora_costs(lora, own, (features, rank), weight, recomputed=recomputed)
 
 
 def heads_costs(layer: CausalSelfAttention, work: Workload) -> Costs:
@@ -881,13 +888,19 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
         yield whole(layer.input_scale, precision=layer.precision)
         yield whole_in_float32(layer.router_scale)
         yield whole_in_float32(layer.expert_scale)
-    hidden = work.tokens * layer.d_model * compute_itemsize(layer)
+    token = work.tokens * compute_itemsize(layer)
+    hidden = token * layer.width
+    exchanged = token * _exchanged(layer)
+    if config.experts_rank:
+        yield from _experts_latents_costs(layer, work, read=read)
+        # The projection from latents reads the sum.
+        read = True
     choices = FLOAT32 * work.tokens * 2 * config.experts_per_token
     gate = FLOAT32 * work.tokens
-    for entered in (choices + gate * config.shared_experts_gate, hidden):
+    for entered in (choices + gate * config.shared_experts_gate, exchanged):
         yield from enter(EXPERTS, work, entered, split=split, again=work.regathers)
     reduced = read and work.rereduces
-    yield from leave(EXPERTS, work, hidden, split=split, again=reduced)
+    yield from leave(EXPERTS, work, exchanged, split=split, again=reduced)
     shards = placement.shards
     if shards > 1:
         exchange = partial(collective_cost, axes=STORAGE, module=EXPERTS, work=work)
@@ -905,12 +918,29 @@ def experts_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Cos
     yield from _shared_costs(layer, work, read=read)
 
 
+def _exchanged(layer: MixtureOfExperts) -> int:
+    """Returns the features of a token that move over tp: the experts', and shared experts'."""
+    beside = layer.d_model if layer.config.shared_experts else 0
+    return layer.width + (beside if layer.config.experts_rank else 0)
+
+
+def _experts_latents_costs(layer: MixtureOfExperts, work: Workload, *, read: bool) -> Costs:
+    split = work.is_split(layer.sequence_parallel)
+    own = of_own_tokens(work, split=split)
+    # Latents are saved where the gathered ones are.
+    recomputed = work.reprojects and work.regathers
+    yield from down_costs(layer.latent_down, own, split=split, recomputed=recomputed)
+    yield from down_costs(layer.latent_up, own, split=split, recomputed=read and work.reprojects)
+    features = {"none": layer.width, "save_dots": layer.width + read * layer.d_model}
+    yield Bytes("saved", features.get(work.remat, 0) * own.tokens * compute_itemsize(layer))
+
+
 def _stacked_weights(
     layer: MixtureOfExperts, work: Workload, *, gathered: bool
 ) -> Iterator[Weight]:
     config = layer.config
     # The split of the layer's arrays is another mesh's.
-    stacked = StackedDims.of(layer.d_model, config, work.tp, work.shards)
+    stacked = StackedDims.of(layer.width, config, work.tp, work.shards)
     chosen = config.experts_per_token / config.num_experts
 
     def weight(
@@ -1003,14 +1033,14 @@ def _expert_work(
     """Yields the costs of products, and of memory, without collectives."""
     config = layer.config
     compute = compute_itemsize(layer)
-    d_model = layer.d_model
+    inputs = layer.width
     tokens = work.between(layer.sequence_parallel)
     columns = num_columns(config)
     hidden_width = columns * placement.width
     method, _ = pick_method(config.grouped, work.platform)
     dense = is_dense(method, work.platform)
     yield from _expert_products(layer, work, placement, dense=dense, read=read)
-    rows = 2 * (placement.part_rows + placement.rows) * d_model
+    rows = 2 * (placement.part_rows + placement.rows) * inputs
     yield Bytes(
         "elementwise", compute * ((columns + 1) * placement.part_rows * placement.width + rows)
     )
@@ -1019,18 +1049,18 @@ def _expert_work(
         copies = 2
         if config.stored_by_expert(work.tp, work.shards):
             copies = int(not work.frozen)
-        kernels = (columns + 1) * placement.experts * d_model * placement.width
+        kernels = (columns + 1) * placement.experts * inputs * placement.width
         yield Bytes("elementwise", compute * copies * kernels)
 
-    gathered = 2 * (work.shards - 1) * work.tokens * d_model
+    gathered = 2 * (work.shards - 1) * work.tokens * inputs
     yield Bytes(
-        "workspace", compute * (placement.part_rows * (3 * hidden_width + 2 * d_model) + gathered)
+        "workspace", compute * (placement.part_rows * (3 * hidden_width + 2 * inputs) + gathered)
     )
     if dense:  # rows repeated for each expert, in two products at a time
         repeated_rows = placement.experts * placement.part_rows
-        yield Bytes("workspace", compute * 2 * repeated_rows * max(placement.width, d_model))
+        yield Bytes("workspace", compute * 2 * repeated_rows * max(placement.width, inputs))
     yield Bytes("saved", INT32 * tokens * config.experts_per_token)
-    hidden = work.tokens * d_model * compute
+    hidden = work.tokens * _exchanged(layer) * compute
     if not work.recomputes:
         scores = 4 * FLOAT32 * tokens * config.num_experts
         features = placement.part_rows * placement.width * (3 * columns * compute + FLOAT32)
@@ -1039,8 +1069,9 @@ def _expert_work(
         yield Bytes("saved", hidden + 2 * FLOAT32 * work.tokens * config.experts_per_token)
     if work.remat == "save_dots":
         yield Bytes("saved", compute * placement.part_rows * hidden_width)
-    if read and work.saves_reduced and not config.shared_experts:  # whose row layer saves the sum
-        yield Bytes("saved", tokens * d_model * compute)
+    # The row layer of shared experts saves the sum.
+    if read and work.saves_reduced and (config.experts_rank or not config.shared_experts):
+        yield Bytes("saved", tokens * inputs * compute)
 
 
 def _expert_products(
@@ -1050,18 +1081,18 @@ def _expert_products(
     # part. Dense products multiply all these with all experts.
     config = layer.config
     compute = compute_itemsize(layer)
-    d_model = layer.d_model
+    inputs = layer.width
     width = num_columns(config) * placement.width
     reduced = read and work.rereduces
     count = work.num_evals(work.recomputes)
-    shape = work.between(layer.sequence_parallel), d_model, config.num_experts
+    shape = work.between(layer.sequence_parallel), layer.d_model, config.num_experts
     yield Product.of("router", shape, FLOAT32, count)
     down_count = work.num_evals(reduced)
     products = [
-        ("experts' gate, up", d_model, width, work.num_evals(work.reprojects)),
-        ("experts' down", placement.width, d_model, down_count),
+        ("experts' gate, up", inputs, width, work.num_evals(work.reprojects)),
+        ("experts' down", placement.width, inputs, down_count),
     ]
-    sizes = {"D": d_model, "F": placement.width}
+    sizes = {"D": inputs, "F": placement.width}
     for name, dims in config.projections().items():
         if lora := getattr(layer, f"{name}_lora", None):
             a_count = work.num_evals(work.reprojects, 2)
@@ -1075,7 +1106,7 @@ def _expert_products(
         moved = (rows * k + placement.part_rows * n + placement.experts * k * n) * compute
         yield Product(name, rows, k, n, count, moved, counted=placement.rows / rows)
     if config.experts_bias:
-        shape = placement.shards * work.tokens, placement.experts, d_model
+        shape = placement.shards * work.tokens, placement.experts, inputs
         yield Product.of("experts' biases", shape, compute, down_count)
         if not work.frozen:  # gradients: sums over the rows of each expert
             shape = placement.experts, placement.part_rows, width

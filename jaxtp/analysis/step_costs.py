@@ -271,7 +271,8 @@ def block_costs(block: DecoderBlock, work: Workload) -> Costs:
     """Yields the costs of branches, norms, residual sums and saved input."""
     config = block.config
     compute = itemsize(config.precision.compute)
-    size = work.between(config.sequence_parallel) * config.d_model * compute
+    stream = FLOAT32 if config.residual_float32 else compute
+    size = work.between(config.sequence_parallel) * config.d_model * stream
     last = block.names[-1]
     num_inputs = 1 if block.parallel else len({*block.names} - {STATES})
     saved_inputs = {"none": num_inputs, "offload": 0}

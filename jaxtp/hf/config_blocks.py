@@ -69,6 +69,10 @@ _MULTIPLIERS: Mapping[str, Mapping[str, int | None]] = {
 }
 """Fields with several factors, and the attributes that have them: numbers, or lists of so many."""
 _FULL_LAYERS = "full_attn_idxs"
+_EXPANDS = {"expand", "mamba_expand"}
+"""Names of the width of Mamba-2's heads in units of the model's, which follows from other sizes."""
+_INDICES = "attn_layer_indices"
+"""Attributes that number the layers with full attention; of those that null means, all and none."""
 _ADJUSTS = "block_auto_adjust_ff_dim"
 _OTHER_NAMES = {
     "num_dense_layers": "first_k_dense_replace",
@@ -147,7 +151,7 @@ def read_layers(attributes: Attributes, family: Family, fields: Settings) -> Set
     ropes: Sequence[Settings] = ({}, {})
     if "rope_theta" in names:
         ropes = [_read_rope(attributes, family, fields, windowed=flag) for flag in (False, True)]
-    attributes = _expanded(_usual_names(attributes), family)
+    attributes = _expanded(_usual_names(attributes, family), family)
     num_experts = fields.get("num_experts") or 0
     kinds = _read_kinds(attributes, family, count, num_experts)
     has_window = any(kind.has_window for kind in kinds)
@@ -339,13 +343,13 @@ def write_layers(config: ModelConfig, family: Family) -> MutableAttributes:
         written |= _write_windows(layers, family)
     if "rope_theta" in names:
         written |= _write_ropes(layers, family)
-    if _INTERVAL in names or family.layer_types:
+    if names & {_INTERVAL, _INDICES} or family.layer_types:
         written |= _write_mixers(layers, family)
     inner = max(layer.delta_value_heads * layer.delta_value_dim for layer in layers)
-    if "mamba_expand" in names and inner:
-        written["mamba_expand"] = plain_number(inner / config.d_model)
     if _INNER in names:
         written |= {_INNER: inner, **_write_multipliers(layers[0])}
+    if inner:
+        written |= dict.fromkeys(names & _EXPANDS, plain_number(inner / config.d_model))
     by_layer = _write_rotated(layers) | _write_sparse([bool(layer.num_experts) for layer in layers])
     written |= {name: value for name, value in by_layer.items() if name in names}
     for other, name in _OTHER_NAMES.items():
@@ -490,16 +494,19 @@ def _num_items(patterns: Sequence[tuple[Sequence[Settings], int]]) -> int:
     return sum(len(pattern) for pattern, _ in patterns)
 
 
-def _are_of_type(name: str, types: object, layer_type: str, other: str, count: int) -> list[bool]:
-    """Returns which layers have `layer_type`; raises if any has neither it nor `other`."""
+def _are_of_type(
+    name: str, types: object, layer_type: str, other_types: Sequence[str], count: int
+) -> list[bool]:
+    """Returns which layers have `layer_type`; raises if any has another than `other_types`."""
     if (
         isinstance(types, list)
         and len(types) == count
-        and {layer_type, other} >= set(map(str, types))
+        and {layer_type, *other_types} >= set(map(str, types))
     ):
         return [kind == layer_type for kind in types]
     raise HFError(
-        f"{name} = {quote(types)}: should be {other} or {layer_type} for each of {count} layers"
+        f"{name} = {quote(types)}: should be {' or '.join((*other_types, layer_type))} for each of "
+        f"{count} layers"
     )
 
 
@@ -545,7 +552,8 @@ def _read_windows(attributes: Attributes, family: Family, count: int) -> list[bo
         return [window is not None] * count
     if types is None:
         return _windows_by_index(attributes, family, count)
-    windows = _are_of_type("layer_types", types, _SLIDING, _FULL, count)
+    other_types = (_FULL, _LINEAR) if family.layer_types else (_FULL,)
+    windows = _are_of_type("layer_types", types, _SLIDING, other_types, count)
     windows[-1] &= not family.last_is_global
     period = attributes.get("sliding_window_pattern")
     if period is None or family.pattern_is_default:
@@ -567,9 +575,12 @@ def _check_lengths(attributes: Attributes, names: Collection[str], count: int) -
             )
 
 
-def _usual_names(attributes: Attributes) -> Attributes:
-    """Renames the attributes in `_OTHER_NAMES` as most families call them."""
+def _usual_names(attributes: Attributes, family: Family) -> Attributes:
+    """Renames attributes in `_OTHER_NAMES`, and types of layers, as most families call them."""
     renamed = {_OTHER_NAMES[name]: attributes[name] for name in _OTHER_NAMES.keys() & attributes}
+    types = attributes.get("layer_types")
+    if isinstance(types, list):
+        renamed["layer_types"] = [family.layer_types.get(str(name), name) for name in types]
     return {**attributes, **renamed}
 
 
@@ -692,11 +703,12 @@ def _write_rotated(layers: Sequence[BlockConfig]) -> MutableAttributes:
 def _read_linear(attributes: Attributes, family: Family, count: int) -> list[bool]:
     """Returns whether each layer has another mixer than attention."""
     names = family.layer_attributes
+    if _INDICES in names:
+        full = _layer_numbers(_INDICES, attributes.get(_INDICES))
+        return [i not in full for i in range(count)]
     if _BLOCK_TYPES in names or not (family.layer_types or _INTERVAL in names):
         return [False] * count
     types = attributes.get("layer_types")
-    if isinstance(types, list):
-        types = [family.layer_types.get(str(name), name) for name in types]
     if types is None and _INTERVAL in names:
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
@@ -704,7 +716,8 @@ def _read_linear(attributes: Attributes, family: Family, count: int) -> list[boo
         full = attributes.get(_FULL_LAYERS)
         full = list(range(count)) if full is None else _layer_numbers(_FULL_LAYERS, full)
         return [i not in full for i in range(count)]
-    return _are_of_type("layer_types", types, _LINEAR, _FULL, count)
+    other_types = (_FULL, _SLIDING) if "sliding_window" in names else (_FULL,)
+    return _are_of_type("layer_types", types, _LINEAR, other_types, count)
 
 
 def _adjusted_width(attributes: Attributes, width: int) -> int:
@@ -733,7 +746,12 @@ def _check_multiple(values: int, keys: int) -> None:
 
 def _write_mixers(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     linear = [bool(layer.delta_value_heads or layer.short_conv) for layer in layers]
-    types = [_LINEAR if is_linear else _FULL for is_linear in linear]
+    types = [_FULL if layer.sliding_window is None else _SLIDING for layer in layers]
+    for i, is_linear in enumerate(linear):
+        if is_linear:
+            types[i] = _LINEAR
+    if _INDICES in family.layer_attributes:
+        return {_INDICES: [i for i in range(len(types)) if not linear[i]]}
     if _BLOCK_TYPES in family.layer_attributes:
         for i, layer in enumerate(layers):
             if layer.parts == "mlp":
@@ -758,7 +776,7 @@ def _read_sparse(attributes: Attributes, family: Family, count: int) -> list[boo
     first = family.default_dense_layers
     types = attributes.get("mlp_layer_types")
     if "mlp_layer_types" in names and types is not None:
-        return _are_of_type("mlp_layer_types", types, "sparse", "dense", count)
+        return _are_of_type("mlp_layer_types", types, "sparse", ("dense",), count)
     if "enable_moe_block" in names:
         return [switch("enable_moe_block", attributes.get("enable_moe_block", False))] * count
     if "first_k_dense_replace" in names:

@@ -42,6 +42,7 @@ from jaxtp.hf.model_folder import (
 from jaxtp.hf.safetensors import FORMATS
 from jaxtp.hf.tensor_map import dtypes
 from jaxtp.hf.wrapper import TEXT, Whole, full_names, text_attributes
+from jaxtp.layers.attention import AttentionConfig
 from jaxtp.layers.experts import ExpertsConfig
 from jaxtp.layers.gated_delta import GatedDeltaConfig
 from jaxtp.layers.mlp import MLPConfig
@@ -59,13 +60,18 @@ _TO_BFLOAT16 = {
     "from_pretrained(FOLDER).dequantize().save_pretrained(NEW)",
 }
 """Ways from quantised weights to bfloat16."""
-_EXPERT_DEFAULTS = {
-    field.name: field.default
-    for field in dataclasses.fields(ExpertsConfig)
-    if not hasattr(MLPConfig, field.name)
-}
-"""Defaults of the settings that only experts have."""
-_STATE_DEFAULTS = {field.name: field.default for field in dataclasses.fields(GatedDeltaConfig)}
+
+
+def _defaults(layer: type, base: type = object) -> dict[str, Any]:
+    """Returns the defaults of a layer's settings that `base` does not have."""
+    fields = dataclasses.fields(layer)
+    return {field.name: field.default for field in fields if not hasattr(base, field.name)}
+
+
+_EXPERT_DEFAULTS = _defaults(ExpertsConfig, MLPConfig)
+_STATE_DEFAULTS = _defaults(GatedDeltaConfig)
+_ATTENTION_DEFAULTS = _defaults(AttentionConfig)
+_MLP_DEFAULTS = _defaults(MLPConfig)
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -264,8 +270,8 @@ def _common_settings(config: ModelConfig) -> Settings:
 def _comparable(config: ModelConfig) -> dict[str, Any]:
     """Returns the architecture's settings.
 
-    Settings that differ by layer are lists. Settings of experts, or of states, have their defaults
-    in blocks that have none.
+    Settings that differ by layer are lists. Settings of experts, states, attention, or an MLP have
+    their defaults in blocks that have none.
     """
     fields = dict(architecture(config))
     fields.pop("first_blocks")
@@ -276,6 +282,10 @@ def _comparable(config: ModelConfig) -> dict[str, Any]:
             plain[block] |= _EXPERT_DEFAULTS
         if not block.has_states:
             plain[block] |= _STATE_DEFAULTS
+        if not block.has_attention:
+            plain[block] |= _ATTENTION_DEFAULTS
+        if block.parts == "mixer":
+            plain[block] |= _MLP_DEFAULTS
     for name in fields.keys() & next(iter(plain.values())).keys():
         values = [plain[block][name] for block in config.layers()]
         fields[name] = values

@@ -103,7 +103,7 @@ or only with another attribute, which is refused."""
 _VERSION = "0.19.0"
 _CHOICES = ("exclude_modules", "layers_to_transform", "layers_pattern")
 """Attributes that choose among the modules that `target_modules` names."""
-REFUSED_BY_PEFT = {"falcon_h1", "nemotron_h"}
+REFUSED_BY_PEFT = {"falcon_h1", "mamba2", "nemotron_h"}
 """Families whose `out_proj` can have no adapter in PEFT."""
 _INITS_THAT_KEEP_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that do not change the kernels, unlike pissa and others."""

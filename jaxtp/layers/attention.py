@@ -129,6 +129,9 @@ class AttentionConfig(Settings):
     """Multiplies the heads' results by the sigmoid of another projection of the input (Muse
     Glimmer)."""
 
+    gate_per_head: bool = False
+    """One number of attention_gate for each head (LFM3)."""
+
     attention_bias: bool = False
     """Biases on the query, key, value and gate projections."""
 
@@ -200,7 +203,7 @@ class AttentionConfig(Settings):
         if not self.value_is_key:
             outputs["v_proj"] = keys
         if self.attention_gate:
-            outputs["gate_proj"] = queries
+            outputs["gate_proj"] = queries.numbers() if self.gate_per_head else queries
         return outputs
 
 
@@ -277,8 +280,8 @@ class CausalSelfAttention(Branch):
     `norm` are the settings of query, key and value norms.
 
     Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1,
-    2), out `[N*H, D]`; heads contiguous. The kernel of a gate, `[D, N*H]`, is the last of
-    `qkv.kernels`.
+    2), out `[N*H, D]`; heads contiguous. The kernel of a gate, `[D, N*H]` or `[D, N]`, is the last
+    of `qkv.kernels`.
     """
 
     over_cp = True
@@ -569,8 +572,10 @@ class CausalSelfAttention(Branch):
             kv_head, member = jnp.divmod(head, stored[1])
             is_real = (kv_head < kv_heads) & (member < group)
             y = jnp.where(is_real[:, None], y, 0)
-        y = y.reshape(rows, length, -1)
-        return y * jax.nn.sigmoid(gate[0]) if gate else y
+        if gate:
+            factors = jax.nn.sigmoid(gate[0]).reshape(rows, length, num_heads, -1)
+            y = y * factors
+        return y.reshape(rows, length, -1)
 
 
 def _rows_as_heads(

@@ -43,11 +43,13 @@ _Llama = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 _Latent = Literal["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 # Of Kimi Delta Attention's latents
 _Kimi = Literal["f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
+# Of the latents of experts
+_Experts = Literal["fc1_latent_proj", "fc2_latent_proj"]
 # b_proj and a_proj are Gated DeltaNet's
-Target = Literal[_Llama, _Latent, "b_proj", "a_proj", _Kimi]
+Target = Literal[_Llama, _Latent, "b_proj", "a_proj", _Kimi, _Experts]
 LLAMA_TARGETS: tuple[Target, ...] = get_args(_Llama)
 TARGETS: tuple[Target, ...] = get_args(Target)
-OLD_TARGETS = TARGETS[: -len(get_args(_Kimi))]
+OLD_TARGETS = TARGETS[: TARGETS.index("f_a_proj")]
 TOKEN_ROWS = "token_rows"
 """Attribute of a table's module: the rows of `LoraConfig.tokens`, or None."""
 _Module = TypeVar("_Module", bound=nnx.Module)
@@ -72,9 +74,9 @@ class LoraConfig(Settings):
     (rsLoRA)."""
 
     targets: tuple[Target, ...] = TARGETS
-    """Projections that get an adapter, named as in Hugging Face's Llama and DeepSeek, and as in FLA
-    for Gated DeltaNet; a short convolution's are b_proj, gate_proj, v_proj and o_proj. Others than
-    the model's are skipped."""
+    """Projections that get an adapter, named as in Hugging Face's Llama, DeepSeek and Nemotron, and
+    as in FLA for Gated DeltaNet; a short convolution's are b_proj, gate_proj, v_proj and o_proj.
+    Others than the model's are skipped."""
 
     tokens: tuple[CountOrZero, ...] = ()
     """Ids of tokens whose rows of the embedding and of the head are trained too, in place of the

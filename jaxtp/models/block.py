@@ -136,6 +136,9 @@ def _expert_kernels(block: BlockConfig) -> Iterator[tuple[Target, str]]:
         module = "mlp.experts"
     for name in block.projections():
         yield EXPERT_TARGETS[name], f"{module}.{name}"
+    if block.experts_rank:
+        yield "fc1_latent_proj", f"{module}.latent_down.kernel"
+        yield "fc2_latent_proj", f"{module}.latent_up.kernel"
     if block.shared_experts:
         yield from _mlp_kernels(block, f"{module}.shared")
 

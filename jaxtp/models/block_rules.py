@@ -21,6 +21,7 @@ _MEANINGLESS_WITH_LATENTS = (
     "value_is_key",
     "clip_qkv",
     "attention_gate",
+    "gate_per_head",
     "attention_bias",
     "attention_sinks",
 )
@@ -56,6 +57,7 @@ def block_problems(block: BlockConfig, sizes: Mapping[str, int]) -> Iterator[Pro
     if block.num_experts:
         yield from _group_problems(block)
         yield from _expert_problems(block)
+        yield from storage_problems("model.experts_rank", block.experts_rank, sizes)
     if block.dense_mlp and not (
         block.num_experts and block.norm == "rms" and block.norm_placement == "both"
     ):
@@ -243,6 +245,11 @@ def _expert_problems(block: BlockConfig) -> Iterator[Problem]:
         yield Problem(
             f"model.activation={XIELU}: {experts} no learned activations; use, for example, "
             "model.activation=silu"
+        )
+    if block.experts_rank and block.dense_mlp:
+        yield Problem(
+            f"model.experts_rank={block.experts_rank} has no meaning with model.dense_mlp; leave "
+            "one of them out"
         )
     if block.shared_experts_gate and not block.shared_experts:
         yield Problem(

@@ -207,6 +207,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
     embedding_norm: bool = False
     """Divide the embedding by its root mean square (Muse Glimmer)."""
 
+    residual_float32: bool = False
+    """Keep the residual stream in float32; branches compute in precision.compute (Mamba-2)."""
+
     final_norm: NormKind | None = None
     """Kind of the norm before the head; by default norm (Muse Glimmer has another)."""
 
@@ -515,12 +518,14 @@ def _too_few_layers(config: ModelConfig) -> Problem | None:
 
 
 def _switches(config: ModelConfig) -> Iterator[Switch]:
-    experts = ("selection_bias", "shared_experts", "router_bias", "experts_bias")
+    experts = ["selection_bias", "shared_experts", "router_bias", "experts_bias", "experts_rank"]
     yield "model.num_experts", config.most_experts, experts
     has_delta = any(block.delta_value_heads for block in config.block_kinds())
     delta = ["delta_key_heads", "delta_key_dim", "delta_value_dim", "delta_conv"]
     delta += ["delta_gate_rank", "delta_kind"]
     yield "model.delta_value_heads", has_delta, delta
+    has_gate = any(block.attention_gate for block in config.block_kinds())
+    yield "model.attention_gate", has_gate, ["gate_per_head"]
     has_mamba = any(block.delta_kind == "mamba2" for block in config.block_kinds())
     mamba = ("bias", "out_bias", "conv_bias", "norm", "min_step", "max_step", "scales")
     yield "model.delta_kind=mamba2", has_mamba, [f"mamba_{name}" for name in mamba]

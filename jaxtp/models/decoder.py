@@ -193,7 +193,7 @@ class DecoderBlock(nnx.Module):
                 read_BTD = x_BTD
             with jax.named_scope(name):
                 if before is not None:
-                    read_BTD = before(input_BTD)
+                    read_BTD = before(input_BTD).astype(self.config.precision.compute)
                 if branch.caller_communicates:
                     if not summands:
                         gathered_BTD = enter(read_BTD)
@@ -224,6 +224,8 @@ class EmbeddingAndHead(nnx.Module):
     ) -> Array:
         """Returns the residual stream; positions count within a document."""
         x_BTD = self.embedding(sequences.local_tokens(ids_BT))
+        if self.config.residual_float32:
+            x_BTD = x_BTD.astype(jnp.float32)
         if self.config.embedding_norm:
             x_BTD = rms_normalise(x_BTD, self.config.norm_eps)
         if self.positions is None:

@@ -169,6 +169,7 @@ BLOCKS = [
     "lfm2",
     "lfm2_moe",
     "falcon_h1",
+    "nemotron_h_latent",
 ]
 """Models of one kind of block each: a kind of attention, norms, rotation or experts."""
 

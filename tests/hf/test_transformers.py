@@ -4,6 +4,7 @@ are the same.
 
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 import jax
 import numpy as np
@@ -25,6 +26,7 @@ from jaxtp.hf.model_folder import read_attributes
 from jaxtp.hf.peft import REFUSED_BY_PEFT
 from jaxtp.hf.safetensors import read_header, with_scales
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.models.block import adapter_kernels
 from jaxtp.tools.convert.__main__ import main as convert
 
 TABLES = read_table(__file__)
@@ -130,7 +132,9 @@ def test_an_export_is_read_by_transformers_and_peft(source, tmp_path):
         model = hf.load(source)
         config = LoraConfig(rank=2, rslora=True)
         if name in REFUSED_BY_PEFT:  # PEFT refuses adapters of its out_proj
-            config = replace(config, targets=("q_proj", "up_proj"))
+            kernels = chain(*map(adapter_kernels, model.config.block_kinds()))
+            targets = {target for target, _ in kernels} - {"o_proj"}
+            config = replace(config, targets=tuple(targets))
         adapted = move_adapters(add_adapters(model, config), scale=0.05)
         expected = ours(adapted, ids)
         layout = "stacked" if model.config.most_experts and family.wrapper is None else "separate"

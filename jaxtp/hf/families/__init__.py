@@ -34,9 +34,9 @@ from jaxtp.hf.families.glm import (
 from jaxtp.hf.families.gpt2 import GPT2
 from jaxtp.hf.families.gpt_neox import GPT_NEO, GPT_NEOX
 from jaxtp.hf.families.gpt_oss import GPT_OSS
-from jaxtp.hf.families.granite import GRANITE, GRANITEMOE, GRANITEMOEHYBRID
+from jaxtp.hf.families.granite import BAMBA, GRANITE, GRANITEMOE, GRANITEMOEHYBRID
 from jaxtp.hf.families.hunyuan import HUNYUAN, HY_V3
-from jaxtp.hf.families.lfm2 import LFM2, LFM2_MOE
+from jaxtp.hf.families.lfm2 import LFM2, LFM2_MOE, LFM3
 from jaxtp.hf.families.llama import (
     ARCEE,
     CWM,
@@ -50,6 +50,7 @@ from jaxtp.hf.families.llama import (
     SMOLLM3,
     SMOLVLM_WRAPPER,
 )
+from jaxtp.hf.families.mamba import MAMBA2
 from jaxtp.hf.families.minimax import MINIMAX_M2
 from jaxtp.hf.families.mistral import (
     MINISTRAL,
@@ -99,8 +100,7 @@ FAMILIES: Mapping[str, Family] = {
         *(QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT, KIMI_LINEAR),
         *(EXAONE, INTERNLM3, IQUESTCODER, CWM, SOLAR_OPEN, YOUTU),
         *(SARVAM_MOE, SARVAM_MLA, EXAONE_MOE, HY_V3, AFMOE, NANOCHAT),
-        *(NEMOTRON_H, LFM2, LFM2_MOE),
-        FALCON_H1,
+        *(NEMOTRON_H, LFM2, LFM2_MOE, LFM3, BAMBA, MAMBA2, FALCON_H1),
     )
 }
 """By `model_type`. An export uses the first family that can represent the model."""
@@ -135,7 +135,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("deepseek_v32", "glm_moe_dsa", "deepseek_v4"), "sparse attention with an indexer"
     ),
-    **dict.fromkeys(("mamba2", "bamba"), "Mamba-2 layers in blocks of another form"),
+    "zamba2": "attention that blocks share, with adapters in each use",
     "llama4": "chunked attention",
     "gemma3n": "embeddings and caches that layers share",
     "phimoe": "sparsemixer routing, which is random in training and has gradients of its own",

@@ -1,9 +1,9 @@
-"""Granite 3 and 4, dense or with experts (arXiv 2407.13739).
+"""Granite 3 and 4, dense or with experts (arXiv 2407.13739), and Bamba.
 
 They are Llama with factors of embeddings, scores, branches and logits.
 
 Granite 4 (model_type granitemoehybrid) has a dense MLP, with or without experts; in Granite 4 H
-most layers have Mamba-2.
+most layers have Mamba-2. So have Bamba's, whose attention rotates half of each head.
 """
 
 from dataclasses import replace
@@ -12,21 +12,26 @@ from jaxtp.hf.families.family import (
     ATTENTION,
     ATTENTION_BIAS,
     COMMON,
+    EMBEDDINGS,
     MAMBA,
+    MLP,
     MLP_BIAS,
     NO_STEP_LIMIT,
     NORMS,
     OUT,
     OUTER,
     QKV,
+    ROPE,
     Attribute,
     Family,
+    Tensor,
     block_tensors,
     mamba_tensors,
     numbers_of_experts,
     replace_all,
     sizes,
     with_biases,
+    with_names,
 )
 
 # 0.1 in some files
@@ -70,6 +75,20 @@ _COMMON = (
     Attribute("logits_scaling", "logit_scale", float, 1.0, power=-1.0),
 )
 
+_MAMBA_SIZES = (
+    Attribute("mamba_n_heads", "delta_value_heads", int, 128),
+    Attribute("mamba_d_head", "delta_value_dim", int),
+    Attribute("mamba_n_groups", "delta_key_heads", int, 1),
+    Attribute("mamba_d_state", "delta_key_dim", int, 256),
+    Attribute("mamba_d_conv", "delta_conv", int, 4),
+    Attribute("mamba_conv_bias", "mamba_conv_bias", bool, True),
+    Attribute("mamba_proj_bias", "mamba_bias", bool, False),
+)
+_MIXERS = (
+    *with_biases(*QKV, *replace_all(OUT, unless="delta_value_heads")),
+    *mamba_tensors("model.layers.{layer}.mamba."),
+)
+
 GRANITE = Family(
     model_type="granite",
     architecture="GraniteForCausalLM",
@@ -96,8 +115,8 @@ GRANITEMOEHYBRID = replace(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     tensors=(
-        *(OUTER + NORMS + with_biases(*QKV, *replace_all(OUT, unless="delta_value_heads"))),
-        *(_EXPERTS + _DENSE_MLP + mamba_tensors("model.layers.{layer}.mamba.")),
+        *(OUTER + NORMS + _MIXERS),
+        *(_EXPERTS + _DENSE_MLP),
     ),
     attributes=(
         *_COMMON,
@@ -111,15 +130,7 @@ GRANITEMOEHYBRID = replace(
             Attribute("shared_intermediate_size", "shared_experts", int, 1024),
         ),
         "dense": (Attribute("shared_intermediate_size", "d_ff", int, 1024),),
-        "linear_attention": (
-            Attribute("mamba_n_heads", "delta_value_heads", int, 128),
-            Attribute("mamba_d_head", "delta_value_dim", int),
-            Attribute("mamba_n_groups", "delta_key_heads", int, 1),
-            Attribute("mamba_d_state", "delta_key_dim", int, 256),
-            Attribute("mamba_d_conv", "delta_conv", int, 4),
-            Attribute("mamba_conv_bias", "mamba_conv_bias", bool, True),
-            Attribute("mamba_proj_bias", "mamba_bias", bool, False),
-        ),
+        "linear_attention": _MAMBA_SIZES,
     },
     always_by_type=MAMBA,
     layer_types={"attention": "full_attention", "mamba": "linear_attention"},
@@ -127,4 +138,24 @@ GRANITEMOEHYBRID = replace(
     # transformers checks it.
     written={"mamba_n_heads": 1},
     ignored_attributes=GRANITEMOE.ignored_attributes | {"mamba_chunk_size", "init_method"},
+)
+
+BAMBA = Family(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    tensors=(
+        *(EMBEDDINGS + with_names(NORMS, "post_attention_layernorm", "pre_ff_layernorm")),
+        Tensor("norm.scale", "model.final_layernorm.weight"),
+        *(_MIXERS + with_names(MLP, "mlp", "feed_forward")),
+    ),
+    attributes=(*sizes(1e-5, kv_heads=8), ATTENTION_BIAS, MLP_BIAS),
+    layer_attributes=ROPE | {"attn_layer_indices", "mamba_expand"},
+    # transformers replaces any other value.
+    rope_attributes=(Attribute("partial_rotary_factor", "rotary_fraction", {0.5: 0.5}, 0.5),),
+    by_type={"linear_attention": _MAMBA_SIZES},
+    always_by_type=MAMBA,
+    required={"time_step_limit": NO_STEP_LIMIT},
+    written=GRANITEMOEHYBRID.written,
+    ignored_attributes=GRANITEMOEHYBRID.ignored_attributes
+    | {"num_logits_to_keep", "use_mamba_kernels", "z_loss_coefficient"},
 )

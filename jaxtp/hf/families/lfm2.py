@@ -1,7 +1,8 @@
-"""LFM2 and LFM2.5, dense and with experts: most layers have a short convolution in place of
-attention.
+"""LFM2 and LFM2.5, dense and with experts, and LFM3: most layers have a short convolution in place
+of attention.
 
-Experts have sigmoid scores, and a bias for their choice.
+Experts have sigmoid scores, and a bias for their choice. LFM3 has norms on both sides of branches,
+windows, and a gate for each head.
 """
 
 from dataclasses import replace
@@ -12,15 +13,18 @@ from jaxtp.hf.families.family import (
     EMBEDDINGS,
     NORMALIZED,
     OUT,
+    QK_NORMS,
     QKV,
     ROUTER,
     SELECTION_BIAS,
     STACKED_EXPERTS,
+    WINDOW,
     Attribute,
     Family,
     Tensor,
     block_tensors,
     numbers_of_experts,
+    partial_rope,
     replace_all,
     separate_experts,
     sizes,
@@ -37,11 +41,15 @@ _CONVOLUTION = block_tensors(
     },
     transposed=True,
 )
-_NAMES = {
-    "attention_norm.scale": "operator_norm.weight",
-    "mlp_norm.scale": "ffn_norm.weight",
+_TAPS = block_tensors({"attention.taps": "conv.conv.weight"}, transposed=True, unit_dim=True)
+_NORMS = {"attention_norm.scale": "operator_norm.weight", "mlp_norm.scale": "ffn_norm.weight"}
+_NAMES = _NORMS | {
     "attention.qk_norms.0.scale": "self_attn.q_layernorm.weight",
     "attention.qk_norms.1.scale": "self_attn.k_layernorm.weight",
+}
+_AFTER = {
+    "attention_after_norm.scale": "post_operator_norm.weight",
+    "mlp_after_norm.scale": "post_ffn_norm.weight",
 }
 _MLP = block_tensors(
     {
@@ -66,7 +74,7 @@ LFM2 = Family(
             OUT, name="model.layers.{layer}.self_attn.out_proj.weight", unless="short_conv"
         ),
         *_CONVOLUTION,
-        *block_tensors({"attention.taps": "conv.conv.weight"}, transposed=True, unit_dim=True),
+        *_TAPS,
         *_MLP,
     ),
     attributes=(
@@ -118,4 +126,43 @@ LFM2_MOE = replace(
     default_dense_layers=2,
     always={"qk_norm": "head", "router_scores": "sigmoid"},
     written={},
+)
+
+LFM3 = Family(
+    model_type="lfm3",
+    architecture="Lfm3ForCausalLM",
+    tensors=(
+        *EMBEDDINGS,
+        Tensor("norm.scale", "model.embedding_norm.weight"),
+        *block_tensors(_NORMS | _AFTER),
+        *(QKV + QK_NORMS + replace_all(OUT, unless="short_conv")),
+        *block_tensors({"attention.qkv.kernels.3": "self_attn.gate_proj.weight"}, transposed=True),
+        *(_CONVOLUTION + _TAPS + _MLP),
+    ),
+    attributes=(
+        *sizes(1e-5, kv_heads=4, eps_name="norm_eps", tied=True),
+        Attribute("use_sandwich_norm", "norm_placement", {True: "both", False: "before"}, True),
+        Attribute("use_attention_gate", "attention_gate", bool, True, also=("gate_per_head",)),
+    ),
+    layer_attributes=COMMON | WINDOW | {"layer_types"},
+    by_type={"linear_attention": (Attribute("conv_L_cache", "short_conv", int, 7),)},
+    layer_types=LFM2.layer_types,
+    renamed={".self_attn.gate_proj.": ".self_attn.g_proj."},
+    default_window=256,
+    window_period=0,
+    default_head_dim=128,
+    rope_by_type=True,
+    rope_kinds={"default", "proportional"},
+    rope_attributes=partial_rope(),
+    default_rope={
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1_000_000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    rope_theta=1_000_000.0,
+    always={"qk_norm": "head"},
+    required={"conv_bias": False},
 )

@@ -52,6 +52,8 @@ _KERNELS = {
     "mlp.down.kernel": "mixer.down_proj.weight",
     "mlp.shared.up.kernels.0": "mixer.shared_experts.up_proj.weight",
     "mlp.shared.down.kernel": "mixer.shared_experts.down_proj.weight",
+    "mlp.latent_down.kernel": "mixer.fc1_latent_proj.weight",
+    "mlp.latent_up.kernel": "mixer.fc2_latent_proj.weight",
 }
 _OUT = {"attention.out.kernel": "mixer.o_proj.weight"}
 _EXPERTS = {
@@ -102,6 +104,7 @@ NEMOTRON_H = Family(
         "experts": (
             Attribute("moe_intermediate_size", "d_ff", int, 7688),
             Attribute("moe_shared_expert_intermediate_size", "shared_experts", int, 7688),
+            Attribute("moe_latent_size", "experts_rank", int, can_be_null=True, off=0),
         ),
         "dense": tuple(replace(width, default=21504) for width in DENSE_WIDTH),
         "linear_attention": (
@@ -133,7 +136,6 @@ NEMOTRON_H = Family(
     # (transformers#48989).
     required={
         "mamba_hidden_act": "silu",
-        "moe_latent_size": None,
         "tie_word_embeddings": False,
         "time_step_limit": NO_STEP_LIMIT,
         "mamba_dt_limit": NO_STEP_LIMIT,

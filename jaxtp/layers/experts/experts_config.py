@@ -58,6 +58,11 @@ class ExpertsConfig(MLPConfig):
     """Multiply the output of shared_experts by the sigmoid of a projection of the input
     (Qwen2-MoE)."""
 
+    experts_rank: CountOrZero = 0
+    """Width of the latents that experts transform: a projection to them before the experts, and one
+    from their sum (Nemotron 3 Super). 0: experts transform the tokens. The router and
+    shared_experts always read the tokens."""
+
     dense_mlp: CountOrZero = 0
     """Hidden width of a dense MLP whose output is added to the output of the experts, both
     normalised; 0 for none. Each of both reads the residual stream through its own norm. Learned
@@ -86,7 +91,8 @@ class ExpertsConfig(MLPConfig):
     def projections(self) -> dict[str, str]:
         """Returns the kernels of experts and their dims, in the order of computation.
 
-        The dims are E experts, D features of the model and F hidden features of an expert.
+        The dims are E experts, D features of the model or of latents, and F hidden features of an
+        expert.
         """
         columns = ("gate", "up") if self.mlp == "gated" else ("up",)
         return {**dict.fromkeys(columns, "EDF"), "down": "EFD"}

@@ -38,6 +38,7 @@ from jaxtp.layers.experts.placement import (
 )
 from jaxtp.layers.experts.router import Router
 from jaxtp.layers.kernels.grouped import grouped_matmul, pick_method
+from jaxtp.layers.latent_attention import DownProjection
 from jaxtp.layers.linear import LayerContext, default_kernel_init
 from jaxtp.layers.lora import Lora, LoraConfig, StoredKernel, Target
 from jaxtp.layers.mlp import ACTIVATIONS, MLP, hidden_features
@@ -56,8 +57,10 @@ class MixtureOfExperts(PositionwiseBranch):
     Shapes: `[B, T, D] -> [B, T, D]`, and the `Routing`. `router` is `[D, E]` and `router_bias`
     `[E]`; `gate` (unless plain) and `up` are `[E, D, F]`, `down` `[E, F, D]`, their biases `[E, F]`
     and `[E, D]`, their adapters' A `[E, in, rank]` and B `[E, rank, out]`; `selection_bias` is
-    `[E]`, `shared_gate` `[D, 1]`. With `dense_mlp` the input is normalised without a scale;
-    `input_scale` and `router_scale` are `[D]`, `expert_scale` `[E]`.
+    `[E]`, `shared_gate` `[D, 1]`. With `experts_rank`, experts have this width in place of D;
+    `latent_down` projects a device's own tokens to it, `latent_up` from it. With `dense_mlp` the
+    input is normalised without a scale; `input_scale` and `router_scale` are `[D]`, `expert_scale`
+    `[E]`.
     """
 
     down: Variable | StoredKernel
@@ -72,6 +75,8 @@ class MixtureOfExperts(PositionwiseBranch):
     ):
         self.d_model = d_model
         self.config = config
+        # Features of the experts' input
+        self.width = config.experts_rank or d_model
         self.sequence_parallel = context.sequence_parallel
         self.precision = context.precision
         experts = config.num_experts
@@ -81,6 +86,10 @@ class MixtureOfExperts(PositionwiseBranch):
         if config.router_bias:
             self.router_bias = parameter("router bias", jnp.zeros(experts, dtype), P(None))
         self._add_experts(context.lora, rngs)
+        if config.experts_rank:
+            project = partial(DownProjection, context=context, rngs=rngs)
+            self.latent_down = project(d_model, self.width, target="fc1_latent_proj")
+            self.latent_up = project(self.width, d_model, target="fc2_latent_proj")
         if config.shared_experts:
             # `_shared` computes this MLP inside the experts' `device_view`, in the compute dtype.
             precision = replace(context.precision, matmul="compute")
@@ -99,7 +108,7 @@ class MixtureOfExperts(PositionwiseBranch):
             self.selection_bias = parameter("selection bias", bias, P(None), kind=SelectionBias)
 
     def _add_experts(self, lora: LoraConfig, rngs: nnx.Rngs) -> None:
-        stacked = StackedDims.of(self.d_model, self.config, axis_size(TP), axis_size(*STORAGE))
+        stacked = StackedDims.of(self.width, self.config, axis_size(TP), axis_size(*STORAGE))
         projections = self.config.projections()
         dtype = self.precision.param
         for name, dims in projections.items():
@@ -138,21 +147,31 @@ class MixtureOfExperts(PositionwiseBranch):
         transform = device_view(
             partial(self._transform, split_dim, sequences.record),
             EXPERTS,
-            in_specs=(activation, specs, token_spec()),
+            in_specs=(activation, activation, specs, token_spec()),
             out_specs=(activation, Routing(*[sums] * 5, *[recorded] * 2)),  # type: ignore[arg-type]
         )
-        return transform(x_BTD, weights, token_data)
+        latents = self.latent_down(x_BTD) if self.config.experts_rank else None
+        y_BTD, routing = transform(x_BTD, latents, weights, token_data)
+        if latents is not None:
+            shared_BTD = y_BTD[..., self.width :]
+            y_BTD = self.latent_up(y_BTD[..., : self.width])
+            if self.config.shared_experts:
+                y_BTD += shared_BTD
+        return y_BTD, routing
 
     def _transform(
         self,
         split_dim: int | None,
         record: bool,
         x: Array,
+        latents: Array | None,
         weights: Weights,
         token_data: dict[str, Array | None],
     ) -> tuple[Array, Routing]:
         """Transforms a device's tokens `[b, t, D]`; tp splits their dim `split_dim`, if any.
 
+        With `experts_rank` the result has the sum of the experts of `latents` before the shared
+        experts' output, if any.
         `token_data` `[b, T/cp, ...]`, if any, are of all tokens of the tp group.
         """
         config = self.config
@@ -177,21 +196,26 @@ class MixtureOfExperts(PositionwiseBranch):
         if config.dense_mlp:
             is_split = split_dim is not None
             x = x * self.precision.load(weights["input_scale"], 0, used_by_all_tp=is_split)
-        x = enter_parallel(x.astype(self.precision.compute), split_dim)
+        x = x.astype(self.precision.compute)
+        if latents is not None:
+            # One exchange for both
+            x = jnp.concatenate([latents, x], axis=-1) if config.shared_experts else latents
+        x = enter_parallel(x, split_dim)
         x = swap_sequence(x, split_dim)
-        tokens = x.reshape(-1, x.shape[-1])  # [N, D]
+        routed = x[..., : self.width].reshape(-1, self.width)  # [N, D]
         gates = gates.reshape(-1, k)
         experts = experts.reshape(-1, k)
-        y, num_rows = self._routed(tokens, gates, experts, weights)
+        y, num_rows = self._routed(routed, gates, experts, weights)
+        y = y.reshape(*x.shape[:2], -1)
         if config.shared_experts:
-            y += self._shared(x, shared_gate, weights).reshape(y.shape)
+            y = self._with_shared(y, x[..., -self.d_model :], shared_gate, weights)
         if not config.over_tp(axis_size(TP)):
             # Every device of a tp group computes a part of each row; only the first counts it.
             num_rows = on_first_device(num_rows)
         # The rows are of all sequences together; one sequence counts them.
         is_first_sequence = jnp.arange(len(routing.entropy))[:, None] == 0
         computed = jnp.where(is_first_sequence, num_rows, 0.0)
-        y = swap_sequence(y.reshape(*x.shape[:2], -1), split_dim)
+        y = swap_sequence(y, split_dim)
         return leave_parallel(y, split_dim), replace(routing, computed=computed)
 
     def _routed(
@@ -291,6 +315,13 @@ class MixtureOfExperts(PositionwiseBranch):
         gates = rows.of_choices(operands.gates.reshape(-1))
         weighted = (hidden * gates[:, None]).astype(hidden.dtype)
         return rows.collect(project(weighted, down))
+
+    def _with_shared(self, y: Array, x: Array, gate: Array, weights: Weights) -> Array:
+        """Adds the shared experts' output, or appends it to the sum of the experts of latents."""
+        shared = self._shared(x, gate, weights)
+        if self.config.experts_rank:
+            return jnp.concatenate([y, shared], axis=-1)
+        return y + shared
 
     def _shared(self, x: Array, gate: Array, weights: Weights) -> Array:
         """Returns this device's summands of the shared experts: a dense MLP of gathered tokens."""

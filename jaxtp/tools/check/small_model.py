@@ -202,6 +202,8 @@ def _shrink_experts(block: BlockConfig, small: ShrinkSpec) -> dict[str, int]:
     for name in ("shared_experts", "dense_mlp"):
         if width := getattr(block, name):
             settings[name] = small.width(width)
+    if block.experts_rank:
+        settings["experts_rank"] = smallest_congruent(0, small.shards, _SMALL_RANK)
     groups = block.expert_groups
     min_experts = max(_SMALL_EXPERTS, _SMALL_CHOICES * groups)
     experts = smallest_congruent(block.num_experts, math.lcm(*small.tps, groups), min_experts)
