@@ -86,6 +86,10 @@ def test_chunks_are_the_rule_token_by_token(rule):
     assert_exact(8, 37, **rule)
 
 
+def test_states_before_many_chunks_are_sums_in_blocks_of_chunks():
+    assert_exact(1, 37, subtracts=False)
+
+
 @pytest.mark.wide  # each example is a program
 @settings(max_examples=6)
 @given(
