@@ -637,10 +637,11 @@ def _check_multiple(values: int, keys: int) -> None:
 
 def _write_mixers(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     linear = [bool(layer.delta_value_heads or layer.short_conv) for layer in layers]
-    types = [_FULL if layer.sliding_window is None else _SLIDING for layer in layers]
-    for i, is_linear in enumerate(linear):
-        if is_linear:
-            types[i] = _LINEAR
+    types = [_LINEAR if is_linear else _FULL for is_linear in linear]
+    if "sliding_window" in family.layer_attributes:
+        for i, layer in enumerate(layers):
+            if layer.sliding_window is not None:
+                types[i] = _SLIDING
     if _INDICES in family.layer_attributes:
         return {_INDICES: [i for i in range(len(types)) if not linear[i]]}
     if _BLOCK_TYPES in family.layer_attributes:
