@@ -604,8 +604,8 @@ def _read_linear(attributes: Attributes, family: Family, count: int) -> list[boo
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
     if types is None and _FULL_LAYERS in names:
-        full = attributes.get(_FULL_LAYERS)
-        full = list(range(count)) if full is None else _layer_numbers(_FULL_LAYERS, full)
+        given = attributes.get(_FULL_LAYERS)
+        full = list(range(count)) if given is None else _layer_numbers(_FULL_LAYERS, given)
         return [i not in full for i in range(count)]
     other_types = (_FULL, _SLIDING) if "sliding_window" in names else (_FULL,)
     return _are_of_type("layer_types", types, _LINEAR, other_types, count)
