@@ -713,8 +713,8 @@ def _read_linear(attributes: Attributes, family: Family, count: int) -> list[boo
         period = whole(_INTERVAL, attributes.get(_INTERVAL, _DEFAULT_INTERVAL))
         return _all_but_every(period, count)
     if types is None and _FULL_LAYERS in names:
-        given = attributes.get(_FULL_LAYERS)
-        full = list(range(count)) if given is None else _layer_numbers(_FULL_LAYERS, given)
+        indices = attributes.get(_FULL_LAYERS)
+        full = list(range(count)) if indices is None else _layer_numbers(_FULL_LAYERS, indices)
         return [i not in full for i in range(count)]
     other_types = (_FULL, _SLIDING) if "sliding_window" in names else (_FULL,)
     return _are_of_type("layer_types", types, _LINEAR, other_types, count)
@@ -746,10 +746,11 @@ def _check_multiple(values: int, keys: int) -> None:
 
 def _write_mixers(layers: Sequence[BlockConfig], family: Family) -> MutableAttributes:
     linear = [bool(layer.delta_value_heads or layer.short_conv) for layer in layers]
-    types = [_FULL if layer.sliding_window is None else _SLIDING for layer in layers]
-    for i, is_linear in enumerate(linear):
-        if is_linear:
-            types[i] = _LINEAR
+    types = [_LINEAR if is_linear else _FULL for is_linear in linear]
+    if "sliding_window" in family.layer_attributes:
+        for i, layer in enumerate(layers):
+            if layer.sliding_window is not None:
+                types[i] = _SLIDING
     if _INDICES in family.layer_attributes:
         return {_INDICES: [i for i in range(len(types)) if not linear[i]]}
     if _BLOCK_TYPES in family.layer_attributes:
@@ -1078,13 +1079,14 @@ def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> MutableAttrib
         # transformers does not complete the older format.
         part = {"rope_theta": theta, _PARTIAL: full.rope_head_dim / full.head_dim}
         return max_positions | {"rope_parameters": parameters | part}
-    if family.default_rope and not parameters:
+    if family.default_rope and not (parameters or family.rope_by_type):
         return written | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
     written |= max_positions
     if not family.rope_by_type:
         return written
     has_local = "rope_local_base_freq" in family.layer_attributes
-    if full == sliding and not parameters and (has_local or theta == family.rope_theta):
+    is_default = full == sliding and not (parameters or family.default_rope)
+    if is_default and (has_local or theta == family.rope_theta):
         return written
     if not _scaling_parameters(sliding, family):
         if has_local:

@@ -3,7 +3,6 @@
 A round trip decides whether a family can represent a model.
 """
 
-import dataclasses
 import shlex
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
@@ -60,18 +59,13 @@ _TO_BFLOAT16 = {
     "from_pretrained(FOLDER).dequantize().save_pretrained(NEW)",
 }
 """Ways from quantised weights to bfloat16."""
-
-
-def _defaults(layer: type, base: type = object) -> dict[str, Any]:
-    """Returns the defaults of a layer's settings that `base` does not have."""
-    fields = dataclasses.fields(layer)
-    return {field.name: field.default for field in fields if not hasattr(base, field.name)}
-
-
-_EXPERT_DEFAULTS = _defaults(ExpertsConfig, MLPConfig)
-_STATE_DEFAULTS = _defaults(GatedDeltaConfig)
-_ATTENTION_DEFAULTS = _defaults(AttentionConfig)
-_MLP_DEFAULTS = _defaults(MLPConfig)
+_MLP_DEFAULTS = to_plain(MLPConfig())
+_ATTENTION_DEFAULTS = to_plain(AttentionConfig())
+_STATE_DEFAULTS = to_plain(GatedDeltaConfig())
+_EXPERT_DEFAULTS = {
+    name: value for name, value in to_plain(ExpertsConfig()).items() if name not in _MLP_DEFAULTS
+}
+"""Defaults of the settings that only experts have."""
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:

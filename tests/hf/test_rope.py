@@ -147,6 +147,7 @@ def with_longrope(name):
         "num_experts_per_tok": 2,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
+        "attn_layer_indices": [0, 1],
     }
     if family.layer_types:
         more["layer_types"] = ["full_attention"] * 2

@@ -2,6 +2,7 @@
 tests/hf/test_references.py.)"""
 
 from dataclasses import replace
+from functools import partial
 from typing import get_args
 
 import jax
@@ -20,7 +21,7 @@ from support import (
 from tables import assert_errors, raised_by, read_table, with_tuples
 from variants import variant
 
-from jaxtp import ModelConfig, make_mesh
+from jaxtp import Decoder, ModelConfig, Precision, make_mesh
 from jaxtp.config.schema import ConfigError
 from jaxtp.layers import DecoderBlock
 from jaxtp.layers.remat import RematPolicy
@@ -37,6 +38,18 @@ def test_a_layer_scale_is_stored_and_not_trained():
     arrays = stored_arrays(TrainConfig(model=replace(PLAIN, layer_scale=True)))
     found = [(each.name, each.shape, each.trained) for each in arrays if "layer_scale" in each.name]
     assert found == [("model.blocks.layer_scale", (2,), False)]
+
+
+def test_the_residual_stream_may_be_in_float32():
+    config = replace(PLAIN, precision=Precision(compute="bfloat16"))
+    ids = np.zeros((B, T), np.int32)
+
+    def stream(is_wide):
+        model = Decoder(replace(config, residual_float32=is_wide), rngs=nnx.Rngs(0))
+        return model.hidden(ids)
+
+    found = [jax.eval_shape(partial(stream, is_wide)).dtype for is_wide in (False, True)]
+    assert found == ["bfloat16", "float32"]
 
 
 def test_norms_after_a_branch_may_have_another_epsilon():
