@@ -230,8 +230,8 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 353_700,
-    "files": 289,
+    "tokens of code": 362_400,
+    "files": 291,
     "rooms": 15,
     "arrows between rooms": 81,
     "files that training imports": 104,
