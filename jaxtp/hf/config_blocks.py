@@ -249,6 +249,12 @@ def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
             f"{', '.join(names)}"
         )
     types = [names[name] for name in types]
+    given = attributes.get("num_hidden_layers")
+    if given not in (None, len(types)):
+        raise HFError(
+            f"num_hidden_layers = {quote(given)}: should be {len(types)}, as many as the types of "
+            f"layers in {_BLOCK_TYPES} or {_PATTERN}"
+        )
     return {**attributes, "layer_types": types, "num_hidden_layers": len(types)}
 
 
@@ -378,7 +384,7 @@ def name_in_file(attribute: Attribute, attributes: Attributes) -> str:
     alias = attribute.alias
     if alias is None or alias not in attributes:
         return name
-    if attributes.get(name, attributes[alias]) != attributes[alias]:
+    if name in attributes and attributes[name] != attributes[alias]:
         raise HFError(
             f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])} are two "
             "names of one attribute, and must be equal"
@@ -495,18 +501,28 @@ def _num_items(patterns: Sequence[tuple[Sequence[Settings], int]]) -> int:
 
 
 def _are_of_type(
-    name: str, types: object, layer_type: str, other_types: Sequence[str], count: int
+    name: str,
+    types: object,
+    layer_type: str,
+    other_types: Sequence[str],
+    count: int,
+    in_file: Mapping[str, str] | None = None,
 ) -> list[bool]:
-    """Returns which layers have `layer_type`; raises if any has another than `other_types`."""
-    if (
-        isinstance(types, list)
-        and len(types) == count
-        and {layer_type, *other_types} >= set(map(str, types))
-    ):
-        return [kind == layer_type for kind in types]
+    """Returns which layers have `layer_type`; raises if any has another than `other_types`.
+
+    A message has the names `in_file` of types.
+    """
+    known = (*other_types, layer_type)
+    in_file = in_file or {}
+    given = ""
+    if isinstance(types, list):
+        if len(types) == count and {*known} >= set(map(str, types)):
+            return [kind == layer_type for kind in types]
+        types = [in_file.get(str(kind), kind) for kind in types]
+        given = f", not of {len(types)}" if len(types) != count else ""
+    supported = " or ".join(in_file.get(kind, kind) for kind in known)
     raise HFError(
-        f"{name} = {quote(types)}: should be {' or '.join((*other_types, layer_type))} for each of "
-        f"{count} layers"
+        f"{name} = {quote(types)}: should be {supported} for each of {count} layers{given}"
     )
 
 
@@ -717,7 +733,8 @@ def _read_linear(attributes: Attributes, family: Family, count: int) -> list[boo
         full = list(range(count)) if indices is None else _layer_numbers(_FULL_LAYERS, indices)
         return [i not in full for i in range(count)]
     other_types = (_FULL, _SLIDING) if "sliding_window" in names else (_FULL,)
-    return _are_of_type("layer_types", types, _LINEAR, other_types, count)
+    in_file = {usual: name for name, usual in family.layer_types.items()}
+    return _are_of_type("layer_types", types, _LINEAR, other_types, count, in_file)
 
 
 def _adjusted_width(attributes: Attributes, width: int) -> int:
