@@ -92,6 +92,9 @@ def expand(path: Path) -> Path:
             "--run.mirror URL keeps a copy of it in a bucket. Datasets, models and exports may be "
             "at URLs, and texts in a mounted bucket (gcsfuse, Mountpoint for S3)"
         )
+    # A path has no slashes at its end.
+    if str(path) in {f"{scheme}:" for scheme in _SCHEMES}:
+        raise ConfigError(f"{path}// is an address without a bucket or folder; add its name")
     try:
         return path.expanduser()
     except RuntimeError:
