@@ -31,7 +31,7 @@ _MAX_PARTS = 5000  # of an object; S3 has at most 10,000
 _LIMITS = ("30s", "300s")
 _ATTEMPTS = 3  # Downloads of an object whose checksum differs
 _THREADS = 8
-_REFUSED = re.compile("status code: (301|40[0134])|Unable to canonicalize")
+_REFUSED = re.compile("status code: (301|40[0134])|Unable to canonicalize|invalid path")
 # What the variables of a store begin with, by its scheme
 _VARIABLES = {"s3": "AWS", "gs": "GOOGLE"}
 # obstore repeats a request in its first 20 s, but not if the answer was cut short.

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import Variable
 from jaxtp.config.python_object import describe_value, load_object
-from jaxtp.config.schema import ConfigError, replace_nested
+from jaxtp.config.schema import Address, ConfigError, place, replace_nested
 from jaxtp.data.corpus import Corpus
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers.kernels.select import architecture_of
@@ -201,11 +201,14 @@ class ModelSource:
         model = f"--model {run}"
         if config.origin.build:
             model += f" --build {shlex.quote(config.origin.build)}"
-        trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
+        trained_on = config.data.path or next(
+            map(place, map(Path, config.data.mixture)), Path(shlex.__file__)
+        )
         data = config.data.validation or trained_on
         lines = ["next:"]
         if not pairs:
-            kind = "--data" if data.is_dir() else "--text"
+            is_dataset = isinstance(data, Address) or data.is_dir()
+            kind = "--data" if is_dataset else "--text"
             lines.append(f"  jaxtp evaluate {model} {kind} {shlex.quote(str(data))}")
         prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
         generate = f"  jaxtp generate {model} {prompt}"
