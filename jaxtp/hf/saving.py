@@ -214,6 +214,10 @@ def _with_heads(whole: Whole, file: str | Path | None) -> StoredTensors:
                 f"{file}: {truncate(name)} is {list(tensor.shape)}, and "
                 f"{list(before[name].shape)} in {whole.folder.path}"
             )
+        if tensor.dtype not in {before[name].dtype, *FORMATS.values()}:
+            raise HFError(
+                f"{file}: {truncate(name)} is in {tensor.dtype}; write it in {before[name].dtype}"
+            )
     names = [name for name in before if name not in heads]
     if names and jax.process_index() == 0:
         say(
