@@ -195,6 +195,7 @@ class ModelSource:
         Args:
           pairs: whether the data are pairs of answers, which `jaxtp evaluate` does not take.
         """
+        from jaxtp.data.copies import local
         from jaxtp.data.tokenizer_files import TEMPLATE
 
         run = shlex.quote(str(config.run.dir))
@@ -207,10 +208,9 @@ class ModelSource:
         data = config.data.validation or trained_on
         lines = ["next:"]
         if not pairs:
-            is_dataset = isinstance(data, Address) or data.is_dir()
-            kind = "--data" if is_dataset else "--text"
+            kind = "--data" if local(data).is_dir() else "--text"
             lines.append(f"  jaxtp evaluate {model} {kind} {shlex.quote(str(data))}")
-        prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
+        prompt = "--chat" if (local(trained_on) / TEMPLATE).is_file() else "--prompt 'def '"
         generate = f"  jaxtp generate {model} {prompt}"
         if not config.origin.build:
             export = f"{config.run.dir}-{'peft' if config.model.lora.rank else 'hf'}"
