@@ -464,7 +464,10 @@ def _source_of_run(
 def _source_of_folder(stored: StoredModel, options: SourceConfig) -> ModelSource:
     path = stored.folder
     if options.tokenizer is None and not (path / TOKENIZER).is_file():
-        raise SourceError(f"{path} has no {TOKENIZER}; give one by --tokenizer PATH")
+        raise SourceError(
+            f"{path} has no {TOKENIZER}; give one by --tokenizer PATH, such as the dataset that it "
+            "was trained on"
+        )
     tokenizer = open_tokenizer(options.tokenizer or path, special_tokens=options.special_tokens)
     dtype = options.dtype or _default_dtype(stored_dtype(path))
     return ModelSource(
