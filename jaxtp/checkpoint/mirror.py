@@ -418,12 +418,14 @@ class Mirror:
                 return
             # A failed upload does not stop training.
             except Exception as error:
+                reason = str(error)
                 if isinstance(error, FileNotFoundError):
                     # The run deleted this checkpoint before it was staged, or a link is lost.
                     self._staged = -1
+                    reason = f"{self.url}: a checkpoint was deleted before its upload ({error})"
                 if pause == _POLL_SECONDS:
                     retry = "training continues, and the upload will be retried"
-                    self._lines.append(f"{error}; {retry}")
+                    self._lines.append(f"{reason}; {retry}")
                 pause = min(2 * pause, _MAX_PAUSE)
 
     def _upload(self, step: int) -> None:
