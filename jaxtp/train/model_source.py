@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import Variable
 from jaxtp.config.python_object import describe_value, load_object
-from jaxtp.config.schema import Address, ConfigError, place, replace_nested
+from jaxtp.config.schema import ConfigError, place, replace_nested
 from jaxtp.data.corpus import Corpus
 from jaxtp.distributed.devices import build_mesh, most_devices, request_virtual_devices
 from jaxtp.layers.kernels.select import architecture_of
