@@ -319,7 +319,7 @@ def save_adapters(
 
 
 def _report_refused(family: Family, modules: Iterable[str]) -> None:
-    is_refused = any(name.endswith("out_proj") for name in modules)
+    is_refused = any(name.endswith("out_proj.weight") for name in modules)
     if family.model_type in REFUSED_BY_PEFT and is_refused and jax.process_index() == 0:
         say(
             f"PEFT refuses adapters of out_proj in a {family.model_type}; without o_proj in "

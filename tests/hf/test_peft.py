@@ -441,6 +441,12 @@ def test_some_experts_have_adapters(tmp_path, capsys):
     assert not a[1, :2].any()
 
 
+def test_an_export_says_which_adapters_peft_refuses(tmp_path, capsys):
+    model = add_adapters(hf.load(FOLDER / "falcon_h1"), LoraConfig(rank=2))
+    hf.save_adapters(model, tmp_path / "out", family="falcon_h1")
+    assert "PEFT refuses adapters of out_proj in a falcon_h1" in capsys.readouterr().err
+
+
 BAD = {
     "no folder": (lambda folder: folder.rename(folder.parent / "adapter"), "no such folder"),
     "no configuration": (lambda folder: (folder / SETTINGS).unlink(), "no adapter_config.json"),
