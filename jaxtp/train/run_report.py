@@ -228,7 +228,7 @@ def _data_rows(plan: "RunPlan", sizes: Sizes, progress: tuple[int, int]) -> Mapp
     loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
     length = describe_steps(settings, steps, data.tokens, *progress)
     warmup = plan.config.optimizer.warmup_steps
-    if warmup > steps:
+    if warmup > steps and plan.config.optimizer.build is None:
         length += (
             f"; the warm-up of {warmup} steps (optimizer.warmup_steps) is cut to these {steps}"
         )
