@@ -120,9 +120,9 @@ def tensors(model: PredictingDecoder, folder: Path):
 
 
 def main(
-    tuned: Path,
-    folder: Path,
-    data: Path,
+    tuned: tyro.conf.Positional[Path],
+    folder: tyro.conf.Positional[Path],
+    data: tyro.conf.Positional[Path],
     mesh: str = "fsdp=2,tp=4",
     steps: int = 1000,
     run: Path = Path("runs/head"),
