@@ -197,7 +197,11 @@ class ModelSource:
         """
         from jaxtp.data.copies import local
         from jaxtp.data.tokenizer_files import TEMPLATE
+        from jaxtp.models.own_decoder import call_of_load
 
+        if config.origin.build and config.origin.build.startswith("<"):  # no file names it
+            call = call_of_load(config.run.dir, config.origin.build)
+            return ["next, in Python:", f"  model = {call}"]
         run = shlex.quote(str(config.run.dir))
         model = f"--model {run}"
         if config.origin.build:
