@@ -249,11 +249,11 @@ def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
             f"{', '.join(names)}"
         )
     types = [names[name] for name in types]
-    given = attributes.get("num_hidden_layers")
-    if given not in (None, len(types)):
+    num_layers = attributes.get("num_hidden_layers")
+    if num_layers not in (None, len(types)):
         raise HFError(
-            f"num_hidden_layers = {quote(given)}: should be {len(types)}, as many as the types of "
-            f"layers in {_BLOCK_TYPES} or {_PATTERN}"
+            f"num_hidden_layers = {quote(num_layers)}: should be {len(types)}, as many as the types "
+            f"of layers in {_BLOCK_TYPES} or {_PATTERN}"
         )
     return {**attributes, "layer_types": types, "num_hidden_layers": len(types)}
 
@@ -512,17 +512,17 @@ def _are_of_type(
 
     A message has the names `in_file` of types.
     """
-    known = (*other_types, layer_type)
+    supported_types = (*other_types, layer_type)
     in_file = in_file or {}
-    given = ""
+    other_length = ""
     if isinstance(types, list):
-        if len(types) == count and {*known} >= set(map(str, types)):
+        if len(types) == count and {*supported_types} >= set(map(str, types)):
             return [kind == layer_type for kind in types]
         types = [in_file.get(str(kind), kind) for kind in types]
-        given = f", not of {len(types)}" if len(types) != count else ""
-    supported = " or ".join(in_file.get(kind, kind) for kind in known)
+        other_length = f", not of {len(types)}" if len(types) != count else ""
+    names = " or ".join(in_file.get(kind, kind) for kind in supported_types)
     raise HFError(
-        f"{name} = {quote(types)}: should be {supported} for each of {count} layers{given}"
+        f"{name} = {quote(types)}: should be {names} for each of {count} layers{other_length}"
     )
 
 
