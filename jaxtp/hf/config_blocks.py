@@ -252,8 +252,8 @@ def with_layer_types(attributes: Attributes, family: Family) -> Attributes:
     num_layers = attributes.get("num_hidden_layers")
     if num_layers not in (None, len(types)):
         raise HFError(
-            f"num_hidden_layers = {quote(num_layers)}: should be {len(types)}, as many as the types "
-            f"of layers in {_BLOCK_TYPES} or {_PATTERN}"
+            f"num_hidden_layers = {quote(num_layers)}: should be {len(types)}, as many as the "
+            f"types of layers in {_BLOCK_TYPES} or {_PATTERN}"
         )
     return {**attributes, "layer_types": types, "num_hidden_layers": len(types)}
 
