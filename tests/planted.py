@@ -3,6 +3,7 @@ a reference.
 """
 
 import jax
+import numpy as np
 from support import relative_error
 
 from jaxtp.layers import parameter
@@ -13,6 +14,18 @@ def with_gradient(change):
     identity = jax.custom_vjp(lambda x: x)
     identity.defvjp(lambda x: (x, None), lambda _, grad: (change(grad),))
     return identity
+
+
+def cut_evenly(weights, names, count):
+    """Returns kernels as `count` devices would have them if all were columns of one matrix that tp
+    cuts.
+    """
+    ends = np.cumsum([weights[name].shape[1] // count for name in names])
+    packed = np.split(np.concatenate([weights[name] for name in names], axis=1), count, axis=1)
+    of_devices = [np.split(device, ends[:-1], axis=1) for device in packed]
+    return {
+        name: np.concatenate(parts, axis=1) for name, *parts in zip(names, *of_devices, strict=True)
+    }
 
 
 def gathered_without_sum(axis):

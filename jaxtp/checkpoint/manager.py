@@ -562,6 +562,6 @@ def weight_average(folder: Path, weights: nnx.State, mesh: Mesh) -> str:
     if averages:
         problem = f"several moving averages ({', '.join(averages)})"
     raise CheckpointError(
-        f"{folder}: the optimizer's state has {problem}; it needs one mapping named ema, such as "
-        "that of scripts/examples/ema.py"
+        f"{folder}: the optimizer's state has {problem}; it needs one mapping named ema, as "
+        "scripts/examples/ema.py shows"
     )

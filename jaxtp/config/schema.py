@@ -62,7 +62,7 @@ Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16)]
 
 
 def of_length(count: int) -> Any:
-    """Annotates a tuple that has so many values."""
+    """Returns a constraint that a tuple has exactly `count` values."""
     return pydantic.Field(min_length=count, max_length=count)
 
 

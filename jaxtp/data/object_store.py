@@ -46,9 +46,9 @@ def is_plain(key: str) -> bool:
 def in_threads(
     action: Callable[[str], None], keys: Iterable[str], stop: Callable[[], object] = lambda: None
 ) -> None:
-    """Calls `action` for each key, a few at once; after an error those that have not begun end.
+    """Calls `action` for each key, in several threads.
 
-    `stop` is called after an error.
+    After an error it calls `stop`, starts no further actions, and raises the error.
     """
     pool = ThreadPoolExecutor(_THREADS)
     try:

@@ -67,12 +67,14 @@ _MULTIPLIERS: Mapping[str, Mapping[str, int | None]] = {
     "mlp_scales": {"mlp_multipliers": 2},
     "mamba_scales": {"ssm_in_multiplier": None, "ssm_multipliers": 5, "ssm_out_multiplier": None},
 }
-"""Fields with several factors, and the attributes that have them: numbers, or lists of so many."""
+"""Fields with several factors, and the attributes that hold them, each with the length of its list,
+or None for a number."""
 _FULL_LAYERS = "full_attn_idxs"
 _EXPANDS = {"expand", "mamba_expand"}
 """Names of the width of Mamba-2's heads in units of the model's, which follows from other sizes."""
 _INDICES = "attn_layer_indices"
-"""Attributes that number the layers with full attention; of those that null means, all and none."""
+"""Names of lists of the layers with full attention. If it is null, all layers have it by the first,
+and none by the second."""
 _ADJUSTS = "block_auto_adjust_ff_dim"
 _OTHER_NAMES = {
     "num_dense_layers": "first_k_dense_replace",

@@ -132,8 +132,8 @@ def save(
         transformers 5. By default as in `like`, else separate.
       like: folder that the model came from. Tensors outside of the text model (vision towers,
         prediction heads) and the configuration are copied from it.
-      heads: file of safetensors with the prediction heads of this model, by their names in `like`,
-        where they replace those of the model before training.
+      heads: safetensors file of prediction heads that were trained for this model. They replace the
+        tensors of the same names in `like`.
       attributes: more config.json attributes. max_position_embeddings overrides the value from
         `tokenizer_from`.
       max_shard_size: bytes per file, or a string like "5GB"; never splits a tensor.
@@ -199,9 +199,7 @@ def save(
 
 
 def _with_heads(whole: Whole, file: str | Path | None) -> StoredTensors:
-    """Returns the tensors outside of the text model; heads of a file replace those of the same
-    name.
-    """
+    """Returns the tensors outside of the text model; heads in `file` replace their namesakes."""
     before = {name: whole.other_tensors[name] for name in whole.prediction_heads}
     heads = {} if file is None else read_header(Path(file))
     for name, tensor in heads.items():

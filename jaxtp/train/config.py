@@ -436,8 +436,8 @@ class EvalConfig(Settings):
 
     tasks: Annotated[tuple[str, ...], Argument("NAME")] = ()
     """Tasks or groups of lm-evaluation-harness to run on the weights in training (pip install
-    'jaxtp[eval]'). Their scores are metrics: eval_TASK/METRIC. The numbers are those of jaxtp
-    evaluate on a checkpoint of the step."""
+    'jaxtp[eval]'). The scores are logged as eval_TASK/METRIC, and equal those of jaxtp evaluate
+    on the checkpoint of that step."""
 
     tasks_every: CountOrZero = 500
     """Steps between runs of the tasks, which also run after the last step; with 0, only then."""

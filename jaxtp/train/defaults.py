@@ -323,7 +323,7 @@ class Defaults:
         sizes = {}
         data = self.config.data
         for folder in filter(None, (data.path, *map(Path, data.mixture))):
-            # All processes raise an error of a URL, and none of them goes on alone.
+            # Not under `suppress`: if a URL cannot be fetched, all processes must stop.
             path = local(folder)
             with suppress(DatasetError):
                 sizes[folder] = read_manifest(path).tokenizer.vocab_size

@@ -16,7 +16,7 @@ from flax import nnx
 from layer_programs import LayerProgram, in_float64
 from numpy.random import default_rng
 from numpy.testing import assert_array_equal
-from planted import errors_of, plant_weights, with_gradient
+from planted import cut_evenly, errors_of, plant_weights, with_gradient
 from support import by_name, random_weights, relative_error, state_on_mesh, swept, use_mesh
 from variants import small_model
 
@@ -226,12 +226,7 @@ def test_megatron_lm_1989_each_part_of_a_projection_is_split_by_heads():
     weights = random_weights(layer, scale=0.5)
     _, x, g, _ = latent_reference()
     names = [f"in_proj.kernels.{i}" for i in range(6)]
-    ends = np.cumsum([weights[name].shape[1] // 4 for name in names])
-    packed = np.split(np.concatenate([weights[name] for name in names], axis=1), 4, axis=1)
-    of_devices = [np.split(device, ends[:-1], axis=1) for device in packed]
-    cut = {
-        name: np.concatenate(parts, axis=1) for name, *parts in zip(names, *of_devices, strict=True)
-    }
+    cut = cut_evenly(weights, names, 4)
     expected = found_on(1, layer, weights, x, g)
     assert max(errors_of(found_on(4, layer, weights, x, g), expected).values()) < RIGHT
     wrong = found_on(4, layer, weights | cut, x, g)

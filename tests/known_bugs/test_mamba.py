@@ -13,6 +13,7 @@ from flax import nnx
 from hf_folders import reference_attributes
 from layer_programs import delta_layer
 from numpy.random import default_rng
+from planted import cut_evenly
 from support import random_weights, relative_error, sizes_of, state_on_mesh
 from variants import small_model
 
@@ -70,12 +71,7 @@ def test_megatron_bridge_629_each_part_of_in_proj_is_split_alone():
     """
     weights, *_ = given()
     names = [f"in_proj.kernels.{i}" for i in range(5)]
-    ends = np.cumsum([weights[name].shape[1] // 2 for name in names])
-    packed = np.split(np.concatenate([weights[name] for name in names], axis=1), 2, axis=1)
-    of_devices = [np.split(device, ends[:-1], axis=1) for device in packed]
-    cut = {
-        name: np.concatenate(parts, axis=1) for name, *parts in zip(names, *of_devices, strict=True)
-    }
+    cut = cut_evenly(weights, names, 2)
     assert right(2) < RIGHT
     assert error(2, **cut) > WRONG
 

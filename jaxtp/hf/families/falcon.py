@@ -1,35 +1,29 @@
 """Falcon-H1 (arXiv 2507.22448): attention and Mamba-2 side by side in every block.
 
-Twelve factors scale what enters and leaves the layers. They scale activations here too, so that the
-kernels and their gradients are those of the file.
+Twelve factors scale the inputs and outputs of the layers. They scale activations here too, and
+kernels have the values of the file, so that their gradients are the same.
 """
 
 from jaxtp.hf.families.family import (
     ATTENTION_BIAS,
     COMMON,
     EMBEDDINGS,
+    MAMBA_SIZES,
+    MLP,
     MLP_BIAS,
     NO_STEP_LIMIT,
+    NORMS,
     OUT,
     QKV,
     Attribute,
     Family,
-    block_tensors,
+    Tensor,
     mamba_tensors,
     sizes,
-    tensors,
     with_biases,
+    with_names,
 )
 
-_NORMS = {
-    "attention_norm.scale": "input_layernorm.weight",
-    "mlp_norm.scale": "pre_ff_layernorm.weight",
-}
-_MLP = {
-    "mlp.gate_up.kernels.0": "feed_forward.gate_proj.weight",
-    "mlp.gate_up.kernels.1": "feed_forward.up_proj.weight",
-    "mlp.down.kernel": "feed_forward.down_proj.weight",
-}
 # Of initial values, of kernels, or of other programs
 _IGNORED = """
     mamba_chunk_size mamba_expand mlp_expansion_factor num_logits_to_keep time_step_floor
@@ -41,22 +35,17 @@ FALCON_H1 = Family(
     architecture="FalconH1ForCausalLM",
     tensors=(
         *EMBEDDINGS,
-        *tensors({"norm.scale": "model.final_layernorm.weight"}),
-        *block_tensors(_NORMS),
-        *with_biases(*QKV, *OUT, *block_tensors(_MLP, transposed=True)),
+        Tensor("norm.scale", "model.final_layernorm.weight"),
+        *with_names(NORMS, "post_attention_layernorm", "pre_ff_layernorm"),
+        *with_biases(*QKV, *OUT),
+        *with_names(MLP, "mlp", "feed_forward"),
         *mamba_tensors("model.layers.{layer}.mamba.", "states"),
     ),
     attributes=(
         *sizes(1e-5, kv_heads=8),
         ATTENTION_BIAS,
         MLP_BIAS,
-        Attribute("mamba_n_heads", "delta_value_heads", int, 128),
-        Attribute("mamba_d_head", "delta_value_dim", int),
-        Attribute("mamba_n_groups", "delta_key_heads", int, 1),
-        Attribute("mamba_d_state", "delta_key_dim", int, 256),
-        Attribute("mamba_d_conv", "delta_conv", int, 4),
-        Attribute("mamba_conv_bias", "mamba_conv_bias", bool, True),
-        Attribute("mamba_proj_bias", "mamba_bias", bool, False),
+        *MAMBA_SIZES,
         Attribute("projectors_bias", "mamba_out_bias", bool, False),
         Attribute("mamba_rms_norm", "mamba_norm", bool, False),
         Attribute(

@@ -353,6 +353,16 @@ ACTIVATIONS: Mapping[str, str] = {
 
 MAMBA: Mapping[LayerType, Values] = {"linear_attention": {"delta_kind": "mamba2"}}
 """`Family.always_by_type` of a family with Mamba-2."""
+MAMBA_SIZES = (
+    Attribute("mamba_n_heads", "delta_value_heads", int, 128),
+    Attribute("mamba_d_head", "delta_value_dim", int),
+    Attribute("mamba_n_groups", "delta_key_heads", int, 1),
+    Attribute("mamba_d_state", "delta_key_dim", int, 256),
+    Attribute("mamba_d_conv", "delta_conv", int, 4),
+    Attribute("mamba_conv_bias", "mamba_conv_bias", bool, True),
+    Attribute("mamba_proj_bias", "mamba_bias", bool, False),
+)
+"""Sizes of Mamba-2, by the names that families with attention give them."""
 NO_STEP_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])
 """A time_step_limit of none, as files of the Hub and as transformers 5 write it."""
 

@@ -14,6 +14,7 @@ from jaxtp.hf.families.family import (
     COMMON,
     EMBEDDINGS,
     MAMBA,
+    MAMBA_SIZES,
     MLP,
     MLP_BIAS,
     NO_STEP_LIMIT,
@@ -75,15 +76,6 @@ _COMMON = (
     Attribute("logits_scaling", "logit_scale", float, 1.0, power=-1.0),
 )
 
-_MAMBA_SIZES = (
-    Attribute("mamba_n_heads", "delta_value_heads", int, 128),
-    Attribute("mamba_d_head", "delta_value_dim", int),
-    Attribute("mamba_n_groups", "delta_key_heads", int, 1),
-    Attribute("mamba_d_state", "delta_key_dim", int, 256),
-    Attribute("mamba_d_conv", "delta_conv", int, 4),
-    Attribute("mamba_conv_bias", "mamba_conv_bias", bool, True),
-    Attribute("mamba_proj_bias", "mamba_bias", bool, False),
-)
 _MIXERS = (
     *with_biases(*QKV, *replace_all(OUT, unless="delta_value_heads")),
     *mamba_tensors("model.layers.{layer}.mamba."),
@@ -130,7 +122,7 @@ GRANITEMOEHYBRID = replace(
             Attribute("shared_intermediate_size", "shared_experts", int, 1024),
         ),
         "dense": (Attribute("shared_intermediate_size", "d_ff", int, 1024),),
-        "linear_attention": _MAMBA_SIZES,
+        "linear_attention": MAMBA_SIZES,
     },
     always_by_type=MAMBA,
     layer_types={"attention": "full_attention", "mamba": "linear_attention"},
@@ -152,7 +144,7 @@ BAMBA = Family(
     layer_attributes=ROPE | {"attn_layer_indices", "mamba_expand"},
     # transformers replaces any other value.
     rope_attributes=(Attribute("partial_rotary_factor", "rotary_fraction", {0.5: 0.5}, 0.5),),
-    by_type={"linear_attention": _MAMBA_SIZES},
+    by_type={"linear_attention": MAMBA_SIZES},
     always_by_type=MAMBA,
     required={"time_step_limit": NO_STEP_LIMIT},
     written=GRANITEMOEHYBRID.written,

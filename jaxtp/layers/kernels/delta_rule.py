@@ -30,7 +30,7 @@ from jaxtp.layers.kernels.padding import pad_to, round_up
 CARRIED = "carried"
 """`checkpoint_name` of the states and new values that the backward pass of `chunk_states` needs."""
 
-_BLOCK = 32  # chunks of which `chunk_sums` makes one product
+_BLOCK = 32  # Number of chunks that `chunk_sums` sums by one matrix product
 
 State = Array | Callable[[Array, Array], Array] | None
 _Results = tuple[Array, Array, Array]
