@@ -253,6 +253,11 @@ def verdicts(
                     yield _failure(verdict, case, locate(case, initial), error)
                 continue
             errors = parity.compare(actual, expected, exact if dtype in COARSE else again)
+            if not errors.within(tolerance) and again is expected:
+                # Three updates may let rounding errors grow beyond the tolerance.
+                states = parity.in_other_digits(initial)
+                again = parity.run(config, ONE_DEVICE, *states, replayed=expected, subject=subject)
+                errors = parity.compare(actual, expected, again)
             if errors.within(tolerance):
                 yield verdict(case, errors=errors, problems=actual.problems)
             elif case.accumulation is not None:

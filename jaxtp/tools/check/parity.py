@@ -103,9 +103,9 @@ class Errors:
     choices: int = 0  # expert choices
     rounding: Mapping[str, float] = field(default_factory=dict)
     """Difference of each array, `LOSS` and `GRAD_NORM` between two runs on one device: in float32,
-    or with other last digits of the weights (a user's task, and float8). Cancellation, as in the
-    gradient of a norm's scale, makes it larger than the precision of the dtype. The gradient of the
-    keys' bias in attention consists only of rounding errors."""
+    or with other last digits of the weights (a user's task, float8, and a mesh that differs in
+    float32). Cancellation, as in the gradient of a norm's scale, makes it larger than the precision
+    of the dtype. The gradient of the keys' bias in attention consists only of rounding errors."""
 
     def allowed(self, name: str, tolerance: Tolerance) -> float:
         """Returns the tolerance of an array, `LOSS` or `GRAD_NORM`.
@@ -176,7 +176,7 @@ def on_one_device(
     if not subject.is_own:
         again = numbers
         if numbers.states:
-            again = run_updates(*_in_other_digits(initial, *numbers.states))
+            again = run_updates(*in_other_digits(initial, *numbers.states))
         return initial, numbers, again
     if not np.isfinite(numbers.losses).all():
         initial = initial_arrays(config, subject, noise=0)
@@ -202,11 +202,11 @@ def on_one_device(
             batch = next(subject.on_mesh(config, mesh))
             if warning := require_sums(loss, blueprint, state, batch, config.train.accumulation):
                 print(warning)
-    return initial, numbers, replay(*_in_other_digits(initial, *numbers.states))
+    return initial, numbers, replay(*in_other_digits(initial, *numbers.states))
 
 
-def _in_other_digits(*states: Arrays) -> Iterator[Arrays]:
-    # Shows how rounding errors grow.
+def in_other_digits(*states: Arrays) -> Iterator[Arrays]:
+    """Yields states with other last digits of the weights, to show how rounding errors grow."""
     for state in states:
         changed = dict(state)
         for name, array in state.items():

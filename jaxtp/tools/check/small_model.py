@@ -182,7 +182,8 @@ def _shrink_latents(block: BlockConfig, small: ShrinkSpec) -> dict[str, Any]:
 
 def _shrink_scaling(scaling: RopeScaling, head_dim: int, small: ShrinkSpec) -> RopeScaling:
     """Returns the scaling of a small head, with a sample of the factors."""
-    if scaling.kind == "none":
+    if scaling.kind not in ("llama3", "yarn", "longrope"):
+        # It has no length and no factors.
         return scaling
     count = head_dim // 2
 
