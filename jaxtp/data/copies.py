@@ -242,10 +242,11 @@ def _make_room(root: Path, needed: int, url: str) -> None:
     The caller is the process that fetches.
     """
     text = cache_gigabytes()
-    try:
+    limit = -1
+    with suppress(ValueError, OverflowError):
         limit = round(1e9 * float(text))
-    except (ValueError, OverflowError):
-        raise ConfigError(f"JAXTP_CACHE_GB={text}: should be a number of gigabytes") from None
+    if limit < 0:
+        raise ConfigError(f"JAXTP_CACHE_GB={text}: should be a number of gigabytes")
     for path in root.glob(f"*{PARTIAL}"):
         shutil.rmtree(path)
     last_uses = {path: path.stat().st_mtime for path in root.glob("*.lock")}

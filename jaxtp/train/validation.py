@@ -217,6 +217,7 @@ def general_problems(config: TrainConfig, mesh: Sizes) -> Iterator[Problem]:
             ["train.spike_deviations", "train.spike_window"],
         ),
         ("wandb or mlflow in metrics.trackers", has_project, ["metrics.project"]),
+        ("eval.tasks", config.eval.tasks, _TASK_SETTINGS),
     )
     yield from map(Problem, without_effect(config, switches))
     if config.profile.start > config.train.steps:
@@ -286,6 +287,13 @@ def _switches(config: TrainConfig) -> Iterator[Switch]:
     yield "model.selection_bias", has_bias, ["train.selection_bias_rate"]
 
 
+_TASK_SETTINGS = (
+    "eval.tasks_every",
+    "eval.task_folder",
+    "eval.num_fewshot",
+    "eval.limit",
+    "eval.chat",
+)
 _EXPERTS_SETTINGS = (
     "model.experts_per_token",
     "model.normalize_experts",

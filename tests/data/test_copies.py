@@ -171,9 +171,10 @@ def test_the_cache_is_bounded(tmp_path, monkeypatch):
     forget()
     with pytest.raises(ConfigError, match=r"has 300.0 KB"):
         local(urls[0])
-    monkeypatch.setenv("JAXTP_CACHE_GB", "much")
-    with pytest.raises(ConfigError, match="JAXTP_CACHE_GB=much"):
-        local(urls[0])
+    for text in ("-1", "much"):
+        monkeypatch.setenv("JAXTP_CACHE_GB", text)
+        with pytest.raises(ConfigError, match=f"JAXTP_CACHE_GB={text}: should be a number"):
+            local(urls[0])
 
 
 def test_one_of_several_fetches(url, monkeypatch):
