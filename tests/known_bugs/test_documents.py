@@ -123,12 +123,12 @@ def test_torchtitan_3984_a_state_begins_anew_with_each_document(monkeypatch):
     """
     assert max(document_errors(DELTA)) < 1e-5
     rule = gated_delta.delta_rule
-    heads = gated_delta._convolved_heads
+    heads = gated_delta.convolved_heads
     planted = {
         "delta_rule": lambda tokens, *state, **others: rule(
             tokens._replace(starts=None), *state, **others
         ),
-        "_convolved_heads": lambda key_dim, value_dim, tokens, positions, *taps: heads(
+        "convolved_heads": lambda key_dim, value_dim, tokens, positions, *taps: heads(
             key_dim, value_dim, tokens, jnp.broadcast_to(jnp.arange(T), positions.shape), *taps
         ),
     }
