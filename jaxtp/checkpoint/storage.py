@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 import pydantic
+from etils import epath
 from jax import Array, ShapeDtypeStruct
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import future
@@ -40,6 +41,7 @@ from jaxtp.checkpoint.io_errors import (
 from jaxtp.checkpoint.logical import AbstractArrays, Arrays
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import read_bytes
+from jaxtp.config.schema import Address
 from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import all_devices
 
@@ -157,6 +159,11 @@ def describe_arrays(summed: Sums) -> Info:
     }
 
 
+def absolute(folder: Path) -> epath.Path:
+    """Returns a folder, which may be an `Address`, as Orbax opens it."""
+    return epath.Path(str(folder) if isinstance(folder, Address) else folder.resolve())
+
+
 def seal(info: Mapping[str, Any]) -> Info:
     """Adds a checksum to an info, which `read_info` verifies."""
     return {**info, "sha256": fingerprint(info)}
@@ -164,7 +171,11 @@ def seal(info: Mapping[str, Any]) -> Info:
 
 def read_info(folder: Path) -> Info:
     """Reads a checkpoint's info; raises `DamagedError`, or `CheckpointError` if unreadable."""
-    sealed = read_or_explain(folder, lambda: _read_sealed(folder))
+    return unseal(folder, read_or_explain(folder, lambda: _read_sealed(folder)))
+
+
+def unseal(folder: Path, sealed: Info) -> Info:
+    """Verifies what `seal` returned for the checkpoint in a folder; raises `DamagedError`."""
     if sealed.pop("sha256", None) != fingerprint(sealed):
         raise DamagedError(f"{folder} is damaged (its info does not match its checksum)")
     try:
@@ -277,7 +288,7 @@ def _visible_files(find: Callable[[], Path]) -> list[str] | None:
 def read_metadata(folder: Path) -> Metadata:
     """Reads array shapes and dtypes; raises the errors of `read_info`."""
     return read_or_explain(
-        folder, lambda: dict(_open_reader({}, {}).metadata((folder / "state").resolve()).tree)
+        folder, lambda: dict(_open_reader({}, {}).metadata(absolute(folder / "state")).tree)
     )
 
 
@@ -291,7 +302,7 @@ def read_arrays(folder: Path, target: AbstractArrays, metadata: Metadata) -> Arr
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
         arrays: Arrays = _open_reader(metadata, target).restore(
-            (folder / "state").resolve(), args=restore
+            absolute(folder / "state"), args=restore
         )
         # For an array that does not exist, Orbax returns the target.
         missing = [name for name, array in arrays.items() if isinstance(array, ShapeDtypeStruct)]

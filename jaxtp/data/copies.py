@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import IO, NamedTuple, overload
+from typing import IO, overload
 
 import pydantic
 
@@ -31,7 +31,7 @@ from jaxtp.config.entry import say
 from jaxtp.config.files import PARTIAL, fingerprint, lock, sha256, sync_folder
 from jaxtp.config.reading import first_lines, truncate
 from jaxtp.config.schema import Address, ConfigError, place
-from jaxtp.data.object_store import ObjectStore, StoreError, in_threads, is_plain
+from jaxtp.data.object_store import Item, ObjectStore, StoreError, in_threads, is_plain
 from jaxtp.distributed.agreement import meet
 from jaxtp.distributed.environment import cache_gigabytes, make_private, user_cache
 
@@ -51,14 +51,6 @@ class Record(pydantic.BaseModel):
     finished: bool
     # Size and sha256 by name
     files: dict[str, tuple[int, str]]
-
-
-class _Item(NamedTuple):
-    """A file at a URL: its checksum or, in a folder that jaxtp did not upload, its tag."""
-
-    size: int
-    sha256: str | None
-    tag: str | None
 
 
 _urls: dict[Path, str] = {}
@@ -129,7 +121,7 @@ def _read_record(store: ObjectStore) -> Record | None:
         raise StoreError(f"{store.url}/{RECORD} is damaged") from None
 
 
-def _items(store: ObjectStore) -> dict[str, _Item]:
+def _items(store: ObjectStore) -> dict[str, Item]:
     """Returns the files at a URL by name."""
     record = _read_record(store)
     if record is not None and not record.finished:
@@ -137,10 +129,10 @@ def _items(store: ObjectStore) -> dict[str, _Item]:
             f"{store.url} is an unfinished upload; the command that began it finishes it"
         )
     if record is not None:
-        items = {name: _Item(size, sums, None) for name, (size, sums) in record.files.items()}
+        items = {name: Item(size, sums) for name, (size, sums) in record.files.items()}
     else:
         listed = store.listed()
-        items = {name: _Item(size, None, tag) for name, (size, tag) in listed.items()}
+        items = {name: Item(size, None, tag) for name, (size, tag) in listed.items()}
     folders = set[str]()
     for name in items:
         # Someone else may have chosen the names, and they must stay inside of the copy.
@@ -205,14 +197,14 @@ def _fetching(root: Path) -> Iterator[None]:
         yield
 
 
-def _is_whole(folder: Path, items: Mapping[str, _Item]) -> bool:
+def _is_whole(folder: Path, items: Mapping[str, Item]) -> bool:
     with suppress(FileNotFoundError, NotADirectoryError):
         sizes = [(folder / name).stat().st_size for name in items]
         return folder.is_dir() and sizes == [item.size for item in items.values()]
     return False
 
 
-def _fetch(store: ObjectStore, items: Mapping[str, _Item], folder: Path) -> None:
+def _fetch(store: ObjectStore, items: Mapping[str, Item], folder: Path) -> None:
     total = sum(item.size for item in items.values())
     _make_room(folder.parent, total, store.url)
     partial = folder.with_name(f"{folder.name}{PARTIAL}")
@@ -354,7 +346,7 @@ def sending(path: Path, *, resumes: bool = False, replaces: bool = False) -> Ite
             shutil.rmtree(folder, ignore_errors=True)
         yield folder
         files = _upload(store, before, folder)
-        _keep(folder, store.url, {name: _Item(*item, None) for name, item in files.items()})
+        _keep(folder, store.url, {name: Item(*item) for name, item in files.items()})
 
 
 def _put(store: ObjectStore, record: Record) -> None:
@@ -400,7 +392,7 @@ def _upload(store: ObjectStore, before: Record, folder: Path) -> dict[str, tuple
     return files
 
 
-def _keep(folder: Path, url: str, items: Mapping[str, _Item]) -> None:
+def _keep(folder: Path, url: str, items: Mapping[str, Item]) -> None:
     """Makes an uploaded folder a copy of its URL, if there is room."""
     target = folder.parent.parent / _name(url, items)
     with _fetching(target.parent), suppress(ConfigError, OSError):

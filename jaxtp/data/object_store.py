@@ -71,12 +71,33 @@ class UnreachableError(StoreError):
     exit_code = FILES
 
 
+def missing(error: ImportError, url: str) -> ConfigError:
+    """Returns the error that names the extra with a library."""
+    extra = "gcs" if url.startswith("gs:") else "s3"
+    return ConfigError(
+        f"{url} needs {error.name}, which is not installed; pip install 'jaxtp[{extra}]'"
+    )
+
+
 class Stored(NamedTuple):
     """An object in a listing."""
 
     size: int
     # A name of its content by the store; None if the store gives none
     tag: str | None
+
+
+class Item(NamedTuple):
+    """A file at a URL: its checksum or, if jaxtp did not write it, the store's tag."""
+
+    size: int
+    sha256: str | None
+    tag: str | None = None
+
+    def may_be(self, stored: Stored) -> bool:
+        """Returns whether an object has this size and, if both are known, this tag."""
+        is_same = None in (self.tag, stored.tag) or self.tag == stored.tag
+        return self.size == stored.size and is_same
 
 
 class ObjectStore:
@@ -105,10 +126,7 @@ class ObjectStore:
                 client["timeout"] = limit
                 opened.append(self._do(lambda: stores.from_url(self.url, **options)))
         except ImportError as error:
-            extra = "gcs" if scheme == "gs" else "s3"
-            raise ConfigError(
-                f"{url} needs {error.name}, which is not installed; pip install 'jaxtp[{extra}]'"
-            ) from None
+            raise missing(error, url) from None
         self._store, self._store_of_parts = opened
 
     def _do(self, action: Callable[[], T], *expected: type[Exception]) -> T:
@@ -151,6 +169,10 @@ class ObjectStore:
         options = {"chunk_size": max(_PART, size // _MAX_PARTS), "max_concurrency": 2}
         store = self._store if isinstance(value, bytes) else self._store_of_parts
         self._do(lambda: self._library.put(store, key, value, **options))
+
+    def copy(self, key: str, target: str) -> None:
+        """Copies an object to another key, within the store."""
+        self._do(partial(self._library.copy, self._store_of_parts, key, target))
 
     def read(self, key: str) -> bytes:
         """Reads the first `MAX_JSON` bytes of an object."""

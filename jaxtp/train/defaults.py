@@ -183,7 +183,7 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     local = newest_with_info(config.run.dir / CHECKPOINTS)
     newest = local
     if config.run.mirror is not None:
-        from jaxtp.checkpoint.mirror import newer_info
+        from jaxtp.checkpoint.commits import newer_info
 
         newest = newer_info(config.run.mirror, local)
     if step is not None and local is None and not _is_of_folder(newest, config.run.dir):

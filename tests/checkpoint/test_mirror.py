@@ -10,9 +10,10 @@ import pytest
 from mirror_failures import no_fault, one_in_three_is_500
 from runs import contents, records, wait_until
 
-from jaxtp.checkpoint import mirror
+from jaxtp.checkpoint import mirror, ownership
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError
-from jaxtp.checkpoint.mirror import Mirror, TakenOverError
+from jaxtp.checkpoint.mirror import Mirror
+from jaxtp.checkpoint.ownership import TakenOverError
 from jaxtp.checkpoint.storage import kept_steps, seal, steps_in
 from jaxtp.config.entry import FILES, MISTAKE
 from jaxtp.config.schema import ConfigError
@@ -24,8 +25,8 @@ obstore = pytest.importorskip("obstore", reason="pip install 'jaxtp[s3]' 'moto[s
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(mirror, "SILENT_SECONDS", 4.0)
-    monkeypatch.setattr(mirror, "BEAT_SECONDS", 0.3)
+    monkeypatch.setattr(ownership, "SILENT_SECONDS", 4.0)
+    monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.3)
 
 
 class BegunMirror(Mirror):
@@ -92,7 +93,7 @@ def test_one_start_owns_the_url(url, tmp_path, monkeypatch):
         pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on .*alive"),
     ):
         mirrored(url, tmp_path / "b").__enter__()
-    monkeypatch.setattr(mirror, "BEAT_SECONDS", 600.0)
+    monkeypatch.setattr(ownership, "BEAT_SECONDS", 600.0)
     silent = mirrored(url, tmp_path / "a").__enter__()
     with mirrored(url, tmp_path / "b"):
         save(tmp_path / "a", 3)
