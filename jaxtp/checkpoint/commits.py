@@ -17,20 +17,18 @@ import pydantic
 
 from jaxtp.checkpoint.io_errors import DamagedError
 from jaxtp.checkpoint.ownership import Ownership, numbers
-from jaxtp.checkpoint.storage import CONFIG, HF_FILES, Info, unseal
+from jaxtp.checkpoint.storage import CONFIG, HF_FILES, RUN_AT_URL, Info, unseal
 from jaxtp.config.files import write_atomically
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import Address
 from jaxtp.data.object_store import Item, ObjectStore, StoreError, in_threads, is_plain
 
 CHECKPOINTS = "checkpoints"
-RUN = "files"
-"""Folders at the URL with a subfolder for each step."""
 COMMITS = "commits"
 RUN_FILES = (CONFIG, "metrics.jsonl", "samples.jsonl", "trackers.json")
 """Files in a run's folder that are uploaded with each checkpoint, in addition to `HF_FILES`."""
 _HF_FILE = re.compile(r"\w+\.(json|model|txt|jinja)")
-_KEY = re.compile(rf"({CHECKPOINTS}|{RUN})/(\d+)/(.+)")
+_KEY = re.compile(rf"({CHECKPOINTS}|{RUN_AT_URL})/(\d+)/(.+)")
 """The key of a checkpoint's file: a folder, the step, and a path."""
 
 
@@ -78,7 +76,7 @@ def whole_commit(store: ObjectStore, step: int) -> Commit:
     Raises `DamagedError` if one is missing or another, and `StoreError`.
     """
     commit = _read_commit(store, step)
-    listed = store.listed(f"{CHECKPOINTS}/{step}") | store.listed(f"{RUN}/{step}")
+    listed = store.listed(f"{CHECKPOINTS}/{step}") | store.listed(f"{RUN_AT_URL}/{step}")
     for key, item in commit.files.items():
         # The URL may be someone else's, and its paths have to stay inside of the folder.
         match = _KEY.fullmatch(key)
@@ -89,7 +87,7 @@ def whole_commit(store: ObjectStore, step: int) -> Commit:
 
 
 def download(store: ObjectStore, step: int, places: dict[str, Path]) -> None:
-    """Downloads and verifies the parts of a checkpoint: places of `CHECKPOINTS` and `RUN`.
+    """Downloads and verifies the parts of a checkpoint: places of `CHECKPOINTS` and `RUN_AT_URL`.
 
     Raises `DamagedError`, `StoreError`.
     """
@@ -174,7 +172,7 @@ class Commits:
 
     def delete_unfinished(self) -> None:
         """Deletes what has no record."""
-        for folder in (CHECKPOINTS, RUN):
+        for folder in (CHECKPOINTS, RUN_AT_URL):
             unfinished = []
             for key in self._store.sizes(folder):
                 name = key.split("/")[1]
@@ -188,7 +186,7 @@ class Commits:
         # First, because without it the rest is unfinished
         self._store.delete(f"{COMMITS}/{step}.json")
         self.losses.pop(step, None)
-        for folder in (CHECKPOINTS, RUN):
+        for folder in (CHECKPOINTS, RUN_AT_URL):
             self._store.delete(*self._store.sizes(f"{folder}/{step}"))
 
     def set_aside(self, step: int) -> str:

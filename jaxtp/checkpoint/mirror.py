@@ -24,7 +24,6 @@ import pydantic
 
 from jaxtp.checkpoint.commits import (
     CHECKPOINTS,
-    RUN,
     Commits,
     copy_run_files,
     download,
@@ -32,7 +31,14 @@ from jaxtp.checkpoint.commits import (
 )
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, files_below
 from jaxtp.checkpoint.ownership import Ownership, TakenOverError, on_process_0
-from jaxtp.checkpoint.storage import PROGRAMS, move_aside, newest_with_info, read_info, steps_in
+from jaxtp.checkpoint.storage import (
+    PROGRAMS,
+    RUN_AT_URL,
+    move_aside,
+    newest_with_info,
+    read_info,
+    steps_in,
+)
 from jaxtp.config.entry import FILES
 from jaxtp.config.files import sha256, sync_folder
 from jaxtp.data.object_store import Item, ObjectStore, StoreError, in_threads
@@ -186,8 +192,8 @@ class Mirror:
             self.say(f"fetching the checkpoint at step {step} from {self.url}")
             folder = self._staging / str(step)
             try:
-                files = self._staging / RUN
-                download(self._store, step, {CHECKPOINTS: folder, RUN: files})
+                files = self._staging / RUN_AT_URL
+                download(self._store, step, {CHECKPOINTS: folder, RUN_AT_URL: files})
             except DamagedError as error:
                 self.say(f"{error}; trying the checkpoint before it")
                 shutil.rmtree(self._staging, ignore_errors=True)

@@ -239,6 +239,8 @@ HF_FILES = "hf"
 PROGRAMS = "programs"
 """Files in a run's folder: its settings, config.json and the tokenizer files of its model, and
 compiled programs."""
+RUN_AT_URL = "files"
+"""Folder at a URL with the run's files at each step."""
 STARTS = "starts"
 """Key in a checkpoint's info: step and sample, `[[0, 0], ...]`, after which batches have a new
 size."""

@@ -30,6 +30,7 @@ def examine(
     dtypes: Sequence[str],
     attention: Iterable[Case],
     tp_across_hosts: bool = False,
+    is_shared: bool = True,
     computes: bool = True,
 ) -> Iterator[list[Finding]]:
     """Yields this process's findings by stage; all processes must take the same stages.
@@ -40,6 +41,7 @@ def examine(
       dtypes: compute dtypes of products.
       attention: kernels to compare with plain attention.
       tp_across_hosts: whether a tp group may span hosts.
+      is_shared: whether the folder has to be the same one for all processes.
       computes: whether to compare operations and kernels with the host.
     """
     first = mesh.local_devices[0]
@@ -56,7 +58,7 @@ def examine(
             # Collectives of processes that differ may wait for ever.
             yield [Finding("collectives", "all", "the processes differ", "--")]
             return
-    yield check_folder(folder())
+    yield check_folder(folder(), is_shared=is_shared)
     if computes:
         yield _stage("devices", lambda: check_devices(mesh, dtypes))
     if computes or is_multiprocess():

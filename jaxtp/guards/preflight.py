@@ -135,8 +135,8 @@ def axes_between_hosts(hosts: np.ndarray) -> list[str]:
     return [axis for dim, axis in enumerate(AXES) if (hosts != hosts.take([0], axis=dim)).any()]
 
 
-def check_folder(folder: Path) -> list[Finding]:
-    """Writes into a folder, which all processes have to see; all processes must call it."""
+def check_folder(folder: Path, *, is_shared: bool = True) -> list[Finding]:
+    """Writes into a folder, which all processes have to see if `is_shared`; all must call it."""
     path = folder / f".doctor-{all_gather_json(secrets.token_hex(8))[0]}"
     problem = None
     try:
@@ -147,7 +147,7 @@ def check_folder(folder: Path) -> list[Finding]:
         name = process_name(jax.process_index(), socket.gethostname())
         problem = f"{folder} cannot be written by {name}: {error.strerror}; name another folder"
     problems = list(filter(None, all_gather_json(problem)))
-    if not problems:
+    if is_shared and not problems:
         blind = first_disagreeing(path.exists)
         if blind is not None:
             problems.append(

@@ -26,7 +26,7 @@ from jaxtp.checkpoint.logical import (
     to_logical,
 )
 from jaxtp.checkpoint.manager import load_weights
-from jaxtp.checkpoint.storage import HF_FILES, newest_checkpoint, read_info_on_all
+from jaxtp.checkpoint.storage import HF_FILES, RUN_AT_URL, newest_checkpoint, read_info_on_all
 from jaxtp.config.files import fingerprint
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import split_settings, validate
@@ -360,6 +360,7 @@ def family_of_run(checkpoint: Path) -> str | None:
 
 
 def hf_files_of(checkpoint: Path) -> Path | None:
-    """Returns the `HF_FILES` folder of a checkpoint's run, if any."""
-    folder = checkpoint.resolve().parent.parent / HF_FILES
-    return folder if folder.is_dir() else None
+    """Returns the `HF_FILES` folder of a checkpoint's run, or of a copy of its URL, if any."""
+    run = checkpoint.resolve().parent.parent
+    folders = (run / HF_FILES, run / RUN_AT_URL / checkpoint.name / HF_FILES)
+    return next(filter(Path.is_dir, folders), None)

@@ -27,6 +27,7 @@ from jaxtp.config.affects import (
     settings,
 )
 from jaxtp.config.schema import (
+    Address,
     Count,
     CountOrZero,
     DataKey,
@@ -66,6 +67,18 @@ def _of_store(url: str) -> str:
 
 
 StoreUrl = Annotated[str, AfterValidator(_of_store)]
+
+
+def _of_google(url: str) -> str:
+    if not url.startswith("gs://"):
+        raise ValueError(
+            "should be gs://BUCKET/PATH, because Orbax writes checkpoints to no other store; "
+            "--run.mirror URL copies those of a folder that all hosts share to S3"
+        )
+    return url
+
+
+GoogleUrl = Annotated[StoreUrl, AfterValidator(_of_google)]
 
 
 def _not_aim(name: object) -> object:
@@ -463,6 +476,10 @@ class CheckpointConfig(Settings):
     every: Annotated[CountOrZero, NOTHING, SHORT_HELP] = 50
     """Steps between saves; 0 saves only at the end."""
 
+    url: GoogleUrl | None = None
+    """Address (gs://BUCKET/PATH) of the checkpoints, in place of the run's folder, which may then
+    be on another disk on each host."""
+
     keep: Count = 2
     """Number of the newest checkpoints to keep."""
 
@@ -490,6 +507,12 @@ class TrainConfig:
     metrics: Annotated[MetricsConfig, NOTHING] = MetricsConfig()
     profile: Annotated[ProfileConfig, NOTHING] = ProfileConfig()
     launch: Annotated[LaunchConfig, NOTHING] = LaunchConfig()
+
+    @property
+    def place(self) -> Path:
+        """The folder or the URL of the run's checkpoints and other files."""
+        url = self.checkpoint.url
+        return self.run.dir if url is None else Address(url)
 
 
 IGNORED_BY_STEP = tuple(settings(TrainConfig, lambda mark: not (mark.numbers or mark.cost)))

@@ -77,7 +77,7 @@ WARMUP = 0.03  # Warm-up of a trained model, as a fraction of the steps
 BATCH_SIZE = "data.global_batch_size"
 COMPUTE = "model.precision.compute"
 RUN_DIR = "run.dir"
-NOT_PLANNED = {"run.mirror": None, "run.resume_at": None}
+NOT_PLANNED = {"run.mirror": None, "run.resume_at": None, "checkpoint.url": None}
 """Settings without which a run is planned: a plan contacts no URL, and copies no checkpoint."""
 VIRTUAL_KIND = "virtual CPU devices"
 _ONE_IS_ENOUGH = f"{VIRTUAL_KIND} share the cores, so one is enough"
@@ -178,11 +178,18 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     run = config.run.dir
     step = config.run.resume_at
     if step is not None:
+        if config.checkpoint.url is not None:
+            raise ConfigError(
+                f"run.resume_at={step} copies a checkpoint of run.dir, and those of the run are at "
+                f"checkpoint.url={config.checkpoint.url}; leave run.resume_at out"
+            )
         folder = run.with_name(f"{run.name}-at-{step}")
         config = replace_nested(config, {RUN_DIR: folder, "run.resume_at": None})
     local = newest_with_info(config.run.dir / CHECKPOINTS)
     newest = local
-    if config.run.mirror is not None:
+    if config.checkpoint.url is not None:
+        newest = _newest_at_url(config, local)
+    elif config.run.mirror is not None:
         from jaxtp.checkpoint.commits import newer_info
 
         newest = newer_info(config.run.mirror, local)
@@ -200,6 +207,21 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
         resumed = info if is_of_run(info) else None
     config, init = resolve(config, explicit, resumed)
     return Decided(config, init, resumed, before, older=older)
+
+
+def _newest_at_url(config: TrainConfig, local: object) -> tuple[Path, Info] | None:
+    from jaxtp.checkpoint.at_url import newest_info
+
+    url = config.checkpoint.url
+    assert url is not None
+    if config.run.mirror is not None:
+        raise ConfigError(f"checkpoint.url={url} is the only copy; leave run.mirror out")
+    if local is not None:
+        raise ConfigError(
+            f"checkpoint.url={url}: {config.run.dir} has checkpoints of its own; leave "
+            "checkpoint.url out, or name another --run.dir"
+        )
+    return newest_info(url)
 
 
 def _is_of_folder(checkpoint: tuple[Path, Info] | None, folder: Path) -> bool:
@@ -244,14 +266,15 @@ class Defaults:
         if folder is not None:
             self.choose(RUN_DIR, *folder)
         run = self.config.run
+        url = self.config.checkpoint.url
         if devices is not None:
             self.config = replace_nested(self.config, NOT_PLANNED)
         self.decided = as_configured(self.config, explicit)
         self.config = self.decided.config
         if devices is not None:
             # A file that the command writes has all settings.
-            settings = {"run.mirror": run.mirror, "run.resume_at": run.resume_at}
-            self.config = replace_nested(self.config, settings)
+            kept = {"run.mirror": run.mirror, "run.resume_at": run.resume_at, "checkpoint.url": url}
+            self.config = replace_nested(self.config, kept)
         self.resumed = self.decided.resumed
         self.has_model = self.decided.init.path is not None
 

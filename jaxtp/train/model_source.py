@@ -200,9 +200,9 @@ class ModelSource:
         from jaxtp.models.own_decoder import call_of_load
 
         if config.origin.build and config.origin.build.startswith("<"):  # no file names it
-            call = call_of_load(config.run.dir, config.origin.build)
+            call = call_of_load(config.place, config.origin.build)
             return ["next, in Python:", f"  model = {call}"]
-        run = shlex.quote(str(config.run.dir))
+        run = shlex.quote(str(config.place))
         model = f"--model {run}"
         if config.origin.build:
             model += f" --build {shlex.quote(config.origin.build)}"
@@ -339,7 +339,7 @@ class OwnModel(NamedModel):
         """See `ModelSource`."""
         from jaxtp.models.own_decoder import call_of_load
 
-        return ["next, in Python:", f"  model = {call_of_load(config.run.dir, self.origin.build)}"]
+        return ["next, in Python:", f"  model = {call_of_load(config.place, self.origin.build)}"]
 
 
 def _unused(config: TrainConfig, used: Set[str]) -> Iterator[str]:

@@ -290,6 +290,12 @@ def _open_checkpoints(
     folder = plan.config.run.dir / run_folder.CHECKPOINTS
     settings = vars(plan.config.checkpoint)
     options = {name: settings[name] for name in ("keep", "keep_every", "keep_best")}
+    url = plan.config.checkpoint.url
+    if url is not None:
+        from jaxtp.checkpoint.at_url import UrlCheckpoints
+
+        at_url = UrlCheckpoints(url, plan.config.run.dir, report.line, **options)
+        return exit_stack.enter_context(at_url), None
     mirror = None
     if plan.config.run.mirror is not None:
         from jaxtp.checkpoint.mirror import Mirror
@@ -466,6 +472,7 @@ def _startup_checks(plan: RunPlan) -> list[str]:
         mesh,
         settings,
         folder,
+        is_shared=config.checkpoint.url is None,
         dtypes=(config.model.precision.compute,),
         attention=plan.parts.model.attention_cases(config, mesh),
         tp_across_hosts=config.mesh.tp_across_hosts,
