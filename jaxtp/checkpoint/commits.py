@@ -25,6 +25,8 @@ from jaxtp.data.object_store import Item, ObjectStore, StoreError, in_threads, i
 
 CHECKPOINTS = "checkpoints"
 COMMITS = "commits"
+MARKER = "commit_success.txt"
+"""A file without which Orbax takes a folder at a URL for unfinished."""
 RUN_FILES = (CONFIG, "metrics.jsonl", "samples.jsonl", "trackers.json")
 """Files in a run's folder that are uploaded with each checkpoint, in addition to `HF_FILES`."""
 _HF_FILE = re.compile(r"\w+\.(json|model|txt|jinja)")
@@ -117,17 +119,16 @@ def read_info_at(store: ObjectStore, step: int) -> Info:
     return unseal(folder, sealed)
 
 
-def newer_info(url: str, newest: tuple[Path, Info] | None) -> tuple[Path, Info] | None:
+def newer_info(store: ObjectStore, newest: tuple[Path, Info] | None) -> tuple[Path, Info] | None:
     """Returns `newest`, or the newest checkpoint at the URL if that is of a later step.
 
-    Of the latter's folder only the name is valid. Writes nothing at the URL; raises `StoreError`.
+    Writes nothing at the URL; raises `StoreError`.
     """
-    store = ObjectStore(url)
     for step in reversed(numbers(store, COMMITS)):
         if newest is not None and step <= int(newest[0].name):
             break
         with suppress(DamagedError):
-            return Address(url, CHECKPOINTS, str(step)), read_info_at(store, step)
+            return Address(store.url, CHECKPOINTS, str(step)), read_info_at(store, step)
     return newest
 
 

@@ -179,6 +179,8 @@ class Checkpoints:
       keep_best: also keeps the checkpoint with the lowest validation loss.
     """
 
+    setting = "run.dir"
+    """The setting of a run with its folder."""
     # How Orbax marks a finished checkpoint; by default as its folder needs
     _marking: type[ocp.path.atomicity_types.TemporaryPath] | None = None
 
@@ -535,7 +537,7 @@ def restore_newest(
         return restored
     if damaged:
         reasons = "; ".join(map(str, damaged.values()))
-        raise CheckpointError(f"{reasons}; name another --run.dir to start a new run")
+        raise CheckpointError(f"{reasons}; name another --{checkpoints.setting} to start a new run")
     return None
 
 

@@ -24,6 +24,7 @@ import pydantic
 
 from jaxtp.checkpoint.commits import (
     CHECKPOINTS,
+    MARKER,
     Commits,
     copy_run_files,
     download,
@@ -48,8 +49,6 @@ from jaxtp.distributed.links import is_proof, proof_of
 END_SECONDS = 600.0
 """Limit of the wait for the last upload, at the end of a run."""
 _PROGRAMS = f"{PROGRAMS}.json"  # Key of the record of compiled programs
-_MARKER = "commit_success.txt"
-"""A file without which Orbax takes a folder at a URL for unfinished."""
 _POLL_SECONDS = 1.0  # Between looks for a new checkpoint
 _MAX_PAUSE = 30.0  # Seconds between attempts to upload
 _START_SECONDS = 86_400  # Limit of the other processes' wait for the download
@@ -243,7 +242,7 @@ class Mirror:
             # What an earlier start uploaded of this step
             self._commits.delete(step)
             self._stage(step)
-        markers = [key for key in self._files if key.endswith(_MARKER)]
+        markers = [key for key in self._files if key.endswith(MARKER)]
         in_threads(self._send, self._files.keys() - set(markers))
         # Plain Orbax takes a checkpoint for finished when its outermost marker is there.
         for key in sorted(markers, key=len, reverse=True):

@@ -89,8 +89,9 @@ def expand(path: Path) -> Path:
         raise ConfigError(
             f"should be a path, but {url[1]}://{url[2]} is an address. A run needs a folder that "
             "all hosts mount, on a file system that locks, appends and renames (NFS, Lustre), and "
-            "--run.mirror URL keeps a copy of it in a bucket. Datasets, models and exports may be "
-            "at URLs, and texts in a mounted bucket (gcsfuse, Mountpoint for S3)"
+            "--run.mirror URL keeps a copy of it in a bucket; with --checkpoint.url gs://BUCKET/A "
+            "each host may have its own. Datasets, models and exports may be at URLs, and texts in "
+            "a mounted bucket (gcsfuse, Mountpoint for S3)"
         )
     # A path has no slashes at its end.
     if str(path) in {f"{scheme}:" for scheme in _SCHEMES}:

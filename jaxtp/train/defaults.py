@@ -191,8 +191,9 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
         newest = _newest_at_url(config, local)
     elif config.run.mirror is not None:
         from jaxtp.checkpoint.commits import newer_info
+        from jaxtp.data.object_store import ObjectStore
 
-        newest = newer_info(config.run.mirror, local)
+        newest = newer_info(ObjectStore(config.run.mirror), local)
     if step is not None and local is None and not _is_of_folder(newest, config.run.dir):
         older = kept_checkpoint(run, step)
         if newest is not None and int(newest[0].name) > step:
@@ -210,7 +211,8 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
 
 
 def _newest_at_url(config: TrainConfig, local: object) -> tuple[Path, Info] | None:
-    from jaxtp.checkpoint.at_url import newest_info
+    from jaxtp.checkpoint.at_url import open_store
+    from jaxtp.checkpoint.commits import newer_info
 
     url = config.checkpoint.url
     assert url is not None
@@ -221,7 +223,7 @@ def _newest_at_url(config: TrainConfig, local: object) -> tuple[Path, Info] | No
             f"checkpoint.url={url}: {config.run.dir} has checkpoints of its own; leave "
             "checkpoint.url out, or name another --run.dir"
         )
-    return newest_info(url)
+    return newer_info(open_store(url), None)
 
 
 def _is_of_folder(checkpoint: tuple[Path, Info] | None, folder: Path) -> bool:
@@ -273,8 +275,8 @@ class Defaults:
         self.config = self.decided.config
         if devices is not None:
             # A file that the command writes has all settings.
-            kept = {"run.mirror": run.mirror, "run.resume_at": run.resume_at, "checkpoint.url": url}
-            self.config = replace_nested(self.config, kept)
+            settings = {"run.mirror": run.mirror, "run.resume_at": run.resume_at}
+            self.config = replace_nested(self.config, {**settings, "checkpoint.url": url})
         self.resumed = self.decided.resumed
         self.has_model = self.decided.init.path is not None
 

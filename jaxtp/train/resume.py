@@ -121,7 +121,7 @@ def check_resumable(settings: Mapping[str, Any], data: Mapping[str, Any], info: 
     Raises:
       RunFolderError: the model, the data or the order of the samples differs.
     """
-    folder = settings["run"]["dir"]
+    folder = settings["checkpoint"]["url"] or settings["run"]["dir"]
     if not is_of_run(info):
         raise RunFolderError(
             f"{folder} has checkpoints of another loop; set --run.dir to another folder"

@@ -19,14 +19,8 @@ from jaxtp.config.entry import FILES, MISTAKE
 from jaxtp.config.schema import ConfigError
 from jaxtp.train.__main__ import main
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.usefixtures("short_silence")]
 obstore = pytest.importorskip("obstore", reason="pip install 'jaxtp[s3]' 'moto[server]'")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    monkeypatch.setattr(ownership, "SILENT_SECONDS", 4.0)
-    monkeypatch.setattr(ownership, "BEAT_SECONDS", 0.3)
 
 
 class BegunMirror(Mirror):
