@@ -15,12 +15,13 @@ from jaxtp.config.affects import POSITIONAL, Argument
 from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.reading import truncate
-from jaxtp.config.schema import Count, OptionalFile, UserPath
+from jaxtp.config.schema import Count, FolderOrUrl, OptionalFile, UserPath
 from jaxtp.distributed.environment import accept_absent_gpus
+from jaxtp.data.copies import local
 from jaxtp.mesh import describe_mesh, mesh_shape
 
 PROGRAM = "jaxtp checkpoint"
-Folder = Annotated[UserPath, POSITIONAL, Argument("DIR")]
+Folder = Annotated[FolderOrUrl, POSITIONAL, Argument("DIR")]
 # Settings in the section `model` that affect a user's model
 _OF_OWN_MODEL = ("build", "arguments", "plan", "precision")
 _RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
@@ -31,7 +32,7 @@ class Inspect:
     """Flags of `jaxtp checkpoint inspect` and `verify`."""
 
     dir: Folder
-    """Folder of a run (its newest checkpoint), or of one checkpoint."""
+    """Folder or URL of a run (its newest checkpoint), or of one checkpoint."""
     json: OptionalFile = None
     """JSON file to write the result to."""
 
@@ -41,7 +42,7 @@ class Diff:
     """Flags of `jaxtp checkpoint diff`."""
 
     a: Folder
-    """Folder of a run (its newest checkpoint), or of one checkpoint."""
+    """Folder or URL of a run (its newest checkpoint), or of one checkpoint."""
     b: Folder
     """Folder of a run or checkpoint to compare with."""
     json: OptionalFile = None
@@ -62,7 +63,7 @@ class RowsOf:
 
 def inspect(args: Inspect) -> int:
     """Prints the contents of a checkpoint."""
-    stored = open_checkpoint(args.dir)
+    stored = open_checkpoint(local(args.dir))
     info = stored.info
     record = _record(stored)
     print(f"{stored.folder}, {record['bytes']:,} bytes on disk")
@@ -116,7 +117,7 @@ def _record(stored: StoredCheckpoint) -> dict[str, Any]:
 
 def verify(args: Inspect) -> int:
     """Prints the arrays that differ from their checksums; returns 1 if there are any."""
-    stored = open_checkpoint(args.dir)
+    stored = open_checkpoint(local(args.dir))
     problems = {}
     for name in stored.arrays:
         problem = stored.verify(name)
@@ -133,8 +134,8 @@ def verify(args: Inspect) -> int:
 
 def diff(args: Diff) -> int:
     """Prints how much each array differs between two checkpoints; returns 1 if any array does."""
-    a = open_checkpoint(args.a)
-    b = open_checkpoint(args.b)
+    a = open_checkpoint(local(args.a))
+    b = open_checkpoint(local(args.b))
     names = dict.fromkeys((*a.arrays, *b.arrays))
     differ = {}
     for name in names:

@@ -148,6 +148,7 @@ class UrlCheckpoints(Checkpoints):
 
     def _record(self, step: int) -> None:
         """Records a checkpoint that Orbax has finished, on process 0."""
+        self._patiently(self._owner.require)
         files = {}
         folder = f"{CHECKPOINTS}/{step}"
         for key, stored in self._patiently(self._store.listed, folder).items():

@@ -173,6 +173,7 @@ class Commits:
 
     def delete_unfinished(self) -> None:
         """Deletes what has no record."""
+        self._owner.require()
         for folder in (CHECKPOINTS, RUN_AT_URL):
             unfinished = []
             for key in self._store.sizes(folder):

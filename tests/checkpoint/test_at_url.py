@@ -17,6 +17,7 @@ from runs import contents, records, wait_until
 from small_state import small_state, weight_of
 
 from jaxtp.checkpoint import ownership
+from jaxtp.checkpoint.__main__ import main as command_checkpoint
 from jaxtp.checkpoint.at_url import UrlCheckpoints
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.checkpoint.ownership import TakenOverError
@@ -53,7 +54,8 @@ def commits(url):
     return sorted(ObjectStore(url).sizes("commits"))
 
 
-def test_a_start_finds_what_is_finished_and_plain_orbax_reads_it(google, tmp_path):
+def test_a_start_finds_what_is_finished_and_plain_orbax_reads_it(google, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with opened(google, tmp_path / "a") as checkpoints:
         save(checkpoints, tmp_path / "a", 1, 2, 3)
     store = ObjectStore(google)
@@ -73,6 +75,7 @@ def test_a_start_finds_what_is_finished_and_plain_orbax_reads_it(google, tmp_pat
     whole = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in stored}
     arrays = reader.restore(state_url, restore_args=whole)
     assert_array_equal(arrays["model.weight"], weight_of(state))
+    assert command_checkpoint(["verify", google]) == 0
 
 
 @pytest.mark.parametrize("damage", [b"another", None])
