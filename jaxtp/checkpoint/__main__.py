@@ -16,8 +16,8 @@ from jaxtp.config.command_line import Command, choose
 from jaxtp.config.files import require_writable, write_json
 from jaxtp.config.reading import truncate
 from jaxtp.config.schema import Count, FolderOrUrl, OptionalFile, UserPath
-from jaxtp.distributed.environment import accept_absent_gpus
 from jaxtp.data.copies import local
+from jaxtp.distributed.environment import accept_absent_gpus
 from jaxtp.mesh import describe_mesh, mesh_shape
 
 PROGRAM = "jaxtp checkpoint"
