@@ -159,9 +159,12 @@ def describe_arrays(summed: Sums) -> Info:
     }
 
 
-def absolute(folder: Path) -> epath.Path:
+def absolute(folder: Path) -> Path:
     """Returns a folder, which may be an `Address`, as Orbax opens it."""
-    return epath.Path(str(folder) if isinstance(folder, Address) else folder.resolve())
+    if isinstance(folder, Address):
+        at_url: Path = epath.Path(str(folder))
+        return at_url
+    return folder.resolve()
 
 
 def seal(info: Mapping[str, Any]) -> Info:

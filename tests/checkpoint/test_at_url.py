@@ -20,10 +20,14 @@ from jaxtp.checkpoint import ownership
 from jaxtp.checkpoint.__main__ import main as command_checkpoint
 from jaxtp.checkpoint.at_url import UrlCheckpoints
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
+from jaxtp.checkpoint.mirror import Mirror
 from jaxtp.checkpoint.ownership import TakenOverError
+from jaxtp.checkpoint.storage import newest_checkpoint
 from jaxtp.config.entry import MISTAKE, UserError
 from jaxtp.config.schema import ConfigError
+from jaxtp.data.copies import local
 from jaxtp.data.object_store import ObjectStore
+from jaxtp.hf.runs import hf_files_of
 from jaxtp.mesh import make_mesh
 from jaxtp.train.__main__ import main
 
@@ -57,6 +61,8 @@ def commits(url):
 def test_a_start_finds_what_is_finished_and_plain_orbax_reads_it(google, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with opened(google, tmp_path / "a") as checkpoints:
+        (tmp_path / "a/hf").mkdir()
+        (tmp_path / "a/hf/config.json").write_text("{}")
         save(checkpoints, tmp_path / "a", 1, 2, 3)
     store = ObjectStore(google)
     # Orbax takes it for finished.
@@ -76,6 +82,12 @@ def test_a_start_finds_what_is_finished_and_plain_orbax_reads_it(google, tmp_pat
     arrays = reader.restore(state_url, restore_args=whole)
     assert_array_equal(arrays["model.weight"], weight_of(state))
     assert command_checkpoint(["verify", google]) == 0
+    assert contents(hf_files_of(newest_checkpoint(local(google)))) == {"config.json": b"{}"}
+    # A run may go on in a folder, with a mirror.
+    folder = tmp_path / "c/checkpoints"
+    folder.parent.mkdir()
+    with Mirror(google, folder, print, set), Checkpoints(folder) as checkpoints:
+        assert restore_newest(checkpoints, small_state(), MESH, id, print)[0] == 3
 
 
 @pytest.mark.parametrize("damage", [b"another", None])
