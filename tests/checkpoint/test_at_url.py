@@ -86,8 +86,9 @@ def test_a_start_finds_what_is_finished_and_plain_orbax_reads_it(google, tmp_pat
     # A run may go on in a folder, with a mirror.
     folder = tmp_path / "c/checkpoints"
     folder.parent.mkdir()
-    with Mirror(google, folder, print, set), Checkpoints(folder) as checkpoints:
+    with Mirror(google, folder, print, set) as mirror, Checkpoints(folder) as checkpoints:
         assert restore_newest(checkpoints, small_state(), MESH, id, print)[0] == 3
+        mirror.begin(3)
 
 
 @pytest.mark.parametrize("damage", [b"another", None])
