@@ -230,8 +230,8 @@ def test_no_utils():
 # The shape of the package. A change that makes room lowers its budget; a feature that needs more
 # raises one in its own commit, which says why.
 BUDGETS = {
-    "tokens of code": 362_500,
-    "files": 291,
+    "tokens of code": 364_600,
+    "files": 294,
     "rooms": 15,
     "arrows between rooms": 81,
     "files that training imports": 104,
