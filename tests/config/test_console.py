@@ -185,9 +185,13 @@ with Display("step {done}") as display:
 @pytest.mark.journey
 def test_a_terminal_of_any_size_that_is_closed():
     ours, theirs = os.openpty()
-    command = [sys.executable, "-c", RESIZED]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE
+        [sys.executable, "-c", RESIZED],
+        stdin=subprocess.PIPE,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        # In color the numbers of a size have codes around them.
+        env=os.environ | {"NO_COLOR": "1"},
     )
     os.close(theirs)
     seen = b""
