@@ -233,7 +233,7 @@ class Checkpoints:
 
     def _visible_steps(self) -> tuple[bool, list[int]]:
         retry_io(self.folder, self._manager.reload)
-        return self.folder.is_dir(), self.steps()
+        return self._exists(), self.steps()
 
     def _stored_losses(self) -> list[tuple[int, float]]:
         losses = []

@@ -6,7 +6,7 @@ needs. A start downloads the newest checkpoint if the folder has none that is as
     URL/programs/...           compiled programs
     URL/programs.json          their sizes and sha256, with a proof of the run's secret
 
-The other objects there are those of `commits` and `ownership`.
+`commits` and `ownership` describe all other objects at the URL.
 """
 
 import shutil

@@ -152,7 +152,7 @@ class Ownership:
             )
 
     def require_same_run(self, folder: Path, *, is_empty: bool) -> None:
-        """Compares the run at the URL with that of a folder, which gets its id.
+        """Checks that a folder belongs to the run at the URL, and writes the run's id there.
 
         Raises ConfigError if they differ, unless `is_empty`.
         """

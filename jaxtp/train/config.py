@@ -60,8 +60,11 @@ def _not_here(path: Path) -> Path:
 Folder = Annotated[UserPath, AfterValidator(_not_here)]
 
 
+_BUCKET = r"://[\w.-]+(/.*)?"
+
+
 def _of_store(url: str) -> str:
-    if not re.fullmatch(r"(s3|gs)://[\w.-]+(/.*)?|file:///.+", url):
+    if not re.fullmatch(f"(s3|gs){_BUCKET}|file:///.+", url):
         raise ValueError("should be s3://BUCKET/PATH, gs://BUCKET/PATH or file:///FOLDER")
     return url
 
@@ -70,10 +73,10 @@ StoreUrl = Annotated[str, AfterValidator(_of_store)]
 
 
 def _of_google(url: str) -> str:
-    if not re.fullmatch(r"gs://[\w.-]+(/.*)?", url):
+    if not re.fullmatch(f"gs{_BUCKET}", url):
         raise ValueError(
             "should be gs://BUCKET/PATH, because Orbax writes checkpoints to no other store; "
-            "--run.mirror URL copies those of a folder that all hosts share to S3"
+            "--run.mirror URL copies checkpoints to S3, from a folder that all hosts share"
         )
     return url
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -180,7 +181,7 @@ def as_configured(config: TrainConfig, explicit: Set[str] = frozenset()) -> Deci
     if step is not None:
         if config.checkpoint.url is not None:
             raise ConfigError(
-                f"run.resume_at={step} copies a checkpoint of run.dir, and those of the run are at "
+                f"run.resume_at={step} copies a checkpoint from run.dir, but this run saves to "
                 f"checkpoint.url={config.checkpoint.url}; leave run.resume_at out"
             )
         folder = run.with_name(f"{run.name}-at-{step}")
@@ -267,16 +268,14 @@ class Defaults:
         folder = model_source(config).default_folder(config)
         if folder is not None:
             self.choose(RUN_DIR, *folder)
-        run = self.config.run
-        url = self.config.checkpoint.url
+        settings = {name: attrgetter(name)(self.config) for name in NOT_PLANNED}
         if devices is not None:
             self.config = replace_nested(self.config, NOT_PLANNED)
         self.decided = as_configured(self.config, explicit)
         self.config = self.decided.config
         if devices is not None:
             # A file that the command writes has all settings.
-            settings = {"run.mirror": run.mirror, "run.resume_at": run.resume_at}
-            self.config = replace_nested(self.config, {**settings, "checkpoint.url": url})
+            self.config = replace_nested(self.config, settings)
         self.resumed = self.decided.resumed
         self.has_model = self.decided.init.path is not None
 
